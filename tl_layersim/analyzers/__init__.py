@@ -1,0 +1,30 @@
+"""Every analyzer: one file each, found by looking; installed packages may add more by entry point."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from importlib.metadata import entry_points
+
+from ..analyzer import Analyzer
+
+GROUP = "tl_layersim.analyzers"
+
+
+def find_analyzers() -> dict[str, type[Analyzer]]:
+    """All analyzers by name: those of this folder, then those that installed packages offer as `tl_layersim.analyzers`.
+
+    >>> sorted(find_analyzers())[:2]
+    ['cka', 'cosine']
+    """
+    found: dict[str, type[Analyzer]] = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            if issubclass(cls, Analyzer) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
+                found[cls.name] = cls
+    for entry in entry_points(group=GROUP):
+        cls = entry.load()
+        found.setdefault(cls.name, cls)
+    return found

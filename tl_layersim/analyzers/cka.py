@@ -1,0 +1,311 @@
+"""Centred kernel alignment between residual layers, of one model or of two."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..analyzer import Analyzer, Run, need_tokens
+from ..errors import LayersimError
+from ..results import LayerMatrix, Picture
+from ..source import Kernel, Model, View
+from ..sums import Sums
+from ..typed import typed
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CKAResult(LayerMatrix):
+    """What `CKA` measures.
+
+    Attributes:
+        values: `residual residual`, or `residual_a residual_b` between two models; float64. Unbiased estimates of unrelated
+            layers scatter about 0 and may be slightly negative.
+        samples: how many tokens (or sequences) went into it.
+        minibatches: how many minibatches; 1 for the exact estimator.
+    """
+
+    samples: int
+    minibatches: int
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "values",
+            "Linear CKA between layers",
+            "Whether two layers place the same tokens in the same geometry, up to rotation and scale: 1 the same, 0 unrelated "
+            "(Kornblith et al. 2019; unbiased HSIC of Song et al. 2012, minibatches of Nguyen et al. 2021).",
+        ),
+    )
+
+    def distance(self) -> float:
+        r"""Distance between two models of equal depth, over the outputs of their blocks.
+
+        $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
+
+        CKA is clipped to [-1, 1] inside the arccos only.
+
+        Raises:
+            LayersimError: the models have different numbers of blocks.
+
+        Source:
+            Brown et al. 2023, appendix C.2, equation 2.
+        """
+        rows, columns = self.values.shape
+        if rows != columns:
+            raise LayersimError(
+                "The arccos distance pairs layer with layer.",
+                given=f"models of {rows - 1} and {columns - 1} blocks",
+                expected="two models of equal depth",
+                do="read .values, or compare models with the same number of blocks",
+            )
+        return float(self.values.diagonal()[1:].clamp(-1, 1).arccos().square().sum().sqrt())
+
+    def headline(self) -> dict[str, float]:
+        to_last = self.values[:, -1]
+        name = "CKA(first model's {}, last)" if self.layers != self.column_layers else "CKA({}, last)"
+        return {
+            name.format("embedding"): float(to_last[0]),
+            name.format("middle layer"): float(to_last[len(to_last) // 2]),
+            name.format("last but one"): float(to_last[-2]),
+        }
+
+
+@dataclass(frozen=True)
+class CKA(Analyzer):
+    r"""Linear CKA between all pairs of layers, within a model or between two.
+
+    $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
+
+    with the unbiased estimator, for $\tilde K = XX'$ and $\tilde L = YY'$ with zeroed diagonals and n >= 4 samples,
+
+    $$\mathrm{HSIC}_1 = \frac{1}{n(n-3)} \Big[ \mathrm{tr}(\tilde K \tilde L) + \frac{1'\tilde K 1\; 1'\tilde L 1}{(n-1)(n-2)}
+    - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$
+
+    Args:
+        estimator: "minibatch" averages HSIC_1 over minibatches and divides the averages (not the mean of ratios); the tokens
+            of a forward batch are shuffled first, because neighbours in a text are not independent. "exact" takes HSIC_1
+            over all samples at once, streamed through cross-products: (layers x d_model)^2 numbers of memory. "biased" is
+            "minibatch" with the classical HSIC_0: it does not go to 0 for unrelated layers (0.5 for independent Gaussians
+            with n = d) and is there to compare with published figures only.
+        minibatch: n. A forward batch of fewer samples is one smaller minibatch; samples left over are dropped at random.
+        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        pool: for level="sequence", the "mean" of the row's counted tokens or its "last" one.
+        seed: of the shuffle. The order also depends on the batch's own tokens and on nothing else, so that neither the order
+            of batches nor padding changes a value. A different batch_size draws other minibatches.
+        max_memory_gb: what "exact" may need; more is refused before the run.
+
+    Source:
+        Kornblith et al. 2019; Song et al. 2012, equation 5; Nguyen et al. 2021, equations 2 and 3; Brown et al. 2023,
+        appendix C.1, whose printed S_ij lacks the square root.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.CKA(minibatch=64)])
+        >>> report["cka"].values.shape
+        torch.Size([9, 9])
+    """
+
+    name: ClassVar[str] = "cka"
+    compares: ClassVar[bool] = True
+
+    estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
+    minibatch: int = 256
+    level: Literal["token", "sequence"] = "token"
+    pool: Literal["mean", "last"] = "mean"
+    seed: int = 0
+    max_memory_gb: float = 4.0
+
+    def __post_init__(self) -> None:
+        choices = {"estimator": ("minibatch", "exact", "biased"), "level": ("token", "sequence"), "pool": ("mean", "last")}
+        for option, allowed in choices.items():
+            if getattr(self, option) not in allowed:
+                raise LayersimError(
+                    f"CKA does not know this {option}.",
+                    given=f"{option}={getattr(self, option)!r}",
+                    expected=" or ".join(repr(choice) for choice in allowed),
+                    do=f"CKA({option}={allowed[0]!r})",
+                )
+        if self.minibatch < 4:
+            raise LayersimError(
+                "The unbiased HSIC needs four samples.",
+                given=f"minibatch={self.minibatch}",
+                expected="4 or more",
+                do="CKA(minibatch=256)",
+            )
+
+    def check(self, *models: Model) -> None:
+        if self.estimator != "exact" or any(model.d_model is None for model in models):
+            return
+        widths = [len(model.layers) * (model.d_model or 0) for model in (models[0], models[-1])]
+        # The batch's cross-product, the running sum, and their sum while it is made.
+        need = 3 * 8 * widths[0] * widths[1] / 1e9
+        if need > self.max_memory_gb:
+            raise LayersimError(
+                "The exact estimator needs more memory than it may take.",
+                given=f"{widths[0]} x {widths[1]} cross-products: {need:.1f} GB",
+                expected=f"at most max_memory_gb={self.max_memory_gb:g}",
+                do=f'CKA(estimator="minibatch"), or CKA(estimator="exact", max_memory_gb={math.ceil(need)})',
+            )
+
+    def kernel(self, first: Sums) -> Kernel:
+        rows = partial(samples, level=self.level, pool=self.pool)
+        if self.estimator == "exact":
+            return partial(exact_kernel, rows=rows)
+        return partial(minibatch_kernel, rows=rows, size=self.minibatch, seed=self.seed, biased=self.estimator == "biased")
+
+    def compute(self, sums: Sums, run: Run) -> CKAResult:
+        unit = "tokens" if self.level == "token" else "sequences"
+        need_tokens(int(sums["samples"]), 4, "CKA", f"{unit} together" if self.estimator == "exact" else f"{unit} in one batch")
+        cross, own_x, own_y = exact_hsic(sums) if self.estimator == "exact" else (sums["xy"], sums["xx"], sums["yy"])
+        for own, layers in ((own_x, run.layers), (own_y, run.column_layers)):
+            if not bool((own > 0).all()):
+                where = [name for name, value in zip(layers, own, strict=True) if not value > 0]
+                raise LayersimError(
+                    "A layer's own HSIC is not positive, so its CKA is not defined.",
+                    given=f"{', '.join(where)} on {int(sums['samples'])} {unit}",
+                    expected="activations that differ from sample to sample, and enough samples",
+                    do="pass more varied data, a larger minibatch=, or skip_first=1",
+                )
+        return CKAResult(
+            values=cross / torch.outer(own_x.sqrt(), own_y.sqrt()),
+            samples=int(sums["samples"]),
+            minibatches=int(sums["minibatches"]) if self.estimator != "exact" else 1,
+            layers=run.layers,
+            column_layers=run.column_layers,
+            provenance=run.provenance,
+        )
+
+
+def samples(view: View, *, level: str, pool: str) -> Tensor:
+    """`layer sample d_model`: every token, or one vector for each row of tokens."""
+    if level == "token":
+        return view.residual
+    _, lengths = torch.unique_consecutive(view.sequence, return_counts=True)
+    ends = lengths.cumsum(0)
+    if pool == "last":
+        return view.residual[:, ends - 1]
+    return torch.stack([rows.mean(1) for rows in view.residual.split(lengths.tolist(), dim=1)], dim=1)
+
+
+def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, biased: bool) -> dict[str, Tensor]:
+    """Sums over minibatches of HSIC between all pairs of layers."""
+    x, y = rows(views[0]), rows(views[-1])
+    total = x.shape[1]
+    size = min(size, total)
+    count = total // size if size >= 4 else 0
+    # Shuffled by what the batch says, not by its number: then neither the order of batches nor padding matters.
+    tokens = views[0].tokens.cpu()
+    weight = torch.arange(1, 2 * len(tokens), 2) * 0x9E3779B1
+    key = int(((tokens + 1) * weight).sum()) & 0x7FFFFFFFFFFF
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 0x9E3779B1 + key & 0x7FFFFFFFFFFFFFFF))
+    xy = torch.zeros(x.shape[0], y.shape[0], dtype=torch.float64, device=x.device)
+    xx = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
+    yy = torch.zeros(y.shape[0], dtype=torch.float64, device=x.device)
+    for part in order[: count * size].split(size):
+        a = centred_grams(x[:, part.to(x.device)], biased)
+        b = a if len(views) == 1 else centred_grams(y[:, part.to(y.device)], biased).to(a.device)
+        # Every pair of layers at once; the weight makes each entry an HSIC.
+        scale = 1 / ((size - 1) ** 2 if biased else size * (size - 3))
+        xy += (a @ b.T) * scale
+        xx += a.square().sum(1) * scale
+        yy += b.square().sum(1) * scale
+    return {
+        "xy": xy,
+        "xx": xx,
+        "yy": yy,
+        "minibatches": torch.tensor(count),
+        "samples": torch.tensor(count * size),
+    }
+
+
+def centred_grams(x: Tensor, biased: bool) -> Tensor:
+    """`layer (n n)`, float64: each layer's Gram matrix, doubly centred (biased) or U-centred with a zero diagonal.
+
+    The product of two U-centred Grams, summed, is n(n-3) HSIC_1 (Szekely and Rizzo 2014).
+    """
+    # Translation changes no HSIC; without it a large common vector would eat float32 digits.
+    x = x - x.mean(1, keepdim=True)
+    gram = torch.bmm(x, x.transpose(1, 2)).double()
+    n = gram.shape[-1]
+    if biased:
+        gram = gram - gram.mean(1, keepdim=True) - gram.mean(2, keepdim=True) + gram.mean((1, 2), keepdim=True)
+    else:
+        gram.diagonal(dim1=1, dim2=2).zero_()
+        row = gram.sum(2) / (n - 2)
+        gram -= row[:, :, None]
+        gram -= row[:, None, :]
+        gram += (row.sum(1) / (n - 1))[:, None, None]
+        gram.diagonal(dim1=1, dim2=2).zero_()
+    return gram.flatten(1)
+
+
+def exact_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
+    """Cross-products and moments from which HSIC_1 over all samples follows, float64 throughout, one pass.
+
+    Fields `xy.*` belong to all pairs of layers; with two views, `xx.*` and `yy.*` to each layer with itself.
+    """
+    x = rows(views[0]).double()
+    y = x if len(views) == 1 else rows(views[-1]).to(x.device).double()
+    out = {f"xy.{name}": value for name, value in moments(x, y).items()}
+    if len(views) == 2:
+        for own, z in (("xx", x), ("yy", y)):
+            per_layer = [moments(layer[None], layer[None]) for layer in z]
+            out |= {f"{own}.{name}": torch.stack([m[name] for m in per_layer]) for name in per_layer[0]}
+    return out | {"samples": torch.tensor(x.shape[1])}
+
+
+def moments(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Uncentred sums over samples of x, y, r = |row|^2 and their products; x, y are `layer sample d_model`."""
+    r_x, r_y = x.square().sum(-1), y.square().sum(-1)
+    return {
+        "x": x.sum(1),
+        "y": y.sum(1),
+        "cross": x.transpose(0, 1).flatten(1).T @ y.transpose(0, 1).flatten(1),
+        "r_x": r_x.sum(1),
+        "r_y": r_y.sum(1),
+        "r_x r_y": r_x @ r_y.T,
+        "r_x y": torch.einsum("an,bnd->abd", r_x, y),
+        "r_y x": torch.einsum("bn,and->abd", r_y, x),
+    }
+
+
+def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
+    """HSIC_1 of all pairs `row column`, and of each row layer and each column layer with itself."""
+    n = int(sums["samples"])
+    names = ("x", "y", "cross", "r_x", "r_y", "r_x r_y", "r_x y", "r_y x")
+    cross = hsic_from_moments({name: sums[f"xy.{name}"] for name in names}, n)
+    if "xx.x" not in sums.fields:
+        return cross, cross.diagonal(), cross.diagonal()
+    own = []
+    for which in ("xx", "yy"):
+        layers = len(sums[f"{which}.x"])
+        per_layer = ({name: sums[f"{which}.{name}"][layer] for name in names} for layer in range(layers))
+        own.append(torch.stack([hsic_from_moments(m, n)[0, 0] for m in per_layer]))
+    return cross, own[0], own[1]
+
+
+def hsic_from_moments(m: dict[str, Tensor], n: int) -> Tensor:
+    """n(n-3) HSIC_1 = |X'Y|_F^2 - n/(n-2) sum r^x r^y + sum r^x sum r^y / ((n-1)(n-2)), X and Y centred over all samples."""
+    mu, nu = m["x"] / n, m["y"] / n
+    mu2, nu2 = mu.square().sum(-1), nu.square().sum(-1)
+    (a, d), (b, e) = mu.shape, nu.shape
+    frobenius, mu_c_nu = torch.empty(a, b, dtype=torch.float64), torch.empty(a, b, dtype=torch.float64)
+    for layer, block in enumerate(m["cross"].view(a, d, b, e)):
+        frobenius[layer] = (block - n * torch.einsum("d,be->dbe", mu[layer], nu)).square().sum((0, 2))
+        mu_c_nu[layer] = torch.einsum("d,dbe,be->b", mu[layer], block, nu)
+    r_x, r_y = m["r_x"] - n * mu2, m["r_y"] - n * nu2
+    r_x_r_y = (
+        m["r_x r_y"]
+        - 2 * torch.einsum("abd,bd->ab", m["r_x y"], nu)
+        - 2 * torch.einsum("abd,ad->ab", m["r_y x"], mu)
+        + torch.outer(m["r_x"], nu2)
+        + torch.outer(mu2, m["r_y"])
+        + 4 * mu_c_nu
+        - 3 * n * torch.outer(mu2, nu2)
+    )
+    return (frobenius - n / (n - 2) * r_x_r_y + torch.outer(r_x, r_y) / ((n - 1) * (n - 2))) / (n * (n - 3))

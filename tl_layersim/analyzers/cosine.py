@@ -1,0 +1,244 @@
+"""Cosine similarity between the residual layers of one model, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..analyzer import Analyzer, Run, need_tokens
+from ..errors import LayersimError
+from ..results import LayerMatrix, Picture, axes, quantiles_from_histogram
+from ..source import Kernel, Model, View
+from ..sums import Sums
+from ..typed import typed
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CosineResult(LayerMatrix):
+    """What `Cosine` measures. All tensors are float64.
+
+    Attributes:
+        values: `residual residual`, mean over tokens of COS(l, l'); symmetric, 1 on the diagonal.
+        std: `residual residual`, standard deviation over tokens (divided by N).
+        below_zero: `residual residual`, share of tokens whose cosine is negative.
+        to_last: `quantile residual`, quantiles over tokens of COS(l, L), to within one histogram bin.
+        adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), to within one histogram bin.
+        norm_ratio: `layer`, mean over tokens of |x| / |f(x)| of each block, x what enters it, f(x) what it adds.
+        monotone_share: share of tokens for which COS(l, L) rises strictly at every l, l = 0 included.
+        mean: `residual d_model`, what was subtracted (no columns for center="none"). Give it to `Cosine(center=...)`.
+        quantiles: the levels of the two quantile fields.
+    """
+
+    std: Float64[Tensor, "row column"] = axes("row", "column")
+    below_zero: Float64[Tensor, "row column"] = axes("row", "column")
+    to_last: Float64[Tensor, "quantile row"] = axes("quantile", "residual")
+    adjacent: Float64[Tensor, "quantile layer"] = axes("quantile", "layer")
+    norm_ratio: Float64[Tensor, " layer"] = axes("layer")
+    monotone_share: Float64[Tensor, ""] = axes()
+    mean: Float64[Tensor, "row d_model"] = axes("residual", "dimension")
+    quantiles: tuple[float, ...] = QUANTILES
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "values",
+            "Cosine similarity between layers",
+            "Mean over tokens of the cosine between a token's residual at two layers; a plateau of high values at the end "
+            "marks layers that change little (Jiang, Zhou and Zhu 2024, section 2.1, figure 2 c-d).",
+        ),
+        Picture(
+            "to_last",
+            "Cosine similarity to the last layer",
+            "How far each layer already points where the last layer will point, as quantiles over tokens; theorem 2.1 "
+            "expects a rise with depth (Jiang, Zhou and Zhu 2024, figure 2 a-b).",
+        ),
+        Picture(
+            "adjacent",
+            "Cosine similarity between adjacent layers",
+            "How little each block turns a token's residual, as quantiles over tokens "
+            "(Jiang, Zhou and Zhu 2024, appendix, figure 11 left).",
+        ),
+        Picture(
+            "norm_ratio",
+            "Norm of the skip connection over norm of the block's update",
+            "High values say that the residual stream passes a block almost unchanged "
+            "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
+        ),
+    )
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """Labels of the `dimension` axis of `mean`."""
+        return tuple(range(self.mean.shape[-1]))
+
+    def headline(self) -> dict[str, float]:
+        to_last = self.values[:, -1]
+        return {
+            "COS(embedding, last)": float(to_last[0]),
+            "COS(last but one, last)": float(to_last[-2]),
+            "steps at which mean COS to the last layer rises": float((to_last[1:] > to_last[:-1]).double().mean()),
+            "tokens with monotone COS to the last layer": float(self.monotone_share),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Cosine(Analyzer):
+    r"""Cosine similarity of a token's residual at every pair of layers, with its spread over tokens.
+
+    $$\mathrm{COS}(l, l') = \frac{1}{N} \sum_t \frac{\langle x_t^l - \mu^l, x_t^{l'} - \mu^{l'} \rangle}
+    {|x_t^l - \mu^l| \, |x_t^{l'} - \mu^{l'}|}$$
+
+    The norm ratio of figure 11 is of raw residuals whatever the centring.
+
+    Args:
+        center: "dataset" subtracts each layer's mean over all counted tokens (the paper's footnote 2; a first pass over the
+            data sums it); "none" subtracts nothing; a tensor `residual d_model` is subtracted as it is.
+        histogram_bins: bins over [-1, 1] of the histograms that quantiles are read from; their error is below 2 / bins.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Cosine()])
+        >>> report["cosine"].values.shape
+        torch.Size([9, 9])
+    """
+
+    name: ClassVar[str] = "cosine"
+    one_pass: ClassVar[str] = 'Cosine(center="none"), or Cosine(center=mean) with the .mean of an earlier result'
+
+    center: Literal["dataset", "none"] | Tensor = "dataset"
+    histogram_bins: int = 2000
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.center, Tensor) and self.center not in ("dataset", "none"):
+            raise LayersimError(
+                "Cosine does not know this centring.",
+                given=f"center={self.center!r}",
+                expected='"dataset", "none", or a tensor residual x d_model',
+                do='Cosine(center="dataset")',
+            )
+        if self.histogram_bins < 2:
+            raise LayersimError(
+                "Cosine needs bins to count in.",
+                given=f"histogram_bins={self.histogram_bins}",
+                expected="2 or more",
+                do="Cosine(histogram_bins=2000)",
+            )
+
+    def check(self, *models: Model) -> None:
+        if isinstance(self.center, Tensor):
+            model = models[0]
+            wrong_width = model.d_model is not None and self.center.shape[-1] != model.d_model
+            if self.center.dim() != 2 or self.center.shape[0] != len(model.layers) or wrong_width:
+                raise LayersimError(
+                    "The given mean does not fit the model.",
+                    given=f"center of shape {tuple(self.center.shape)}",
+                    expected=f"({len(model.layers)}, {model.d_model or 'd_model'}): residual layers x d_model",
+                    do='Cosine(center=report["cosine"].mean), from a run of Cosine(center="dataset") on the same model',
+                )
+
+    def first_kernel(self) -> Kernel | None:
+        return mean_kernel if isinstance(self.center, str) and self.center == "dataset" else None
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(cosine_kernel, mean=self._mean(first), bins=self.histogram_bins)
+
+    def _mean(self, first: Sums) -> Tensor | None:
+        if isinstance(self.center, Tensor):
+            return self.center.to(torch.float64)
+        return first["total"] / first["count"] if first else None
+
+    def compute(self, sums: Sums, run: Run) -> CosineResult:
+        count = int(sums["count"])
+        offset = self._mean(run.first)
+        centred = offset is not None
+        need_tokens(count, 2 if centred else 1, "Cosine", "tokens")
+        if sums["zero"].any():
+            where = [f"{name}: {int(n)}" for name, n in zip(run.layers, sums["zero"], strict=True) if n]
+            raise LayersimError(
+                "The cosine of a zero vector is not defined.",
+                given=f"tokens with a zero residual{' after centring' if centred else ''} at {', '.join(where)}",
+                expected="residuals that differ from " + ("their mean" if centred else "zero"),
+                do="leave those tokens out with skip_first= or a mask" + (', or Cosine(center="none")' if centred else ""),
+            )
+        mean = sums["sum"] / count
+        # Rounding may carry a self-cosine past 1 by 1e-8 and a variance below 0.
+        variance = (sums["square"] / count - mean**2).clamp(min=0)
+        quantiles = (QUANTILES,)
+        return CosineResult(
+            values=mean.clamp(-1, 1),
+            std=variance.sqrt(),
+            below_zero=sums["negative"].double() / count,
+            to_last=quantiles_from_histogram(sums["to_last"], -1.0, 1.0, *quantiles),
+            adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, *quantiles),
+            norm_ratio=sums["norm_ratio"] / count,
+            monotone_share=sums["monotone"].double() / count,
+            mean=torch.zeros(len(run.layers), 0, dtype=torch.float64) if offset is None else offset,
+            layers=run.layers,
+            column_layers=run.column_layers,
+            provenance=run.provenance,
+        )
+
+
+def mean_kernel(view: View) -> dict[str, Tensor]:
+    """Sum of the residual over tokens, and how many there are."""
+    return {
+        "total": view.residual.sum(1, dtype=torch.float64),
+        "count": torch.tensor(view.residual.shape[1]),
+    }
+
+
+def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
+    """Sums over tokens of cosines between all layers, their squares, signs and histograms.
+
+    Tokens go through in chunks so that the working copy stays small beside the residual itself.
+    """
+    x = view.residual
+    layers, tokens, _ = x.shape
+    device = x.device
+    out = {
+        "count": torch.tensor(tokens),
+        "zero": torch.zeros(layers, dtype=torch.int64, device=device),
+        "sum": torch.zeros(layers, layers, dtype=torch.float64, device=device),
+        "square": torch.zeros(layers, layers, dtype=torch.float64, device=device),
+        "negative": torch.zeros(layers, layers, dtype=torch.int64, device=device),
+        "to_last": torch.zeros(layers, bins, dtype=torch.int64, device=device),
+        "adjacent": torch.zeros(layers - 1, bins, dtype=torch.int64, device=device),
+        "norm_ratio": torch.zeros(layers - 1, dtype=torch.float64, device=device),
+        "monotone": torch.tensor(0, device=device),
+    }
+    offset = 0.0 if mean is None else mean.to(x)[:, None]
+    for start in range(0, tokens, 256):
+        chunk = x[:, start : start + 256]
+        ratio = chunk[:-1].norm(dim=-1) / (chunk[1:] - chunk[:-1]).norm(dim=-1)
+        out["norm_ratio"] += ratio.sum(1, dtype=torch.float64)
+        centred = chunk - offset
+        norm = centred.norm(dim=-1, keepdim=True)
+        out["zero"] += (norm == 0).sum((1, 2))
+        unit = (centred / norm.clamp(min=torch.finfo(x.dtype).tiny)).transpose(0, 1)
+        cosine = torch.bmm(unit, unit.transpose(1, 2)).clamp(-1, 1)
+        out["sum"] += cosine.sum(0, dtype=torch.float64)
+        out["square"] += cosine.square().sum(0, dtype=torch.float64)
+        out["negative"] += (cosine < 0).sum(0)
+        last = cosine[:, :, -1]
+        out["monotone"] += (last[:, 1:] > last[:, :-1]).all(1).sum()
+        out["to_last"] += _count(last, bins)
+        out["adjacent"] += _count(cosine.diagonal(offset=1, dim1=1, dim2=2), bins)
+    return out
+
+
+def _count(values: Tensor, bins: int) -> Tensor:
+    """Histogram over [-1, 1] of each column of `values` (token series): series bin."""
+    index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
+    series = values.shape[1]
+    index = index + bins * torch.arange(series, device=values.device)
+    return torch.bincount(index.reshape(-1), minlength=series * bins).reshape(series, bins)

@@ -1,0 +1,101 @@
+"""Partial sums on disk: a run that was interrupted goes on where it was, and ends with the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .storage import read, write
+from .distributed import rank_and_size
+from .errors import LayersimError
+from .sums import Sums
+
+SECONDS_BETWEEN_SAVES = 30.0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How far one pass over the data is, and what it has summed.
+
+    Attributes:
+        sums: by analyzer name.
+        batches: how many batches were read, those of other ranks included.
+        sequences: rows in them.
+        tokens: counted positions in them.
+        digest: SHA-256 of their rows.
+        seconds: wall time.
+        done: whether the data ended.
+    """
+
+    sums: Mapping[str, Sums] = field(default_factory=dict)
+    batches: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    digest: str = ""
+    seconds: float = 0.0
+    done: bool = False
+
+
+class Checkpoint:
+    """The file of one run (and one rank); `path=None` keeps nothing.
+
+    Args:
+        path: where; a rank above 0 appends its number.
+        identity: what the run is: model, analyzers, data settings. A file of another run is refused.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
+        rank, size = rank_and_size()
+        self._path = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
+        text = json.dumps({**identity, "processes": size}, sort_keys=True, default=str)
+        self._identity = hashlib.sha256(text.encode()).hexdigest()
+        self._identity_text = text
+
+    def load(self) -> dict[str, Tally]:
+        """The tallies by pass; empty where there is no file yet."""
+        if self._path is None:
+            return {}
+        if not self._path.parent.is_dir():
+            raise LayersimError(
+                "The checkpoint has no place to go.",
+                given=str(self._path),
+                expected="a path in a folder that exists",
+                do=f"mkdir {self._path.parent}",
+            )
+        if not self._path.exists():
+            return {}
+        header, tensors = read(self._path, ("checkpoint",))
+        if header["identity"] != self._identity:
+            raise LayersimError(
+                f"{self._path} belongs to another run.",
+                given=self._identity_text[:300],
+                expected=header["identity_text"][:300],
+                do="make the same call as before, or pass another checkpoint path",
+            )
+        tallies = {}
+        for label, plain in header["passes"].items():
+            sums = {name: Sums() for name in plain.pop("names")}
+            for key, tensor in tensors.items():
+                where, name, field_name = key.split("/", 2)
+                if where == label:
+                    sums[name] = Sums({**sums[name].fields, field_name: tensor})
+            tallies[label] = replace(Tally(**plain), sums=sums)
+        return tallies
+
+    def save(self, tallies: Mapping[str, Tally]) -> None:
+        """Write the tallies, all or nothing."""
+        if self._path is None:
+            return
+        passes, tensors = {}, {}
+        for label, tally in tallies.items():
+            names = ("batches", "sequences", "tokens", "digest", "seconds", "done")
+            passes[label] = {name: getattr(tally, name) for name in names} | {"names": list(tally.sums)}
+            for name, sums in tally.sums.items():
+                tensors |= {f"{label}/{name}/{key}": tensor for key, tensor in sums.fields.items()}
+        header = {"identity": self._identity, "identity_text": self._identity_text, "passes": passes}
+        write(self._path, "checkpoint", header, tensors)

@@ -1,0 +1,34 @@
+"""A small trained model and some text, so that everything can be tried without a network."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from typing import Any
+
+
+def demo_model() -> Any:
+    """The model that ships with the package: a Llama of 8 blocks and d_model 128, with its tokenizer as `.tokenizer`.
+
+    Trained from scratch on simple stories and a little other text; `demo/README.md` says how, and how good it is.
+
+    >>> demo_model().config.num_hidden_layers
+    8
+    """
+    import torch
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    with as_file(files(__package__)) as folder:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    model.config._name_or_path = "tl_layersim demo"
+    return model.eval()
+
+
+def demo_text() -> list[str]:
+    """Short stories and notes that were written for this package, one text each.
+
+    >>> len(demo_text()) > 20
+    True
+    """
+    text = (files(__package__) / "text.txt").read_text(encoding="utf-8")
+    return [piece.strip() for piece in text.split("\n\n") if piece.strip()]

@@ -1,0 +1,20 @@
+"""One kind of error: what was given, what was expected, and the call to make."""
+
+from __future__ import annotations
+
+
+class LayersimError(ValueError):
+    """A request that tl_layersim refuses, or numbers that it will not report.
+
+    The text always has three parts after the first sentence: what was given, what was expected, and what to do.
+
+    >>> print(LayersimError("The mask does not fit.", given="2 x 3", expected="2 x 4", do="pass mask=tokens != pad"))
+    The mask does not fit.
+      given:    2 x 3
+      expected: 2 x 4
+      do:       pass mask=tokens != pad
+    """
+
+    def __init__(self, what: str, *, given: object, expected: str, do: str) -> None:
+        self.what, self.given, self.expected, self.do = what, given, expected, do
+        super().__init__(f"{what}\n  given:    {given}\n  expected: {expected}\n  do:       {do}")

@@ -1,0 +1,130 @@
+"""Where the residual stream of a Hugging Face or plain torch model is: the list of its blocks, found by family."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from .data import Batch
+from .errors import LayersimError
+from .source import Model, layer_names
+
+# Paths of the list of blocks, from the base model (`model.model`, `model.transformer`, `model.gpt_neox`, `model.bert`, ...).
+BLOCKS = (
+    "layers",  # Llama, Qwen2, Mistral, Mixtral, Gemma 1 to 3, Phi, OLMo, GPT-NeoX, Mamba
+    "h",  # GPT-2, GPT-J, Falcon, Bloom
+    "language_model.layers",  # Gemma 3 and others with a vision tower
+    "decoder.layers",  # OPT
+    "encoder.layer",  # BERT, RoBERTa, MPNet, ViT
+    "encoder.layers",
+    "blocks",  # MPT, and TransformerLens models as plain modules
+)
+FAMILIES = (
+    "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
+    "RoBERTa and MPNet layouts by themselves; any other decoder or encoder by layers=[paths of its blocks]"
+)
+
+
+def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
+    """Dotted paths of the blocks, in order.
+
+    Args:
+        module: the model.
+        layers: the paths, where the user names them; checked.
+
+    Raises:
+        LayersimError: a named path does not exist, or none were named and the layout is not known.
+    """
+    names = dict(module.named_modules())
+    if layers is not None:
+        for path in layers:
+            if path not in names:
+                near = difflib.get_close_matches(path, names, n=3)
+                raise LayersimError(
+                    f"{type(module).__name__} has no module at this path.",
+                    given=f"layers=[..., {path!r}, ...]",
+                    expected="paths that model.named_modules() lists",
+                    do=f"did you mean {' or '.join(map(repr, near))}?" if near else f"one of {list(names)[1:6]} ...",
+                )
+        if not layers:
+            raise LayersimError("No layers were named.", given="layers=[]", expected="at least one path", do="layers=None")
+        return list(layers)
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        raise _unsupported(module, "an encoder-decoder: two stacks, two residual streams")
+    prefix = getattr(module, "base_model_prefix", "")
+    for base in dict.fromkeys((prefix, "model", "")):
+        for path in BLOCKS:
+            full = f"{base}.{path}" if base else path
+            found = names.get(full)
+            if isinstance(found, torch.nn.ModuleList) and len(found):
+                return [f"{full}.{i}" for i in range(len(found))]
+    raise _unsupported(module, f"modules {[name for name, _ in module.named_children()][:6]}")
+
+
+def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
+    lists = [name for name, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub) > 1][:3]
+    return LayersimError(
+        f"The layers of {type(module).__name__} are not known.",
+        given=given,
+        expected=FAMILIES,
+        do=f"layers=[f'{lists[0]}.{{i}}' for i in range(n)]" if lists else "layers=['path.of.block.0', 'path.of.block.1', ...]",
+    )
+
+
+def describe(module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any) -> Model:
+    """What a Hugging Face module's configuration says about it."""
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if config is not None and hasattr(config, "to_dict"):
+        # Name and version say where a configuration was loaded, not what the model is.
+        plain = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    else:
+        plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
+    first = next(module.parameters(), None)
+    return Model(
+        name=getattr(config, "_name_or_path", "") or type(module).__name__,
+        config_hash=hash_config(plain),
+        source=source,
+        basis=_basis(module.get_submodule(blocks[0])),
+        dtype=str(first.dtype) if first is not None else "unknown",
+        layers=layer_names(len(blocks)),
+        d_model=getattr(text, "hidden_size", None),
+        vocabulary=getattr(text, "vocab_size", None),
+        context=_context(text),
+        tokenizer=tokenizer,
+    )
+
+
+def call_options(module: torch.nn.Module, batch: Batch) -> dict[str, Any]:
+    """What a forward call needs besides tokens: a mask where there is padding, and no cache to fill."""
+    options: dict[str, Any] = {}
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        options["use_cache"] = False
+    if batch.padded:
+        options["attention_mask"] = batch.attention.long()
+    return options
+
+
+def _basis(block: torch.nn.Module) -> str:
+    # BERT's block ends in a layer norm; ViT's and every decoder's norms stand before attention and feed-forward.
+    ends = getattr(block, "output", None)
+    if hasattr(ends, "LayerNorm"):
+        return "raw weights; post-norm: each block's output is after its layer norm"
+    return "raw weights, before the final norm"
+
+
+def _context(config: Any) -> int | None:
+    """How many positions the model was made for."""
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    # These count positions from the padding index on.
+    offset = 2 if getattr(config, "model_type", None) in ("roberta", "mpnet", "xlm-roberta") else 0
+    return length - offset if length else None
+
+
+def hash_config(config: dict[str, Any]) -> str:
+    """First 12 hex digits of the SHA-256 of a configuration."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]

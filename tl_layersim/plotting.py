@@ -1,0 +1,106 @@
+"""Plotly figures of results: a heatmap over two layer axes, lines over one; knows results only."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import plotly.graph_objects as go
+
+from .results import Result
+
+FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+BLUE, FAINT = "#2a5c9a", "rgba(42, 92, 154, {})"
+
+
+def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
+    """The figure of one field, by its axes.
+
+    Args:
+        result: whose field.
+        field: its name.
+        axes: its axes: two of layers, one of layers, or `quantile` and one of layers.
+    """
+    values = getattr(result, field).numpy()
+    picture = next((p for p in result.pictures if p.field == field), None)
+    title = picture.title if picture else field
+    if axes == ("row", "column"):
+        return _heatmap(result, values, title)
+    if len(axes) == 1:
+        return _lines(result.coordinates(axes[0]), [(field, values, 1.0)], title, field)
+    if len(axes) == 2 and axes[0] == "quantile":
+        levels = result.coordinates("quantile")
+        # The median stands out; the further from it, the fainter.
+        series = [(f"{level:.0%} of tokens below", row, 1.0 - 1.6 * abs(level - 0.5)) for level, row in zip(levels, values, strict=True)]
+        return _lines(result.coordinates(axes[1]), series, title, "value")
+    raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")
+
+
+def short_names(names: tuple[str, ...]) -> list[str]:
+    """Tick labels: the block's number, and `embed` for what enters block 0.
+
+    >>> short_names(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"))
+    ['embed', '0']
+    """
+    return ["embed" if name.endswith("resid_pre") else (re.findall(r"\d+", name) or [name])[-1] for name in names]
+
+
+def _heatmap(result: Result, values: Any, title: str) -> go.Figure:
+    rows, columns = result.coordinates("row"), result.coordinates("column")
+    low = min(0.0, float(values.min()))
+    heat = go.Heatmap(
+        z=values,
+        x=list(range(len(columns))),
+        y=list(range(len(rows))),
+        zmin=low,
+        zmax=1.0,
+        colorscale="Viridis",
+        customdata=[[(row, column) for column in columns] for row in rows],
+        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}<extra></extra>",
+    )
+    fig = go.Figure(heat)
+    models = result.provenance.model.split(" | ")
+    _axis(fig.update_xaxes, columns, f"block of {models[-1]}" if len(models) > 1 else "after block")
+    _axis(fig.update_yaxes, rows, f"block of {models[0]}" if len(models) > 1 else "after block")
+    fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")
+    fig.update_xaxes(constrain="domain")
+    return _style(fig, title, height=520, width=620)
+
+
+def _lines(names: tuple[str, ...], series: list[tuple[str, Any, float]], title: str, value: str) -> go.Figure:
+    fig = go.Figure()
+    for label, values, strength in series:
+        fig.add_scatter(
+            x=list(range(len(names))),
+            y=values,
+            name=label,
+            mode="lines+markers",
+            line={"color": BLUE if strength == 1.0 else FAINT.format(round(strength, 2)), "width": 2.5 if strength == 1.0 else 1.5},
+            marker={"size": 5},
+            customdata=list(names),
+            hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
+        )
+    _axis(fig.update_xaxes, names, "block" if not names[0].endswith("resid_pre") else "after block")
+    fig.update_yaxes(title=value)
+    fig.update_layout(showlegend=len(series) > 1)
+    return _style(fig, title, height=420, width=620)
+
+
+def _axis(update: Any, names: tuple[str, ...], title: str) -> None:
+    """Layer ticks, thinned so that their labels do not run into each other."""
+    step = max(1, -(-len(names) // 24))
+    labels = short_names(names)
+    at = list(range(0, len(names), step))
+    update(title=title, tickmode="array", tickvals=at, ticktext=[labels[i] for i in at])
+
+
+def _style(fig: go.Figure, title: str, height: int, width: int) -> go.Figure:
+    return fig.update_layout(
+        title={"text": title, "font": {"size": 16}},
+        template="plotly_white",
+        font={"family": FONT, "size": 12},
+        height=height,
+        width=width,
+        margin={"l": 60, "r": 20, "t": 50, "b": 50},
+        legend={"orientation": "h", "yanchor": "top", "y": -0.18},
+    )

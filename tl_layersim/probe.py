@@ -1,0 +1,172 @@
+"""attach: the same sums from inside a user's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import choose_analyzers, make_report, refuse_not_finite
+from .analyzer import Analyzer
+from .checkpoint import Tally
+from .data import new_digest
+from .errors import LayersimError
+from .results import Report
+from .source import View, reduce
+from .sources import open_source
+from .sources.hooked import Call, HookedSource
+from .sums import Sums
+from .typed import typed
+
+BUFFERED_TOKENS = 2048
+
+
+class Probe:
+    """Sums what passes through a model while it is attached.
+
+    Attributes:
+        mask: `batch pos`, which positions of the coming forward passes count; None for those of the model's attention mask,
+            or all. It holds until it is replaced; single-position steps of cached generation always count.
+    """
+
+    def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer]) -> None:
+        self.mask: Tensor | None = None
+        self._source, self._analyzers = source, analyzers
+        self._kernels = {name: analyzer.kernel(Sums()) for name, analyzer in analyzers.items()}
+        self._sums = {name: Sums() for name in analyzers}
+        self._waiting: list[View] = []
+        self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
+        self._trouble: LayersimError | None = None
+
+    def results(self) -> Report:
+        """What was summed so far; can be asked for at any time, also after the block.
+
+        Raises:
+            LayersimError: nothing was seen, too little for an analyzer, or activations were not finite.
+        """
+        self._flush()
+        if self._trouble:
+            raise self._trouble
+        tally = Tally({}, self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
+        return make_report(self._analyzers, [self._source.model], tally, self._sums, {}, {"attached": True})
+
+    def _choose(self, call: Call) -> Tensor:
+        batch, pos = call.shape
+        mask = self.mask
+        if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
+            raise LayersimError(
+                "probe.mask does not fit this forward pass.",
+                given=f"a mask of shape {tuple(mask.shape)}",
+                expected=f"{call.shape}: batch x pos of the tokens that the model is given",
+                do="set probe.mask before each forward pass, or probe.mask = None to count all",
+            )
+        if mask is not None and tuple(mask.shape) == call.shape:
+            return mask.bool()
+        if call.texts > 1 and mask is None:
+            raise LayersimError(
+                "The model pads texts of different lengths by itself, and the probe cannot see where.",
+                given=f"{call.texts} texts",
+                expected="tokens, with a mask if they are padded",
+                do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
+            )
+        if mask is None and call.attention is not None and call.attention.shape[1] >= pos:
+            # With a cache the attention mask also covers what was read before.
+            return call.attention[:, -pos:].bool()
+        return torch.ones(call.shape, dtype=torch.bool)
+
+    def _see(self, view: View) -> None:
+        self._forwards += 1
+        count = view.tokens.numel()
+        if count == 0:
+            return
+        self._tokens += count
+        self._sequences += int(view.sequence.unique().numel())
+        self._digest.update(view.tokens.cpu().numpy().tobytes())
+        # Cached generation gives one position at a time: gathered, they make minibatches and fewer kernel calls.
+        self._waiting.append(view)
+        if sum(v.tokens.numel() for v in self._waiting) >= BUFFERED_TOKENS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        view, self._waiting = _join(self._waiting), []
+        out = reduce(self._kernels, view)
+        try:
+            refuse_not_finite(out[""], [self._source.model.layers], f"forward pass {self._forwards} or shortly before")
+        except LayersimError as error:
+            # Raised with the results: a probe must not end the loop that it watches.
+            self._trouble = self._trouble or error
+            return
+        self._sums = {name: total + Sums.of(out[name]) for name, total in self._sums.items()}
+
+
+def _join(views: list[View]) -> View:
+    if len(views) == 1:
+        return views[0]
+    rows, offset = [], 0
+    for view in views:
+        rows.append(view.sequence + offset)
+        offset += int(view.sequence.max()) + 1
+    return View(
+        residual=torch.cat([v.residual for v in views], dim=1),
+        tokens=torch.cat([v.tokens for v in views]),
+        sequence=torch.cat(rows),
+        position=torch.cat([v.position for v in views]),
+    )
+
+
+@contextmanager
+@typed
+def attach(
+    model: Any, analyzers: Analyzer | str | Sequence[Analyzer | str], *, layers: list[str] | None = None
+) -> Iterator[Probe]:
+    """Sum over whatever the model is run on inside the block: a user's own loop, a training step, `generate`.
+
+    Outputs, gradients and state stay as they are, and every hook is gone at the end, also after an exception. Positions that
+    the model's attention mask leaves out are not counted. Hooks that change the stream at the same hook points are seen if
+    they were added before.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or a Hugging Face model.
+        analyzers: as in `analyze`; each token passes once, so those that need a first pass are refused.
+        layers: paths of the blocks, for layouts that are not known.
+
+    Yields:
+        A `Probe`; call its `results()`.
+
+    Raises:
+        LayersimError: the model cannot be hooked, or an analyzer needs a first pass.
+
+    Example:
+        >>> import tl_layersim as lsim, torch
+        >>> model = lsim.demo_model()
+        >>> with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        ...     _ = model(torch.arange(40).view(2, 20))
+        >>> probe.results()["cosine"].provenance.tokens
+        40
+    """
+    chosen = choose_analyzers(analyzers)
+    source = open_source(model, layers=layers)
+    if not isinstance(source, HookedSource):
+        raise LayersimError(
+            "Only a model whose modules run in this loop can be attached to.",
+            given=type(model).__name__,
+            expected="HookedTransformer, TransformerBridge or a Hugging Face model",
+            do="lsim.analyze(model, data, analyzers)",
+        )
+    for analyzer in chosen.values():
+        analyzer.check(source.model)
+        if analyzer.first_kernel() is not None:
+            raise LayersimError(
+                f"{type(analyzer).__name__} needs a first pass over the data, and a loop passes once.",
+                given=", ".join(f"{k}={v!r}" for k, v in analyzer.options().items()),
+                expected="an analyzer of one pass",
+                do=analyzer.one_pass,
+            )
+    probe = Probe(source, chosen)
+    with source.tapped(probe._see, probe._choose):
+        yield probe

@@ -1,0 +1,165 @@
+"""Source: where a residual stream comes from; View: what a kernel sees of it; reduce: kernels run beside activations.
+
+`View`, `place` and `reduce` travel to NDIF servers by value: they may use torch and the standard library alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .data import Batch
+
+Kernel = Callable[..., dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class View:
+    """The counted tokens of one batch, without padding.
+
+    Attributes:
+        residual: `layer token d_model`, float32 (float64 if the model is); layer 0 is what enters block 0.
+        tokens: `token`, token ids.
+        sequence: `token`, which row of the batch each token stands in, ascending.
+        position: `token`, where in that row, ascending within a row.
+    """
+
+    residual: Tensor
+    tokens: Tensor
+    sequence: Tensor
+    position: Tensor
+
+
+def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep: Tensor) -> Tensor:
+    """Copy the kept rows of one layer's activations into the buffer that becomes `View.residual`.
+
+    Copied at once so that the model can free each layer's own activations: one batch of residuals is all that is held.
+
+    Args:
+        buffer: what the call for layer 0 returned; None for layer 0.
+        layer: index of the residual layer, 0 to n_layers - 1.
+        n_layers: how many residual layers there are.
+        hidden: `batch pos d_model`, any dtype, any device.
+        keep: indices into the flattened `batch pos`, on any device.
+    """
+    if buffer is None:
+        # Sums are float64; Apple's GPUs have none, so the view of such a model lives on the CPU.
+        device = torch.device("cpu") if hidden.device.type == "mps" else hidden.device
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        buffer = torch.empty((n_layers, keep.numel(), hidden.shape[-1]), dtype=dtype, device=device)
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    buffer[layer] = rows.index_select(0, keep.to(rows.device))
+    return buffer
+
+
+def reduce(kernels: Mapping[str, Kernel], *views: View) -> dict[str, dict[str, Tensor]]:
+    """Run each kernel on the views, outside autograd and autocast, with full float32 products; count what is not finite.
+
+    Returns:
+        By kernel name what it returned, and under `""` a field `not_finite_0` (and `not_finite_1` for a second view):
+        `layer`, how many activations are NaN or infinite. Kernels do not run on a batch that holds such values.
+    """
+    # A server may run the block under bfloat16 autocast, a user may have allowed TF32: neither belongs in a sum.
+    device = views[0].residual.device.type
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad(), torch.autocast(device_type=device, enabled=False):
+            bad = {}
+            for number, view in enumerate(views):
+                # A sum is finite only if all its terms are: one cheap pass; the exact count is made where it fails.
+                suspicious = not bool(torch.isfinite(view.residual.sum()))
+                zero = torch.zeros(view.residual.shape[0], dtype=torch.int64, device=view.residual.device)
+                bad[f"not_finite_{number}"] = (~torch.isfinite(view.residual)).sum((1, 2)) if suspicious else zero
+            if any(bool(count.any()) for count in bad.values()):
+                return {"": bad}
+            return {"": bad} | {name: kernel(*views) for name, kernel in kernels.items()}
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model before it runs.
+
+    Attributes:
+        name: as it was loaded.
+        config_hash: see `Provenance`.
+        source: class of the model, and how it is reached.
+        basis: what its residual stream is written in.
+        dtype: of its parameters.
+        layers: names of the residual layers, `blocks.0.hook_resid_pre` first.
+        d_model: width of the residual stream, None where the configuration does not say.
+        vocabulary: how many token ids there are, None where unknown.
+        context: the longest row it takes, None where unknown.
+        tokenizer: the model's own, None where it has none.
+    """
+
+    name: str
+    config_hash: str
+    source: str
+    basis: str
+    dtype: str
+    layers: tuple[str, ...]
+    d_model: int | None
+    vocabulary: int | None
+    context: int | None
+    tokenizer: Any
+
+
+class Source(ABC):
+    """A model that runs token batches and hands the residual stream to kernels, wherever the activations are.
+
+    A new source implements `model` and `run`; `collect` too if activations may leave the place where they are made.
+    """
+
+    @property
+    @abstractmethod
+    def model(self) -> Model:
+        """What is known of the model."""
+
+    @abstractmethod
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> dict[str, dict[str, Tensor]]:
+        """One forward pass over the batch, and `reduce(kernels, view)` where the activations are."""
+
+    @abstractmethod
+    def collect(self, batch: Batch) -> View:
+        """One forward pass over the batch, and the view itself. Refused where activations must stay."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which the model runs without dropout and is left as it was found."""
+        return _nothing()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Every submodule in evaluation mode, and each one's own mode back at the end."""
+    modes = [(sub, sub.training) for sub in module.modules()]
+    try:
+        for sub, _ in modes:
+            sub.training = False
+        yield
+    finally:
+        for sub, training in modes:
+            sub.training = training
+
+
+def layer_names(blocks: int) -> tuple[str, ...]:
+    """TransformerLens names of the residual layers of a model with that many blocks.
+
+    >>> layer_names(2)
+    ('blocks.0.hook_resid_pre', 'blocks.0.hook_resid_post', 'blocks.1.hook_resid_post')
+    """
+    return ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(blocks)))

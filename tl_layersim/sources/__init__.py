@@ -1,0 +1,47 @@
+"""Every source: one file for each way in which a model can be run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import LayersimError
+from ..source import Source
+
+ACCEPTED = (
+    "a TransformerLens HookedTransformer or TransformerBridge, an nnsight TransformersModel or NNsight(module), "
+    "a Hugging Face model or another torch module with layers=[...]"
+)
+
+
+def open_source(model: Any, *, layers: list[str] | None = None, remote: bool | str = False, tokenizer: Any = None) -> Source:
+    """The source for a model that is already loaded.
+
+    Raises:
+        LayersimError: the model is of no kind that can be read, or cannot be reached as asked.
+    """
+    import torch
+
+    if isinstance(model, Source):
+        return model
+    if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
+        from .nnsight import NNsightSource
+
+        return NNsightSource(model, layers, remote, tokenizer)
+    if remote:
+        raise LayersimError(
+            "Only nnsight models can be run elsewhere.",
+            given=f"{type(model).__name__} with remote={remote!r}",
+            expected="an nnsight TransformersModel",
+            do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
+        )
+    if isinstance(model, torch.nn.Module):
+        from .hooked import HookedSource
+
+        return HookedSource(model, layers, tokenizer)
+    given = f"the text {model!r}" if isinstance(model, str) else type(model).__name__
+    raise LayersimError(
+        "This is no model that can be read.",
+        given=given,
+        expected=ACCEPTED,
+        do="load the model first, for example AutoModelForCausalLM.from_pretrained(name)",
+    )

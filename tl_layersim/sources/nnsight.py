@@ -1,0 +1,96 @@
+"""Models that nnsight runs: here, in its local simulation of a server, or on an NDIF server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..errors import LayersimError
+from ..layout import call_options, describe, find_blocks
+from ..source import Kernel, Model, Source, View, eval_mode, place, reduce
+
+
+class NNsightSource(Source):
+    """An nnsight model: `TransformersModel`, `NNsight(module)`, or anything that traces like them.
+
+    Kernels run inside the trace and only what they return comes back.
+
+    Args:
+        model: the nnsight model.
+        layers: paths of the blocks, where they are not found by themselves.
+        remote: what `model.trace(remote=...)` takes; False runs here.
+        tokenizer: in place of the model's own.
+    """
+
+    def __init__(self, model: Any, layers: list[str] | None, remote: bool | str, tokenizer: Any = None) -> None:
+        import nnsight
+
+        # What a trace refers to travels by value: the server has never heard of this package.
+        nnsight.register("tl_layersim")
+        self._envoy, self._remote = model, remote
+        self._module: torch.nn.Module = model._module
+        paths = find_blocks(self._module, layers)
+        self._blocks = [model.get(path) for path in paths]
+        where = f" (remote={remote!r})" if remote else ""
+        own = getattr(model, "tokenizer", None)
+        self._model = describe(self._module, paths, type(model).__name__ + where, tokenizer or own)
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return eval_mode(self._module)
+
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> dict[str, dict[str, Tensor]]:
+        return _trace(self._envoy, self._blocks, self._remote, batch.tokens, batch.counted, call_options(self._module, batch), dict(kernels))
+
+    def collect(self, batch: Batch) -> View:
+        if self._remote:
+            raise LayersimError(
+                "Activations stay where the model is.",
+                given=f"remote={self._remote!r}",
+                expected="a model that runs here",
+                do="run compare() on models that are loaded here",
+            )
+        out = self.run(batch, {"view": whole_view})["view"]
+        return View(**out)
+
+
+def whole_view(view: View) -> dict[str, Tensor]:
+    """The kernel that gives everything: for models that run here."""
+    return {"residual": view.residual, "tokens": view.tokens, "sequence": view.sequence, "position": view.position}
+
+
+def _trace(
+    model: Any,
+    blocks: list[Any],
+    remote: bool | str,
+    tokens: Tensor,
+    counted: Tensor,
+    options: dict[str, Any],
+    kernels: dict[str, Kernel],
+) -> dict[str, dict[str, Tensor]]:
+    """One trace. Its body is shipped: it refers to local names and to functions that need torch alone."""
+    import nnsight
+
+    keep = counted.reshape(-1).nonzero()[:, 0]
+    pos = counted.shape[1]
+    total = len(blocks) + 1
+    with torch.no_grad(), model.trace(tokens, remote=remote, **options) as tracer:
+        with torch.no_grad():
+            buffer = place(None, 0, total, blocks[0].input, keep)
+            for index, block in enumerate(blocks):
+                output = block.output
+                buffer = place(buffer, index + 1, total, output[0] if isinstance(output, tuple) else output, keep)
+            rows = keep.to(buffer.device)
+            view = View(buffer, tokens.to(buffer.device).reshape(-1)[rows], rows // pos, rows % pos)
+            found = reduce(kernels, view)
+        out = nnsight.save(found)
+        tracer.stop()
+    return out

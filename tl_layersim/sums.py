@@ -1,0 +1,56 @@
+"""Sums: named tensors with `+`, the only state that a run keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Named tensors that add field by field: whole numbers as int64, the rest as float64, on the CPU.
+
+    `Sums()` is neutral. Merging batches, machines, ranks and resumed runs is all the same `a + b`.
+
+    >>> a = Sums.of({"count": torch.tensor(2), "total": torch.tensor([1.0, 2.0])})
+    >>> (a + a + Sums())["total"]
+    tensor([2., 4.], dtype=torch.float64)
+    """
+
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
+
+    @staticmethod
+    def of(output: Mapping[str, Tensor]) -> Sums:
+        """What a kernel returned, moved to the CPU and widened."""
+        return Sums({name: _widen(value) for name, value in output.items()})
+
+    def __add__(self, other: Sums) -> Sums:
+        if not self.fields:
+            return other
+        if not other.fields:
+            return self
+        if self.fields.keys() != other.fields.keys():
+            raise KeyError(f"cannot add sums of {sorted(self.fields)} and {sorted(other.fields)}")
+        for name, value in self.fields.items():
+            if value.shape != other.fields[name].shape:
+                # Broadcasting would hide a kernel whose output depends on the batch.
+                raise ValueError(f"sum {name!r} has shape {tuple(value.shape)} and {tuple(other.fields[name].shape)}")
+        return Sums({name: value + other.fields[name] for name, value in self.fields.items()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def __bool__(self) -> bool:
+        return bool(self.fields)
+
+
+def _widen(value: Tensor) -> Tensor:
+    whole = not value.is_floating_point()
+    return value.detach().cpu().to(torch.int64 if whole else torch.float64)
