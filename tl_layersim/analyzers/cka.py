@@ -162,6 +162,8 @@ class CKA(Analyzer):
         unit = "tokens" if self.level == "token" else "sequences"
         need_tokens(int(sums["samples"]), 4, "CKA", f"{unit} together" if self.estimator == "exact" else f"{unit} in one batch")
         cross, own_x, own_y = exact_hsic(sums) if self.estimator == "exact" else (sums["xy"], sums["xx"], sums["yy"])
+        if self.estimator == "exact":
+            _refuse_lost_digits(sums, own_x, own_y)
         for own, layers in ((own_x, run.layers), (own_y, run.column_layers)):
             if not bool((own > 0).all()):
                 where = [name for name, value in zip(layers, own, strict=True) if not value > 0]
@@ -206,7 +208,8 @@ def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, 
     xy = torch.zeros(x.shape[0], y.shape[0], dtype=torch.float64, device=x.device)
     xx = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
     yy = torch.zeros(y.shape[0], dtype=torch.float64, device=x.device)
-    for part in order[: count * size].split(size):
+    for start in range(0, count * size, size):
+        part = order[start : start + size]
         a = centred_grams(x[:, part.to(x.device)], biased)
         b = a if len(views) == 1 else centred_grams(y[:, part.to(y.device)], biased).to(a.device)
         # Every pair of layers at once; the weight makes each entry an HSIC.
@@ -287,6 +290,20 @@ def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
         per_layer = ({name: sums[f"{which}.{name}"][layer] for name in names} for layer in range(layers))
         own.append(torch.stack([hsic_from_moments(m, n)[0, 0] for m in per_layer]))
     return cross, own[0], own[1]
+
+
+def _refuse_lost_digits(sums: Sums, own_x: Tensor, own_y: Tensor) -> None:
+    """Uncentred sums in float64 hold about 16 digits; a mean far larger than the spread takes them all."""
+    n = int(sums["samples"])
+    for own, r in ((own_x, sums["xy.r_x"]), (own_y, sums["xy.r_y"])):
+        rounding = float((torch.finfo(torch.float64).eps * r.square() / (own.abs() * n * (n - 3))).max())
+        if rounding > 1e-4:
+            raise LayersimError(
+                "The exact estimator's sums have lost their digits: the mean activation is far larger than the spread.",
+                given=f"a relative rounding error of up to {rounding:.0e}",
+                expected="at most 1e-4",
+                do='CKA(estimator="minibatch"), which centres each minibatch, or skip_first=1',
+            )
 
 
 def hsic_from_moments(m: dict[str, Tensor], n: int) -> Tensor:

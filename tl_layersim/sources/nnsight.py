@@ -32,7 +32,8 @@ class NNsightSource(Source):
 
         # What a trace refers to travels by value: the server has never heard of this package.
         nnsight.register("tl_layersim")
-        self._envoy, self._remote = model, remote
+        self._envoy, self._where = model, _where(model, remote)
+        self._remote = remote
         self._module: torch.nn.Module = model._module
         paths = find_blocks(self._module, layers)
         self._blocks = [model.get(path) for path in paths]
@@ -48,7 +49,7 @@ class NNsightSource(Source):
         return eval_mode(self._module)
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> dict[str, dict[str, Tensor]]:
-        return _trace(self._envoy, self._blocks, self._remote, batch.tokens, batch.counted, call_options(self._module, batch), dict(kernels))
+        return _trace(self._envoy, self._blocks, batch.tokens, batch.counted, self._where | call_options(self._module, batch), dict(kernels))
 
     def collect(self, batch: Batch) -> View:
         if self._remote:
@@ -62,6 +63,41 @@ class NNsightSource(Source):
         return View(**out)
 
 
+def _where(model: Any, remote: bool | str) -> dict[str, Any]:
+    """The options of a trace that say where it runs."""
+    from nnsight.modeling.mixins.remotable import Remotable
+
+    if not remote:
+        return {}
+    if isinstance(model, Remotable):
+        return {"remote": remote}
+    if remote == "local":
+        # A wrapped module has no `remote=` of its own, which its forward would be handed instead; the simulation of a
+        # server needs nothing of a model but its module tree.
+        from nnsight.intervention.backends.local import LocalSimulationBackend
+
+        return {"backend": LocalSimulationBackend(_ModuleTree(model))}
+    raise LayersimError(
+        "A module that is wrapped here is on no server.",
+        given=f"{type(model).__name__}(module) with remote={remote!r}",
+        expected="a model that the server loads by name",
+        do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
+    )
+
+
+class _ModuleTree:
+    """What nnsight's local simulation asks of a model: the objects that a request refers to and does not carry."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def _remoteable_persistent_objects(self) -> dict[str, Any]:
+        from nnsight.modeling.mixins.remotable import Remotable
+
+        found: dict[str, Any] = Remotable._remoteable_persistent_objects(self._model)
+        return found
+
+
 def whole_view(view: View) -> dict[str, Tensor]:
     """The kernel that gives everything: for models that run here."""
     return {"residual": view.residual, "tokens": view.tokens, "sequence": view.sequence, "position": view.position}
@@ -70,7 +106,6 @@ def whole_view(view: View) -> dict[str, Tensor]:
 def _trace(
     model: Any,
     blocks: list[Any],
-    remote: bool | str,
     tokens: Tensor,
     counted: Tensor,
     options: dict[str, Any],
@@ -82,7 +117,7 @@ def _trace(
     keep = counted.reshape(-1).nonzero()[:, 0]
     pos = counted.shape[1]
     total = len(blocks) + 1
-    with torch.no_grad(), model.trace(tokens, remote=remote, **options) as tracer:
+    with torch.no_grad(), model.trace(tokens, **options) as tracer:
         with torch.no_grad():
             buffer = place(None, 0, total, blocks[0].input, keep)
             for index, block in enumerate(blocks):

@@ -1,0 +1,85 @@
+"""Naive float64 NumPy, written from the formulas and from nothing else. `oracle_<name>` gives every field of an analyzer.
+
+`batches` is a list of `layer token d_model`; loops are meant.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+def cosine_of(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / (np.sqrt(a @ a) * np.sqrt(b @ b)))
+
+
+def oracle_cosine(batches: list[np.ndarray], center: str = "dataset") -> dict[str, np.ndarray]:
+    x = np.concatenate(batches, axis=1)
+    layers, tokens, _ = x.shape
+    mean = np.array([sum(x[layer]) / tokens for layer in range(layers)])
+    c = x - mean[:, None] if center == "dataset" else x
+    cos = np.array([[[cosine_of(c[a, t], c[b, t]) for t in range(tokens)] for b in range(layers)] for a in range(layers)])
+    ratio = [
+        [np.linalg.norm(x[a, t]) / np.linalg.norm(x[a + 1, t] - x[a, t]) for t in range(tokens)] for a in range(layers - 1)
+    ]
+    rises = [all(cos[a, -1, t] < cos[a + 1, -1, t] for a in range(layers - 1)) for t in range(tokens)]
+    return {
+        "values": np.array([[sum(cos[a, b]) / tokens for b in range(layers)] for a in range(layers)]),
+        "std": np.array([[np.std(cos[a, b]) for b in range(layers)] for a in range(layers)]),
+        # The diagonal is 1 by definition, however it rounds.
+        "below_zero": np.array([[sum(cos[a, b] < 0) / tokens for b in range(layers)] for a in range(layers)]),
+        "to_last": np.array([[np.quantile(cos[a, -1], q, method="inverted_cdf") for a in range(layers)] for q in LEVELS]),
+        "adjacent": np.array(
+            [[np.quantile(cos[a, a + 1], q, method="inverted_cdf") for a in range(layers - 1)] for q in LEVELS]
+        ),
+        "norm_ratio": np.array([sum(row) / tokens for row in ratio]),
+        "monotone_share": np.array(sum(rises) / tokens),
+        "mean": mean if center == "dataset" else np.zeros((layers, 0)),
+    }
+
+
+def hsic_1(k: np.ndarray, m: np.ndarray) -> float:
+    """Song et al. 2012, equation 5, term by term."""
+    n = len(k)
+    k, m = k.copy(), m.copy()
+    for i in range(n):
+        k[i, i] = m[i, i] = 0.0
+    one = np.ones(n)
+    first = np.trace(k @ m)
+    second = (one @ k @ one) * (one @ m @ one) / ((n - 1) * (n - 2))
+    third = 2 / (n - 2) * (one @ k @ m @ one)
+    return (first + second - third) / (n * (n - 3))
+
+
+def hsic_0(k: np.ndarray, m: np.ndarray) -> float:
+    """The classical biased estimator tr(K H M H) / (n - 1)^2."""
+    n = len(k)
+    h = np.eye(n) - np.ones((n, n)) / n
+    return float(np.trace(k @ h @ m @ h)) / (n - 1) ** 2
+
+
+def oracle_cka(
+    batches: list[np.ndarray], others: list[np.ndarray] | None = None, biased: bool = False, exact: bool = False
+) -> dict[str, np.ndarray]:
+    """Each batch is one minibatch; exact takes all of them together as one."""
+    others = batches if others is None else others
+    if exact:
+        batches, others = [np.concatenate(batches, axis=1)], [np.concatenate(others, axis=1)]
+    hsic = hsic_0 if biased else hsic_1
+
+    def mean_hsic(xs: list[np.ndarray], ys: list[np.ndarray]) -> float:
+        return sum(hsic(x @ x.T, y @ y.T) for x, y in zip(xs, ys, strict=True)) / len(xs)
+
+    rows, columns = len(batches[0]), len(others[0])
+    values = np.zeros((rows, columns))
+    for a in range(rows):
+        for b in range(columns):
+            x, y = [batch[a] for batch in batches], [batch[b] for batch in others]
+            values[a, b] = mean_hsic(x, y) / np.sqrt(mean_hsic(x, x) * mean_hsic(y, y))
+    return {"values": values}
+
+
+def arccos_distance(values: np.ndarray) -> float:
+    """Brown et al. 2023, equation 2, over the outputs of blocks."""
+    return float(np.sqrt(sum(np.arccos(np.clip(values[i, i], -1, 1)) ** 2 for i in range(1, len(values)))))

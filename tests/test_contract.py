@@ -1,0 +1,176 @@
+"""The laws, over every analyzer that is found. A new file in `tl_layersim/analyzers/` is under them without an edit here."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
+from tl_layersim.source import reduce
+
+from . import oracles
+from .conftest import from_views, random_tokens, residuals, tiny_llama, view, worst
+
+ANALYZERS = sorted(find_analyzers().items())
+each_analyzer = pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
+
+
+def batches(seed: int, sizes: tuple[int, ...] = (12, 30, 7)) -> list[np.ndarray]:
+    return [residuals(seed + i, tokens=size) for i, size in enumerate(sizes)]
+
+
+@each_analyzer
+def test_it_has_a_name_a_summary_and_frozen_options(name, cls):
+    analyzer = cls()
+    assert analyzer.name == name
+    assert len(cls.summary()) > 20
+    with pytest.raises(AttributeError):
+        analyzer.name_of_nothing = 1
+    assert all(isinstance(key, str) for key in analyzer.options())
+
+
+@each_analyzer
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), order=st.permutations(range(5)), cuts=st.integers(1, 4))
+def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cuts):
+    views = [view(x, tokens=np.arange(100 * i, 100 * i + x.shape[1])) for i, x in enumerate(batches(seed, (12, 30, 7, 9, 16)))]
+    analyzer = cls()
+    whole = from_views(analyzer, views)
+    shuffled = from_views(analyzer, [views[i] for i in order])
+    assert worst(whole, shuffled) < 1e-10
+
+    first_kernel = analyzer.first_kernel()
+    first = lsim.Sums()
+    if first_kernel is not None:
+        for one in views:
+            first = first + lsim.Sums.of(reduce({"k": first_kernel}, one)["k"])
+    kernel = analyzer.kernel(first)
+    sums = [lsim.Sums.of(reduce({"k": kernel}, one)["k"]) for one in views]
+    left, right = sums[0], lsim.Sums()
+    for i, part in enumerate(sums[1:], start=1):
+        if i < cuts:
+            left = left + part
+        else:
+            right = right + part
+    merged = lsim.Sums() + left + (right + lsim.Sums())
+    for key, value in sums[0].fields.items():
+        total = value + sum(part[key] for part in sums[1:])
+        torch.testing.assert_close(merged[key], total, rtol=1e-12, atol=1e-12)
+
+
+@each_analyzer
+@pytest.mark.parametrize("seed", range(3))
+def test_it_equals_its_oracle(name, cls, seed):
+    oracle = getattr(oracles, f"oracle_{name}", None)
+    assert oracle is not None, f"write oracle_{name}(batches) in tests/oracles.py from the formula, in float64 NumPy"
+    data = batches(seed)
+    expected = oracle(data)
+    result = from_views(cls(), [view(x) for x in data])
+    for field, value in expected.items():
+        # Quantiles come from a histogram of 2000 bins over [-1, 1].
+        tolerance = 2e-3 if result.tensor_fields()[field][:1] == ("quantile",) else 1e-9
+        np.testing.assert_allclose(getattr(result, field).numpy(), value, atol=tolerance, rtol=0, err_msg=field)
+    checked = set(expected)
+    assert checked == set(result.tensor_fields()), "the oracle gives every field"
+
+
+@each_analyzer
+def test_float32_activations_give_the_oracle_to_float32(name, cls):
+    data = batches(3)
+    expected = getattr(oracles, f"oracle_{name}")(data)
+    result = from_views(cls(), [view(x.astype(np.float32)) for x in data])
+    np.testing.assert_allclose(result.values.numpy(), expected["values"], atol=2e-6)
+
+
+@each_analyzer
+def test_padding_and_masked_positions_do_not_matter(name, cls):
+    model, rng = tiny_llama(), torch.Generator().manual_seed(5)
+    lengths = (20, 13, 7, 18)
+    rows = [random_tokens(1, n, seed=n)[0] for n in lengths]
+    plain = lsim.analyze(model, rows, cls())[name]
+    for side in ("left", "right"):
+        tokens = torch.randint(3, 100, (4, 25), generator=rng)
+        mask = torch.zeros(4, 25, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            span = slice(25 - len(row), 25) if side == "left" else slice(0, len(row))
+            tokens[i, span], mask[i, span] = row, 1
+        padded = lsim.analyze(model, {"input_ids": tokens, "attention_mask": mask}, cls())[name]
+        assert worst(plain, padded) == 0
+        assert padded.provenance.tokens == sum(lengths)
+        assert padded.provenance.data == plain.provenance.data
+
+
+@each_analyzer
+def test_a_result_survives_save_and_load_exactly(name, cls, tmp_path):
+    result = from_views(cls(), [view(x) for x in batches(1)])
+    loaded = lsim.load(result.save(tmp_path / "result.safetensors"))
+    assert type(loaded) is type(result)
+    assert worst(result, loaded) == 0
+    assert loaded.provenance == result.provenance
+    assert (loaded.layers, loaded.headline()) == (result.layers, result.headline())
+    report = lsim.Report({name: result})
+    again = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    assert list(again) == [name]
+    assert worst(again[name], result) == 0
+
+
+@each_analyzer
+def test_every_picture_is_drawn_and_explained(name, cls):
+    result = from_views(cls(), [view(x) for x in batches(1)])
+    assert result.pictures
+    for picture in result.pictures:
+        fig = result.plot(picture.field)
+        assert fig.data
+        assert fig.layout.title.text == picture.title
+        assert any(year in picture.meaning for year in ("19", "20")), "a picture names its source"
+    for field in result.tensor_fields():
+        table = result.to_frame(field)
+        assert len(table) == max(1, getattr(result, field).numel())
+
+
+@each_analyzer
+def test_its_kernel_runs_where_this_package_is_not_installed(name, cls, tmp_path):
+    analyzer = cls()
+    one = view(residuals(tokens=20))
+    kernels = [analyzer.kernel(lsim.Sums())]
+    if analyzer.first_kernel() is not None:
+        first = lsim.Sums.of(analyzer.first_kernel()(one))
+        kernels = [analyzer.first_kernel(), analyzer.kernel(first)]
+    cloudpickle.register_pickle_by_value(lsim)
+    blob = tmp_path / "blob"
+    blob.write_bytes(cloudpickle.dumps((reduce, kernels, one)))
+    script = (
+        "import sys, pickle\n"
+        "for name in ('tl_layersim', 'jaxtyping', 'beartype', 'plotly', 'pandas', 'tqdm'): sys.modules[name] = None\n"
+        "reduce, kernels, view = pickle.loads(open(sys.argv[1], 'rb').read())\n"
+        "for kernel in kernels: out = reduce({'k': kernel}, view)['k']\n"
+        "print(sorted(out))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(blob)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(sorted(reduce({"k": kernels[-1]}, one)["k"]))
+
+
+@each_analyzer
+def test_its_docstring_says_formula_source_and_example(name, cls):
+    text = inspect.getdoc(cls)
+    for part in ("$$", "Args:", "Source:", "Example:"):
+        assert part in text, f"{cls.__name__} lacks {part}"
+
+
+@each_analyzer
+def test_not_a_number_is_named_with_its_layer(name, cls):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in batch 0(.|\n)*blocks\.1\.hook_resid_post"):
+        lsim.analyze(model, random_tokens(), cls())
