@@ -295,6 +295,8 @@ class Batches:
             for row, row_mask in zip(ragged, masks, strict=True):
                 yield from self._token_rows(torch.as_tensor(row), row_mask)
             return
+        if tokens.numel() == 0:
+            return
         if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise LayersimError(
                 "Tokens are whole numbers in one row or in rows.",

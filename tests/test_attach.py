@@ -1,0 +1,221 @@
+"""attach: the same sums from a user's own loop, and nothing of the model changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .conftest import random_tokens, tiny_gpt2, tiny_llama, worst
+from .test_sources import bridge, nnsight
+
+MODELS = {
+    "Hugging Face": tiny_llama,
+    "TransformerBridge": lambda: bridge(tiny_llama()),
+    "TransformerBridge, GPT-2": lambda: bridge(tiny_gpt2()),
+}
+each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def analyzers():
+    return [lsim.Cosine(center="none"), lsim.CKA(estimator="exact")]
+
+
+def hooks(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+def logits(model, tokens):
+    out = model(tokens)
+    return out.logits if hasattr(out, "logits") else out
+
+
+@each_model
+def test_it_sums_what_analyze_sums(make):
+    model = make()
+    tokens = random_tokens(6, 15)
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        for rows in tokens.split(2):
+            model(rows)
+    found = probe.results()
+    expected = lsim.analyze(model, tokens, analyzers(), batch_size=2)
+    for name in expected:
+        assert worst(found[name], expected[name]) < 1e-6
+        assert found[name].provenance.tokens == 90
+
+
+@each_model
+def test_outputs_gradients_and_hooks_are_untouched(make):
+    tokens = random_tokens(2, 12)
+
+    def step(model):
+        model.zero_grad()
+        out = logits(model, tokens)
+        out.square().mean().backward()
+        return out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    model = make()
+    plain_out, plain_grads = step(model)
+    # Counted after a first pass: a bridge wires hooks of its own in it.
+    before = hooks(model)
+    with lsim.attach(model, analyzers()) as probe:
+        out, grads = step(model)
+    assert torch.equal(out, plain_out)
+    assert len(grads) == len(plain_grads) > 0
+    assert all(torch.equal(a, b) for a, b in zip(grads, plain_grads, strict=True))
+    assert hooks(model) == before
+    assert probe.results()["cosine"].provenance.tokens == 24
+
+
+@each_model
+def test_no_hook_is_left_after_an_exception(make):
+    model = make()
+    model(random_tokens(1, 5))
+    before = hooks(model)
+    with pytest.raises(RuntimeError, match="mine"), lsim.attach(model, analyzers()):
+        model(random_tokens(1, 5))
+        raise RuntimeError("mine")
+    assert hooks(model) == before
+
+
+def test_a_failed_forward_pass_does_not_spoil_the_next():
+    model, tokens = tiny_llama(), random_tokens(2, 12)
+    broken = [True]
+
+    def fail(module, args):
+        if broken[0]:
+            raise RuntimeError("half way")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        with pytest.raises(RuntimeError, match="half way"):
+            model(tokens)
+        broken[0] = False
+        model(tokens)
+    handle.remove()
+    assert probe.results()["cosine"].provenance.tokens == 24
+
+
+def test_generation_with_a_cache_counts_each_token_once():
+    model = bridge(tiny_llama())
+    with lsim.attach(model, analyzers()) as probe:
+        out = model.generate(random_tokens(2, 6), max_new_tokens=7, stop_at_eos=False, verbose=False, do_sample=False)
+    # The last token is generated, but never read.
+    assert probe.results()["cosine"].provenance.tokens == 2 * (6 + 7 - 1)
+    expected = lsim.analyze(model, out[:, :-1], analyzers())
+    for name in expected:
+        assert worst(probe.results()[name], expected[name]) < 1e-5
+
+
+def test_single_positions_are_gathered_into_minibatches():
+    model, tokens = tiny_llama(), random_tokens(1, 40)
+    with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=10)) as probe:
+        past = None
+        for i in range(40):
+            past = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True).past_key_values
+    assert probe.results()["cka"].minibatches == 4
+
+
+def test_mixed_precision():
+    model, tokens = tiny_llama(), random_tokens(4, 12)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), lsim.attach(model, analyzers()) as probe:
+        model(tokens)
+        inside = probe.results()
+    full = lsim.analyze(model, tokens, analyzers())
+    assert 1e-7 < worst(inside["cka"], full["cka"]) < 0.05
+    assert torch.allclose(inside["cosine"].values.diagonal(), torch.ones(4, dtype=torch.float64), atol=1e-6)
+
+
+def test_gradient_checkpointing_does_not_count_twice():
+    model, tokens = tiny_llama().train(), random_tokens(2, 12)
+    model.gradient_checkpointing_enable()
+    with lsim.attach(model, analyzers()) as probe:
+        model(tokens, use_cache=False).logits.square().mean().backward()
+    assert probe.results()["cosine"].provenance.tokens == 24
+
+
+@each_model
+def test_a_mask_leaves_padding_out(make):
+    model = make()
+    rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7)]
+    tokens, mask = torch.full((3, 9), 2), torch.zeros(3, 9, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], mask[i, : len(row)] = row, True
+    expected = lsim.analyze(model, rows, analyzers())
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        probe.mask = mask
+        model(tokens)
+    given = probe.results()
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        model(tokens, attention_mask=mask.long())
+    seen = probe.results()
+    for name in expected:
+        assert worst(given[name], expected[name]) < 1e-6
+        assert worst(seen[name], expected[name]) < 1e-6
+
+
+def test_a_mask_of_the_wrong_shape_is_refused():
+    model = tiny_llama()
+    with lsim.attach(model, analyzers()) as probe:
+        probe.mask = torch.ones(2, 4)
+        with pytest.raises(lsim.LayersimError, match=r"probe.mask does not fit(.|\n)*\(2, 4\)(.|\n)*\(2, 5\)"):
+            model(random_tokens(2, 5))
+
+
+def test_texts_that_the_model_pads_are_refused():
+    from .conftest import tiny_tokenizer
+
+    model = bridge(tiny_llama())
+    model.tokenizer = tiny_tokenizer()
+    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        model("w3 w4 w5")
+        with pytest.raises(lsim.LayersimError, match=r"pads texts(.|\n)*probe.mask"):
+            model(["w3 w4 w5", "w6"])
+    assert probe.results()["cosine"].provenance.tokens >= 3
+
+
+def test_what_needs_two_passes_is_refused_with_what_does_not():
+    with (
+        pytest.raises(lsim.LayersimError, match=r"needs a first pass(.|\n)*Cosine\(center=\"none\"\)"),
+        lsim.attach(tiny_llama(), lsim.Cosine()),
+    ):
+        pass
+    mean = lsim.analyze(tiny_llama(), random_tokens(), "cosine")["cosine"].mean
+    model = tiny_llama()
+    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center=mean)) as probe:
+        model(random_tokens())
+    assert worst(probe.results()["cosine"], lsim.analyze(model, random_tokens(), "cosine")["cosine"]) < 1e-12
+
+
+def test_nothing_seen_and_not_a_number():
+    model = tiny_llama()
+    with lsim.attach(model, analyzers()) as probe:
+        pass
+    with pytest.raises(lsim.LayersimError, match="data is empty"):
+        probe.results()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[0, 0] = float("inf")
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        model(random_tokens())
+    with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in forward pass 1(.|\n)*blocks\.2\.hook_resid_post"):
+        probe.results()
+
+
+def test_nnsight_models_are_analyzed_not_attached_to():
+    with pytest.raises(lsim.LayersimError, match="can be attached to"), lsim.attach(nnsight(tiny_llama()), analyzers()):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+def test_hooked_transformer_in_its_own_loop():
+    from .test_sources import hooked_transformer
+
+    model, tokens = hooked_transformer(tiny_gpt2()), random_tokens(2, 8)
+    before = hooks(model)
+    with lsim.attach(model, analyzers()) as probe:
+        model(tokens, return_type="loss").backward()
+        model.generate(tokens, max_new_tokens=4, stop_at_eos=False, verbose=False)
+        model.run_with_cache(tokens)
+    assert hooks(model) == before
+    assert probe.results()["cosine"].provenance.tokens == 16 + 2 * (8 + 3) + 16

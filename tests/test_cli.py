@@ -1,0 +1,123 @@
+"""The command line, and the page that it writes, in a real browser where there is one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import tl_layersim as lsim
+from tl_layersim import cli
+
+from .conftest import tiny_llama, tiny_tokenizer
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    out = tmp_path_factory.mktemp("report")
+    done = subprocess.run(
+        [sys.executable, "-c", "from tl_layersim.cli import main; main()", "report", "--out", str(out), "--max-tokens", "2048"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def test_with_no_argument_it_runs_on_the_demo(page):
+    out, done = page
+    assert "Report:" in done.stdout
+    assert str(out / "report.html") in done.stdout
+    # Quiet where no one watches: no progress bar, no warning.
+    assert "\r" not in done.stderr
+    report = lsim.load_report(out / "report.safetensors")
+    assert list(report) == ["cosine", "cka"]
+    assert report["cka"].provenance.model == "tl_layersim demo"
+    assert report["cka"].provenance.tokens == 2048
+
+
+def test_a_folder_of_weights_and_a_text_file(tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("w3 w4 w5 w6 w7\nw8 w9\n\n" * 30)
+    out = tmp_path / "out"
+    done = run(
+        "report", "--model", tmp_path / "model", "--data", tmp_path / "text.txt", "--analyzers", "cka", "--out", out,
+        "--seq-len", 32, "--skip-first", 1, "--dtype", "bfloat16",
+    )
+    assert done.exit_code == 0, done.output
+    result = lsim.load_report(out / "report.safetensors")["cka"]
+    assert result.provenance.options["pack"]
+    assert result.provenance.dtype == "torch.bfloat16"
+    assert result.values.shape == (4, 4)
+
+
+def test_a_saved_data_set(tmp_path):
+    import datasets
+
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"story": lsim.demo_text()[:6]})}).save_to_disk(tmp_path / "set")
+    done = run("report", "--data", tmp_path / "set", "--analyzers", "cosine", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+
+
+def test_analyzers_are_listed_with_a_line_each():
+    done = run("analyzers")
+    assert done.exit_code == 0
+    assert re.search(r"^cka +Linear CKA", done.output, re.M)
+    assert re.search(r"^cosine +Cosine similarity", done.output, re.M)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("report", "--help"), ("analyzers", "--help")])
+def test_help_is_everywhere(arguments):
+    done = run(*arguments)
+    assert done.exit_code == 0
+    assert "Usage" in done.output
+
+
+def test_refusals_are_printed_not_traced(tmp_path):
+    for arguments, text in (
+        (["report", "--analyzers", "cosin", "--out", str(tmp_path)], "did you mean 'cosine'?"),
+        (["report", "--data", "./nothing.txt", "--out", str(tmp_path)], "There is no such data."),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", "from tl_layersim.cli import main; main()", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert text in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_the_page_in_a_browser(page, tmp_path):
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium on this machine: apt-get install chromium")
+    command = [
+        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr", "--window-size=1366,768", "--virtual-time-budget=15000",
+        "--dump-dom", f"file://{page[0]}/report.html",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr, re.findall(r".*CONSOLE.*", done.stderr)
+    report = lsim.load_report(page[0] / "report.safetensors")
+    pictures = [picture for result in report.values() for picture in result.pictures]
+    drawn = done.stdout.split("<body>")[1]
+    assert len(re.findall(r'<svg class="main-svg"[^>]*style="[^"]*"', drawn)) >= len(pictures)
+    for picture in pictures:
+        assert re.search(rf'class="gtitle"[^>]*>{re.escape(picture.title)}<', drawn), picture.title
+    # Heatmaps are drawn as an image, lines as paths with points.
+    assert drawn.count('class="heatmaplayer mlayer"') >= 2
+    assert len(re.findall(r'<path class="point"', drawn)) > 20

@@ -1,0 +1,209 @@
+"""Everything that data may be, and what becomes of it."""
+
+from __future__ import annotations
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tl_layersim as lsim
+from tl_layersim.data import Batches
+from tl_layersim.source import Model
+
+from .conftest import random_tokens, tiny_llama, tiny_tokenizer
+
+TEXTS = ["w3 w4 w5", "w6 w7", "w8 w9 w10 w11 w12 w13"]
+ROWS = [[1, 3, 4, 5], [1, 6, 7], [1, 8, 9, 10, 11, 12, 13]]
+
+
+def model(tokenizer=None, context: int | None = 64) -> Model:
+    return Model("m", "0", "s", "b", "torch.float32", ("a", "b"), 8, 100, context, tokenizer or tiny_tokenizer())
+
+
+def batches(data, **options) -> list:
+    defaults = {
+        "batch_size": 2,
+        "seq_len": None,
+        "pack": False,
+        "max_tokens": None,
+        "skip_first": 0,
+        "prepend_bos": True,
+        "column": None,
+    }
+    return list(Batches(data, options.pop("model", None) or model(), **(defaults | options)))
+
+
+def rows(data, **options) -> list[list[int]]:
+    return [t[a].tolist() for b in batches(data, **options) for t, a in zip(b.tokens, b.attention, strict=True)]
+
+
+def counted(data, **options) -> list[list[int]]:
+    return [t[c].tolist() for b in batches(data, **options) for t, c in zip(b.tokens, b.counted, strict=True)]
+
+
+def stream():
+    yield from ({"text": text} for text in TEXTS)
+
+
+FORMS = {
+    "list of texts": TEXTS,
+    "tuple of one list": (TEXTS,),
+    "mapping of texts": {"text": TEXTS},
+    "mappings of one text": [{"text": text} for text in TEXTS],
+    "any single text field": [{"id": 7, "story": text} for text in TEXTS],
+    "datasets.Dataset": datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 1, 0]}),
+    "datasets.IterableDataset": datasets.IterableDataset.from_generator(stream),
+    "generator of texts": lambda: (text for text in TEXTS),
+    "rows of ids": ROWS,
+    "tensors": [torch.tensor(row) for row in ROWS],
+    "arrays": [np.array(row) for row in ROWS],
+    "dicts of ids": [{"input_ids": row} for row in ROWS],
+    "one dict of ragged ids": {"input_ids": ROWS},
+    "token data set": datasets.Dataset.from_dict({"input_ids": ROWS, "attention_mask": [[1] * len(r) for r in ROWS]}),
+    "tokens column": datasets.Dataset.from_dict({"tokens": ROWS}).with_format("torch"),
+    "padded with mask": {
+        "input_ids": torch.tensor([[1, 3, 4, 5, 2, 2, 2], [1, 6, 7, 2, 2, 2, 2], [1, 8, 9, 10, 11, 12, 13]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1] * 7]),
+    },
+    "mixed": [TEXTS[0], torch.tensor([ROWS[1]]), {"text": TEXTS[2]}],
+    "text file lines": "\n".join,
+}
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "text file lines"])
+def test_every_form_gives_the_same_rows(form):
+    data = FORMS[form]
+    assert rows(data() if callable(data) else data) == ROWS
+
+
+def test_one_text_and_one_row():
+    assert rows(TEXTS[0]) == ROWS[:1]
+    assert rows(torch.tensor(ROWS[0])) == ROWS[:1]
+    assert rows(ROWS[0]) == ROWS[:1]
+
+
+def test_bos_can_be_left_out():
+    assert rows(TEXTS, prepend_bos=False) == [row[1:] for row in ROWS]
+
+
+def test_long_texts_go_on_in_further_rows_with_a_bos_each():
+    assert rows(TEXTS, seq_len=4) == [[1, 3, 4, 5], [1, 6, 7], [1, 8, 9, 10], [1, 11, 12, 13]]
+    assert rows([torch.tensor(ROWS[2])], seq_len=4) == [[1, 8, 9, 10], [11, 12, 13]]
+
+
+def test_packing_joins_texts_with_an_end_of_text():
+    assert rows(TEXTS, seq_len=6, pack=True) == [[1, 3, 4, 5, 2, 6], [1, 7, 2, 8, 9, 10], [1, 11, 12, 13, 2]]
+
+
+def test_max_tokens_is_met_exactly():
+    assert counted(TEXTS, max_tokens=6) == [[1, 3, 4, 5], [1, 6]]
+    assert counted(TEXTS, max_tokens=5, skip_first=1) == [[3, 4, 5], [6, 7]]
+    assert counted(TEXTS, max_tokens=10**6) == ROWS
+
+
+def test_skip_first_leaves_positions_out_of_the_counts_only():
+    assert counted(TEXTS, skip_first=2) == [row[2:] for row in ROWS]
+    assert rows(TEXTS, skip_first=2) == ROWS
+
+
+def test_left_padding_is_moved_to_the_right():
+    ids = torch.tensor([[2, 2, 1, 6, 7], [1, 3, 4, 5, 8]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    batch = batches({"input_ids": ids, "attention_mask": mask})[0]
+    assert batch.tokens[0, :3].tolist() == [1, 6, 7]
+    assert batch.attention[0].tolist() == [True, True, True, False, False]
+
+
+def test_holes_in_a_mask_stay_holes():
+    batch = batches({"input_ids": torch.tensor([[1, 3, 4, 5]]), "attention_mask": torch.tensor([[1, 0, 1, 1]])})[0]
+    assert batch.attention[0].tolist() == [True, False, True, True]
+
+
+def test_a_tokenizer_with_its_own_special_tokens_keeps_them():
+    tokenizer = tiny_tokenizer()
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.cls_token = "<s>"
+    assert rows(["w3 w4"], model=model(tokenizer)) == [[1, 3, 4, 2]]
+
+
+def test_streams_are_read_no_further_than_needed():
+    read = []
+
+    def endless():
+        while True:
+            read.append(1)
+            yield "w3 w4 w5"
+
+    assert sum(len(row) for row in counted(endless(), max_tokens=100)) == 100
+    assert len(read) <= 128
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    batch_size=st.integers(1, 7),
+    seq_len=st.integers(2, 12),
+    pack=st.booleans(),
+)
+def test_no_token_is_lost_or_counted_twice(lengths, batch_size, seq_len, pack):
+    texts = [" ".join(f"w{3 + (i + j) % 90}" for j in range(n)) for i, n in enumerate(lengths)]
+    ids = [int(word[1:]) for text in texts for word in text.split()]
+    found = [t for row in rows(texts, batch_size=batch_size, seq_len=seq_len, pack=pack) for t in row if t > 2]
+    assert found == ids
+
+
+def test_fingerprint_depends_on_rows_alone():
+    model = tiny_llama()
+    data = [random_tokens(1, n, seed=n)[0] for n in (5, 9, 3, 8)]
+    prints = {b: lsim.analyze(model, data, "cosine", batch_size=b)["cosine"].provenance.data for b in (1, 3, 4)}
+    assert len(set(prints.values())) == 1
+    other = [*data[:3], data[3].flip(0)]
+    assert lsim.analyze(model, other, "cosine")["cosine"].provenance.data not in prints.values()
+
+
+REFUSALS = {
+    "a number": (7, {}, r"no data that can be read(.|\n)*int: 7"),
+    "bytes": ([b"abc"], {}, r"no data that can be read(.|\n)*bytes"),
+    "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, r"a tuple of 2 things(.|\n)*tokens alone"),
+    "float tokens": (torch.ones(2, 3), {}, r"whole numbers(.|\n)*float32(.|\n)*to_tokens"),
+    "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"whole numbers(.|\n)*\(2, 3, 4\)"),
+    "ids outside the vocabulary": (torch.tensor([[3, 100]]), {}, r"outside the vocabulary(.|\n)*3 to 100(.|\n)*0 to 99"),
+    "negative ids": (torch.tensor([[3, -1]]), {}, r"outside the vocabulary"),
+    "a mask of the wrong shape": (
+        {"input_ids": torch.ones(2, 4, dtype=torch.long) * 3, "attention_mask": torch.ones(2, 3)},
+        {},
+        r"mask does not fit(.|\n)*\(2, 3\)(.|\n)*\(2, 4\)",
+    ),
+    "pads without a mask": (torch.tensor([[1, 3, 2, 2], [1, 3, 4, 5]]), {}, r"start or end with padding(.|\n)*1 of 2 rows"),
+    "no text column": ([{"a": "x", "b": "y"}], {}, r"not clear where(.|\n)*\['a', 'b'\](.|\n)*column='a'"),
+    "a column that is not there": ([{"text": "x"}], {"column": "body"}, r"not clear where(.|\n)*column='body'"),
+    "a dictionary of splits": (
+        datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}),
+        {},
+        r"not clear where(.|\n)*data\['train'\]",
+    ),
+    "a row beyond the context": (torch.full((1, 65), 3), {}, r"longer than the model's context(.|\n)*65(.|\n)*seq_len=64"),
+    "seq_len beyond the context": (TEXTS, {"seq_len": 65}, r"does not take rows this long"),
+    "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "Only texts can be packed"),
+    "batch_size of none": (TEXTS, {"batch_size": 0}, "batch_size is too small"),
+    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "Every position would be left out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_data_is_refused_with_what_to_do(case):
+    data, options, text = REFUSALS[case]
+    with pytest.raises(lsim.LayersimError, match=text) as caught:
+        batches(data, **options)
+    assert caught.value.do
+
+
+def test_texts_need_a_tokenizer():
+    with pytest.raises(lsim.LayersimError, match=r"has no tokenizer(.|\n)*tokenizer="):
+        lsim.analyze(tiny_llama(), TEXTS, "cosine")
+    assert lsim.analyze(tiny_llama(), TEXTS, "cosine", tokenizer=tiny_tokenizer())["cosine"].provenance.tokens == 14

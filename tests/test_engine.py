@@ -1,0 +1,295 @@
+"""One run from end to end: refusals, two passes, interrupts and checkpoints, several processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim import engine
+from tl_layersim.sources.hooked import HookedSource
+
+from .conftest import random_tokens, tiny_llama, tiny_tokenizer, worst
+
+
+def analyzers():
+    return [lsim.Cosine(), lsim.CKA(minibatch=16)]
+
+
+def test_batch_size_does_not_matter_where_no_minibatches_are_drawn():
+    model, data = tiny_llama(), list(random_tokens(7, 11))
+    runs = [lsim.analyze(model, data, [lsim.Cosine(), lsim.CKA(estimator="exact")], batch_size=b) for b in (1, 3, 16)]
+    for name in ("cosine", "cka"):
+        assert worst(runs[0][name], runs[1][name]) < 1e-6
+        assert worst(runs[0][name], runs[2][name]) < 1e-6
+
+
+def test_provenance_says_what_was_measured_on_what():
+    report = lsim.analyze(tiny_llama(), random_tokens(5, 11), analyzers(), batch_size=2, skip_first=1)
+    p = report["cka"].provenance
+    assert (p.tokens, p.sequences, p.batches, p.seed) == (50, 5, 3, 0)
+    assert (p.dtype, p.source) == ("torch.float32", "LlamaForCausalLM")
+    assert p.options["minibatch"] == 16
+    assert p.options["skip_first"] == 1
+    assert set(p.versions) >= {"tl_layersim", "torch", "transformers", "nnsight"}
+    assert p.seconds > 0
+    assert len(p.config_hash) == 12
+    assert len(p.data) == 64
+    other = lsim.analyze(tiny_llama(layers=2), random_tokens(5, 11), "cka")["cka"].provenance
+    assert other.config_hash != p.config_hash
+
+
+def test_names_stand_for_analyzers_and_the_nearest_is_suggested():
+    assert set(lsim.analyze(tiny_llama(), random_tokens(), ["cosine", lsim.CKA()])) == {"cosine", "cka"}
+    with pytest.raises(lsim.LayersimError, match=r"no such analyzer(.|\n)*'cosin'(.|\n)*did you mean 'cosine'"):
+        lsim.analyze(tiny_llama(), random_tokens(), "cosin")
+    with pytest.raises(lsim.LayersimError, match="'cka' twice"):
+        lsim.analyze(tiny_llama(), random_tokens(), ["cka", lsim.CKA(minibatch=8)])
+    with pytest.raises(lsim.LayersimError, match="No analyzer was given"):
+        lsim.analyze(tiny_llama(), random_tokens(), [])
+
+
+@pytest.mark.parametrize("data", [[], torch.empty(0, 5, dtype=torch.long), {"input_ids": [], "attention_mask": []}])
+def test_empty_data_is_refused(data):
+    with pytest.raises(lsim.LayersimError, match=r"data is empty(.|\n)*0 rows"):
+        lsim.analyze(tiny_llama(), data, analyzers())
+
+
+def test_data_of_which_nothing_counts_is_refused():
+    data = {"input_ids": random_tokens(), "attention_mask": torch.zeros(8, 20)}
+    with pytest.raises(lsim.LayersimError, match="empty"):
+        lsim.analyze(tiny_llama(), data, analyzers())
+    with pytest.raises(lsim.LayersimError, match=r"No token is left(.|\n)*8 rows, 0 counted(.|\n)*skip_first="):
+        lsim.analyze(tiny_llama(), random_tokens(), analyzers(), skip_first=20)
+
+
+def test_a_generator_has_no_second_pass():
+    with pytest.raises(lsim.LayersimError, match=r"reads the data twice(.|\n)*generator(.|\n)*list\(data\), or Cosine\(center=\"none\"\)"):
+        lsim.analyze(tiny_llama(), (row for row in random_tokens()), "cosine")
+    one = lsim.analyze(tiny_llama(), (row for row in random_tokens()), lsim.Cosine(center="none"))
+    two = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
+    assert worst(one["cosine"], two["cosine"]) == 0
+
+
+def test_data_that_is_gone_or_other_on_the_second_pass_is_noticed():
+    with pytest.raises(lsim.LayersimError, match=r"not the same on the second pass(.|\n)*160 tokens, then 0"):
+        lsim.analyze(tiny_llama(), [iter(random_tokens())], "cosine")
+
+    class Fickle:
+        seed = 0
+
+        def __iter__(self):
+            self.seed += 1
+            return iter(random_tokens(seed=self.seed))
+
+    with pytest.raises(lsim.LayersimError, match=r"not the same on the second pass(.|\n)*160 tokens, then 160 others"):
+        lsim.analyze(tiny_llama(), Fickle(), "cosine")
+
+
+def test_models_with_other_tokens_do_not_compare():
+    a, b = tiny_llama(), tiny_llama(seed=1)
+    a.tokenizer, b.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
+    with pytest.raises(lsim.LayersimError, match=r"read different tokens(.|\n)*is token(.|\n)*same tokenizer"):
+        lsim.compare(a, b, ["w3 w4 w5 w6"], "cka")
+    b.tokenizer = tiny_tokenizer()
+    assert lsim.compare(a, b, ["w3 w4 w5 w6"], "cka").samples == 5
+    with pytest.raises(lsim.LayersimError, match=r"relates layers of one model(.|\n)*CKA"):
+        lsim.compare(a, b, ["w3 w4 w5 w6"], "cosine")
+
+
+def test_wrong_types_are_refused_at_the_door():
+    with pytest.raises(Exception, match="batch_size"):
+        lsim.analyze(tiny_llama(), random_tokens(), "cka", batch_size="16")
+
+
+class Stopped(KeyboardInterrupt):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 3, 5, 6])
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path, monkeypatch):
+    """Four batches twice over: the interrupt falls into the first pass or into the second."""
+    model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run.safetensors"
+    undisturbed = lsim.analyze(model, data, analyzers(), batch_size=2)
+    calls = []
+    run = HookedSource.run
+
+    def interrupted(self, batch, kernels):
+        calls.append(1)
+        if len(calls) == at + 1:
+            raise Stopped
+        return run(self, batch, kernels)
+
+    monkeypatch.setattr(HookedSource, "run", interrupted)
+    with pytest.raises(Stopped):
+        lsim.analyze(model, data, analyzers(), batch_size=2, checkpoint=path)
+    assert path.exists()
+    report = lsim.analyze(model, data, analyzers(), batch_size=2, checkpoint=path)
+    assert len(calls) == 8 + 1
+    for name in report:
+        assert worst(report[name], undisturbed[name]) == 0
+        assert report[name].provenance.tokens == undisturbed[name].provenance.tokens
+        assert report[name].provenance.data == undisturbed[name].provenance.data
+    # A run that is complete is read back without a forward pass.
+    again = lsim.analyze(model, data, analyzers(), batch_size=2, checkpoint=path)
+    assert len(calls) == 9
+    assert worst(again["cka"], undisturbed["cka"]) == 0
+
+
+def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
+    script = tmp_path / "run.py"
+    path = tmp_path / "run.safetensors"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import time
+            import tl_layersim as lsim
+            from tl_layersim import checkpoint, engine
+            from tl_layersim.sources.hooked import HookedSource
+            from tests.conftest import random_tokens, tiny_llama
+            engine.SECONDS_BETWEEN_SAVES = 0.0
+            run = HookedSource.run
+            def slow(self, batch, kernels):
+                time.sleep(0.2)
+                return run(self, batch, kernels)
+            HookedSource.run = slow
+            lsim.analyze(tiny_llama(), list(random_tokens(40, 11)), [lsim.Cosine(center="none")], batch_size=2, checkpoint={str(path)!r})
+            """
+        )
+    )
+    root = os.path.dirname(os.path.dirname(__file__))
+    process = subprocess.Popen([sys.executable, str(script)], env=os.environ | {"PYTHONPATH": root}, cwd=root)
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    model, data = tiny_llama(), list(random_tokens(40, 11))
+    resumed = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=2, checkpoint=path)
+    whole = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=2)
+    assert worst(resumed["cosine"], whole["cosine"]) == 0
+
+
+def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
+    path, model, data = tmp_path / "run.safetensors", tiny_llama(), list(random_tokens(8, 11))
+    lsim.analyze(model, data, "cka", checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+        lsim.analyze(model, data, lsim.CKA(minibatch=8), checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match="no place to go"):
+        lsim.analyze(model, data, "cka", checkpoint=tmp_path / "nowhere" / "run")
+    partial = tmp_path / "partial.safetensors"
+    source = HookedSource(model)
+    run = source.run
+    seen = []
+
+    def stop(batch, kernels):
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return run(batch, kernels)
+
+    source.run = stop
+    with pytest.raises(KeyboardInterrupt):
+        lsim.analyze(source, data, "cka", batch_size=2, checkpoint=partial)
+    with pytest.raises(lsim.LayersimError, match="not that of the checkpoint"):
+        lsim.analyze(model, data[::-1], "cka", batch_size=2, checkpoint=partial)
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tl_layersim.storage.save_file", full)
+    monkeypatch.setattr(engine, "SECONDS_BETWEEN_SAVES", 0.0)
+    path = tmp_path / "run.safetensors"
+    with pytest.warns(RuntimeWarning, match=r"goes on without a new checkpoint(.|\n)*No space left"):
+        report = lsim.analyze(tiny_llama(), random_tokens(8, 11), "cka", checkpoint=path)
+    assert report["cka"].samples == 88
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path):
+    """A real limit on the size of files, in a process of its own."""
+    script = textwrap.dedent(
+        """
+        import resource, signal, sys
+        import tl_layersim as lsim
+        from tests.conftest import provenance
+        import torch
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        path = sys.argv[1]
+        def curve(n):
+            return lsim.LayerCurve(values=torch.zeros(n, dtype=torch.float64), layers=("a",) * n, provenance=provenance())
+        curve(3).save(path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+        try:
+            curve(100_000).save(path)
+        except OSError as error:
+            print(error)
+        print(len(lsim.load(path).values))
+        """
+    )
+    root = os.path.dirname(os.path.dirname(__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "x.safetensors")],
+        env=os.environ | {"PYTHONPATH": root},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Could not write" in done.stdout
+    assert "What stood there before is unchanged" in done.stdout
+    assert done.stdout.strip().endswith("3")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_processes_give_what_one_gives(ranks, tmp_path):
+    """Three ranks and two batches: one of them has nothing to add."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            import torch.distributed as dist
+            import tl_layersim as lsim
+            from tests.conftest import random_tokens, tiny_llama
+            dist.init_process_group("gloo")
+            report = lsim.analyze(tiny_llama(), list(random_tokens(4, 11)), [lsim.Cosine(), lsim.CKA(minibatch=16)], batch_size=2)
+            report.save(f"{sys.argv[1]}/{dist.get_rank()}.safetensors")
+            dist.destroy_process_group()
+            """
+        )
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = os.path.dirname(os.path.dirname(__file__))
+    common = os.environ | {
+        "PYTHONPATH": root,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    processes = [
+        subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=common | {"RANK": str(rank)}, cwd=root)
+        for rank in range(ranks)
+    ]
+    assert [process.wait(timeout=240) for process in processes] == [0] * ranks
+    alone = lsim.analyze(tiny_llama(), list(random_tokens(4, 11)), analyzers(), batch_size=2)
+    for rank in range(ranks):
+        report = lsim.load_report(tmp_path / f"{rank}.safetensors")
+        for name in ("cosine", "cka"):
+            assert worst(report[name], alone[name]) < 1e-12
+            assert report[name].provenance.tokens == 44
