@@ -53,7 +53,7 @@ kernel_seconds: list[float] = []
 class TimedCKA(lsim.CKA):
     """CKA that also says how long its kernel took: a difference of two long runs would be a noisy measure of that."""
 
-    def kernel(self, first: lsim.Sums) -> lsim.Kernel:  # noqa: D102
+    def kernel(self, first: lsim.Sums) -> lsim.Kernel:
         inner = super().kernel(first)
 
         def timed(*views: lsim.View) -> dict[str, Tensor]:
@@ -139,7 +139,7 @@ class TokenSamples(nn.Module):
             # What a hook returns would replace the layer's output: it has to return None.
             model.get_submodule(name).register_forward_hook(lambda _m, _x, out, tap=tap: (tap(out.flatten(0, 1)), None)[1])
 
-    def forward(self, tokens: Tensor) -> Any:  # noqa: D102
+    def forward(self, tokens: Tensor) -> Any:
         return self.model(tokens)
 
 
@@ -212,7 +212,7 @@ VARIANTS: dict[str, tuple[str, int, Callable[[Models], Work]]] = {
     "b3-bridge": ("(b3) b1 through TransformerBridge", 1, lambda m: analyze(m.bridge(), *ONE_PASS)),
     "b3-nnsight": ("(b3) b1 through nnsight", 1, lambda m: analyze(NNsight(m.twin()), *ONE_PASS)),
     "c1": ("(c) ckatorch", 2, with_ckatorch),
-    "c2": ("(c) torch-cka, a sample is a row", 2, lambda m: with_torch_cka(m, token_samples=False)),
+    "c2": ("(c) torch-cka, a sample is a row: another statistic", 2, lambda m: with_torch_cka(m, token_samples=False)),
     "c3": ("(c) torch-cka, a sample is a token", 2, lambda m: with_torch_cka(m, token_samples=True)),
     "d1": ("(d) run_with_cache of residuals, loop", 1, lambda m: by_hand(m, everything=False)),
     "d2": ("(d) run_with_cache of everything, loop", 1, lambda m: by_hand(m, everything=True)),
@@ -331,9 +331,8 @@ def report(rows: dict[str, Row], residuals: float) -> str:
     for name in (n for n in rows if n.startswith("b")):
         peak, top = rows[name].peak, rows["a"].peak if "a" in rows else None
         if peak is not None and top is not None:
-            bound = top + 2 * residuals
-            verdict = "yes" if peak <= bound else "no"
-            lines.append(f"- peak({name}) <= peak(a) + 2 x residuals: {verdict}, {peak:.0f} and {bound:.0f} MB.")
+            verdict = "yes" if peak <= top + 2 * residuals else "no"
+            lines.append(f"- peak({name}) <= peak(a) + 2 x residuals: {verdict}, {peak:.0f} and {top + 2 * residuals:.0f} MB.")
     if kernel_seconds and "b1-cka" in ratio:
         inside, outside = statistics.median(kernel_seconds), beyond("b1-cka", blocks)
         lines.append(f"- CKA part of b1: {inside:.2f} s in its kernel; analyze(CKA) takes {outside:.2f} s beyond (a').")
@@ -361,7 +360,7 @@ def machine(args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face Llama, of about 135M parameters")
+    parser.add_argument("--model", required=True, help="folder of a Llama-like Hugging Face model, of about 135M parameters")
     parser.add_argument("--data", required=True, help="text file that the tokens are taken from")
     parser.add_argument("--batch", type=int, default=16, help="rows of tokens")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a row")

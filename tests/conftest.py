@@ -56,9 +56,7 @@ def tiny_gpt2(seed: int = 0):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    config = GPT2Config(
-        n_embd=32, n_layer=3, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=1, eos_token_id=2
-    )
+    config = GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=1, eos_token_id=2)
     return GPT2LMHeadModel(config).eval()
 
 
@@ -112,6 +110,7 @@ def provenance(**changes) -> lsim.Provenance:
     fields = {
         "model": "m",
         "config_hash": "0",
+        "weights_hash": "0",
         "source": "s",
         "basis": "b",
         "dtype": "torch.float32",
@@ -141,7 +140,7 @@ def from_views(analyzer: lsim.Analyzer, views: list[lsim.View]) -> lsim.Result:
     def total(kernel) -> lsim.Sums:
         sums = lsim.Sums()
         for one in views:
-            sums = sums + lsim.Sums.of(reduce({"k": kernel}, one)["k"])
+            sums = sums + lsim.Sums.of(reduce({"k": kernel}, one)[1]["k"])
         return sums
 
     first_kernel = analyzer.first_kernel()

@@ -69,7 +69,9 @@ def oracle_cka(
     hsic = hsic_0 if biased else hsic_1
 
     def mean_hsic(xs: list[np.ndarray], ys: list[np.ndarray]) -> float:
-        return sum(hsic(x @ x.T, y @ y.T) for x, y in zip(xs, ys, strict=True)) / len(xs)
+        """The mean over minibatches; where they differ in size, each weighs as many pairs of samples as it has."""
+        weight = [(len(x) - 1) ** 2 if biased else len(x) * (len(x) - 3) for x in xs]
+        return sum(w * hsic(x @ x.T, y @ y.T) for w, x, y in zip(weight, xs, ys, strict=True)) / sum(weight)
 
     rows, columns = len(batches[0]), len(others[0])
     values = np.zeros((rows, columns))

@@ -15,13 +15,14 @@ import tl_layersim as lsim
 PACKAGE = Path(lsim.__file__).parent
 # A room may import rooms of its own floor and of those below. Results draw and print themselves only when asked to.
 FLOORS = [
-    {"errors", "typed", "sums"},
-    {"storage"},
+    {"errors", "sums"},
+    {"storage", "typed"},
     {"results"},
     {"source", "plotting", "distributed"},
     {"analyzer", "data", "report", "checkpoint", "demo"},
     {"layout"},
     {"analyzers", "sources"},
+    {"prepare"},
     {"engine"},
     {"probe"},
     {"cli", "__init__"},

@@ -73,9 +73,14 @@ def test_no_hook_is_left_after_an_exception(make):
     model = make()
     model(random_tokens(1, 5))
     before = hooks(model)
-    with pytest.raises(RuntimeError, match="mine"), lsim.attach(model, analyzers()):
-        model(random_tokens(1, 5))
-        raise RuntimeError("mine")
+
+    def loop():
+        with lsim.attach(model, analyzers()):
+            model(random_tokens(1, 5))
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        loop()
     assert hooks(model) == before
 
 

@@ -19,7 +19,7 @@ def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray]) -> l
     kernel = analyzer.kernel(lsim.Sums())
     sums = lsim.Sums()
     for x, y in zip(xs, ys, strict=True):
-        sums = sums + lsim.Sums.of(reduce({"k": kernel}, view(x), view(y))["k"])
+        sums = sums + lsim.Sums.of(reduce({"k": kernel}, view(x), view(y))[1]["k"])
     run = layer_run(len(xs[0]))
     columns = layer_run(len(ys[0])).layers
     return analyzer.compute(sums, dataclasses.replace(run, column_layers=columns))
@@ -68,7 +68,9 @@ def test_independent_gaussians_read_zero_unbiased_and_half_biased():
 
 def test_unbiased_values_are_not_clipped():
     rng = np.random.default_rng(3)
-    values = [between(lsim.CKA(), [rng.normal(size=(1, 16, 30))], [rng.normal(size=(1, 16, 30))]).values.item() for _ in range(20)]
+    values = [
+        between(lsim.CKA(), [rng.normal(size=(1, 16, 30))], [rng.normal(size=(1, 16, 30))]).values.item() for _ in range(20)
+    ]
     assert min(values) < 0 < max(values)
 
 
@@ -176,17 +178,20 @@ def test_constant_activations_have_no_cka():
 
 
 def test_exact_says_what_memory_it_needs():
-    with pytest.raises(lsim.LayersimError, match=r"128 x 128 cross-products(.|\n)*max_memory_gb=1e-05(.|\n)*estimator=\"minibatch\""):
+    with pytest.raises(
+        lsim.LayersimError, match=r"128 x 128 cross-products(.|\n)*max_memory_gb=1e-05(.|\n)*estimator=\"minibatch\""
+    ):
         lsim.analyze(tiny_llama(), random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=1e-5))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"estimator": "debiased"}, "does not know this estimator"),
-        ({"level": "word"}, "does not know this level"),
-        ({"pool": "max"}, "does not know this pool"),
+        ({"estimator": "debiased"}, "does not take this for estimator"),
+        ({"level": "word"}, "does not take this for level"),
+        ({"pool": "max"}, "does not take this for pool"),
         ({"minibatch": 3}, "needs four samples"),
+        ({"minibatch": 64.0}, "does not take this for minibatch"),
     ],
 )
 def test_wrong_options_are_refused(options, text):

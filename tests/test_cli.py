@@ -52,8 +52,21 @@ def test_a_folder_of_weights_and_a_text_file(tmp_path):
     (tmp_path / "text.txt").write_text("w3 w4 w5 w6 w7\nw8 w9\n\n" * 30)
     out = tmp_path / "out"
     done = run(
-        "report", "--model", tmp_path / "model", "--data", tmp_path / "text.txt", "--analyzers", "cka", "--out", out,
-        "--seq-len", 32, "--skip-first", 1, "--dtype", "bfloat16",
+        "report",
+        "--model",
+        tmp_path / "model",
+        "--data",
+        tmp_path / "text.txt",
+        "--analyzers",
+        "cka",
+        "--out",
+        out,
+        "--seq-len",
+        32,
+        "--skip-first",
+        1,
+        "--dtype",
+        "bfloat16",
     )
     assert done.exit_code == 0, done.output
     result = lsim.load_report(out / "report.safetensors")["cka"]
@@ -107,8 +120,8 @@ def test_the_page_in_a_browser(page, tmp_path):
     command = [
         chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-        f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr", "--window-size=1366,768", "--virtual-time-budget=15000",
-        "--dump-dom", f"file://{page[0]}/report.html",
+        f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr", "--window-size=1366,768",
+        "--virtual-time-budget=15000",        "--dump-dom", f"file://{page[0]}/report.html",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in done.stderr, re.findall(r".*CONSOLE.*", done.stderr)

@@ -6,12 +6,13 @@ import inspect
 import subprocess
 import sys
 
-import cloudpickle
+import nnsight
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nnsight.intervention.serialization import dumps
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
@@ -52,9 +53,9 @@ def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cut
     first = lsim.Sums()
     if first_kernel is not None:
         for one in views:
-            first = first + lsim.Sums.of(reduce({"k": first_kernel}, one)["k"])
+            first = first + lsim.Sums.of(reduce({"k": first_kernel}, one)[1]["k"])
     kernel = analyzer.kernel(first)
-    sums = [lsim.Sums.of(reduce({"k": kernel}, one)["k"]) for one in views]
+    sums = [lsim.Sums.of(reduce({"k": kernel}, one)[1]["k"]) for one in views]
     left, right = sums[0], lsim.Sums()
     for i, part in enumerate(sums[1:], start=1):
         if i < cuts:
@@ -145,19 +146,20 @@ def test_its_kernel_runs_where_this_package_is_not_installed(name, cls, tmp_path
     if analyzer.first_kernel() is not None:
         first = lsim.Sums.of(analyzer.first_kernel()(one))
         kernels = [analyzer.first_kernel(), analyzer.kernel(first)]
-    cloudpickle.register_pickle_by_value(lsim)
+    nnsight.register("tl_layersim")
     blob = tmp_path / "blob"
-    blob.write_bytes(cloudpickle.dumps((reduce, kernels, one)))
+    blob.write_bytes(dumps((reduce, kernels, one)))
     script = (
-        "import sys, pickle\n"
-        "for name in ('tl_layersim', 'jaxtyping', 'beartype', 'plotly', 'pandas', 'tqdm'): sys.modules[name] = None\n"
-        "reduce, kernels, view = pickle.loads(open(sys.argv[1], 'rb').read())\n"
-        "for kernel in kernels: out = reduce({'k': kernel}, view)['k']\n"
+        "import sys\n"
+        "for name in ('tl_layersim', 'jaxtyping', 'beartype'): sys.modules[name] = None\n"
+        "from nnsight.intervention.serialization import loads\n"
+        "reduce, kernels, view = loads(open(sys.argv[1], 'rb').read())\n"
+        "for kernel in kernels: out = reduce({'k': kernel}, view)[1]['k']\n"
         "print(sorted(out))\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(blob)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(sorted(reduce({"k": kernels[-1]}, one)["k"]))
+    assert done.stdout.strip() == str(sorted(reduce({"k": kernels[-1]}, one)[1]["k"]))
 
 
 @each_analyzer

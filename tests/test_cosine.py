@@ -98,7 +98,7 @@ def test_one_token_has_no_centred_cosine():
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(lsim.LayersimError, match="does not know this centring"):
+    with pytest.raises(lsim.LayersimError, match=r"does not take this for center(.|\n)*dataset"):
         lsim.Cosine(center="sample")
     with pytest.raises(lsim.LayersimError, match="bins to count in"):
         lsim.Cosine(histogram_bins=1)

@@ -20,7 +20,7 @@ ROWS = [[1, 3, 4, 5], [1, 6, 7], [1, 8, 9, 10, 11, 12, 13]]
 
 
 def model(tokenizer=None, context: int | None = 64) -> Model:
-    return Model("m", "0", "s", "b", "torch.float32", ("a", "b"), 8, 100, context, tokenizer or tiny_tokenizer())
+    return Model("m", "0", "0", "s", "b", "torch.float32", ("a", "b"), 8, 100, context, tokenizer or tiny_tokenizer())
 
 
 def batches(data, **options) -> list:
@@ -126,7 +126,9 @@ def test_a_tokenizer_with_its_own_special_tokens_keeps_them():
     tokenizer = tiny_tokenizer()
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     tokenizer.cls_token = "<s>"
     assert rows(["w3 w4"], model=model(tokenizer)) == [[1, 3, 4, 2]]
 
@@ -169,7 +171,7 @@ def test_fingerprint_depends_on_rows_alone():
 REFUSALS = {
     "a number": (7, {}, r"no data that can be read(.|\n)*int: 7"),
     "bytes": ([b"abc"], {}, r"no data that can be read(.|\n)*bytes"),
-    "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, r"a tuple of 2 things(.|\n)*tokens alone"),
+    "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, r"2 things together(.|\n)*tokens alone"),
     "float tokens": (torch.ones(2, 3), {}, r"whole numbers(.|\n)*float32(.|\n)*to_tokens"),
     "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"whole numbers(.|\n)*\(2, 3, 4\)"),
     "ids outside the vocabulary": (torch.tensor([[3, 100]]), {}, r"outside the vocabulary(.|\n)*3 to 100(.|\n)*0 to 99"),

@@ -30,7 +30,15 @@ LAYOUTS = {
     "Gemma2": GROUPED,
     "Gemma3": GROUPED,
     "Mixtral": GROUPED | {"num_local_experts": 4},
-    "GPT2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 100, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2},
+    "GPT2": {
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "vocab_size": 100,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "GPTNeoX": SMALL,
     "Mamba": {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 100, "state_size": 4},
     "OPT": {
@@ -250,7 +258,7 @@ def test_what_cannot_be_read_is_refused_with_what_can():
         lsim.analyze("gpt2", random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match="Only nnsight models can be run elsewhere"):
         lsim.analyze(tiny_llama(), random_tokens(), "cka", remote=True)
-    with pytest.raises(lsim.LayersimError, match="layers are not known|layers of Linear are not known"):
+    with pytest.raises(lsim.LayersimError, match="layers of Linear are not known"):
         lsim.analyze(torch.nn.Linear(3, 3), random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match="have their own layers"):
         lsim.analyze(bridge(tiny_llama()), random_tokens(), "cka", layers=["blocks.0"])

@@ -9,29 +9,51 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine import analyze, compare
-    from .analyzer import Analyzer, Run
+    from .analyzer import Analyzer, Run, need_tokens
     from .analyzers import find_analyzers
     from .analyzers.cka import CKA, CKAResult
     from .analyzers.cosine import Cosine, CosineResult
     from .data import Batch
     from .demo import demo_model, demo_text
+    from .engine import analyze, compare
     from .errors import LayersimError
     from .probe import Probe, attach
-    from .results import LayerCurve, LayerMatrix, Picture, Provenance, Report, Result, axes, load, load_report
-    from .source import Kernel, Model, Source, View
+    from .results import (
+        LayerCurve,
+        LayerMatrix,
+        Picture,
+        Provenance,
+        Report,
+        Result,
+        axes,
+        load,
+        load_report,
+        quantiles_from_histogram,
+    )
+    from .source import Kernel, Model, Source, View, eval_mode, layer_names, place, reduce
     from .sums import Sums
 
 _HOME = {
     "engine": ("analyze", "compare"),
-    "analyzer": ("Analyzer", "Run"),
+    "analyzer": ("Analyzer", "Run", "need_tokens"),
     "analyzers": ("find_analyzers",),
     "data": ("Batch",),
     "demo": ("demo_model", "demo_text"),
     "errors": ("LayersimError",),
     "probe": ("Probe", "attach"),
-    "results": ("LayerCurve", "LayerMatrix", "Picture", "Provenance", "Report", "Result", "axes", "load", "load_report"),
-    "source": ("Kernel", "Model", "Source", "View"),
+    "results": (
+        "LayerCurve",
+        "LayerMatrix",
+        "Picture",
+        "Provenance",
+        "Report",
+        "Result",
+        "axes",
+        "load",
+        "load_report",
+        "quantiles_from_histogram",
+    ),
+    "source": ("Kernel", "Model", "Source", "View", "eval_mode", "layer_names", "place", "reduce"),
     "sums": ("Sums",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
@@ -64,9 +86,15 @@ __all__ = [
     "compare",
     "demo_model",
     "demo_text",
+    "eval_mode",
     "find_analyzers",
+    "layer_names",
     "load",
     "load_report",
+    "need_tokens",
+    "place",
+    "quantiles_from_histogram",
+    "reduce",
 ]
 
 
@@ -86,10 +114,14 @@ def __getattr__(name: str) -> Any:
 
 def _from_analyzers(name: str) -> Any:
     """An analyzer, or the class of its results: a new file in `analyzers/` needs no line here."""
-    for cls in importlib.import_module(".analyzers", __name__).find_analyzers().values():
-        module = importlib.import_module(cls.__module__)
-        if hasattr(module, name) and getattr(getattr(module, name), "__module__", None) == cls.__module__:
-            return getattr(module, name)
+    from .analyzer import Analyzer
+    from .analyzers import find_analyzers
+    from .results import Result
+
+    for cls in find_analyzers().values():
+        found = vars(importlib.import_module(cls.__module__)).get(name)
+        if isinstance(found, type) and issubclass(found, Analyzer | Result):
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -50,6 +50,11 @@ class Analyzer(ABC):
     compares: ClassVar[bool] = False
     one_pass: ClassVar[str] = ""
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether samples are rows, which single steps of cached generation are not."""
+        return False
+
     def first_kernel(self) -> Kernel | None:
         """The kernel of a first pass over the same data, where the main one needs its sums; None where one pass will do."""
         return None
@@ -74,7 +79,11 @@ class Analyzer(ABC):
         """
 
     def options(self) -> dict[str, Any]:
-        """The options as plain data for the result's provenance; tensors become a digest."""
+        """The options as plain data for the result's provenance; tensors become a digest.
+
+        Raises:
+            LayersimError: an option is of a kind that no file can keep.
+        """
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
 
     @classmethod
@@ -87,7 +96,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         digest = hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
         return f"tensor {tuple(value.shape)} sha256 {digest}"
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise LayersimError(
+        "An option cannot be recorded in the result.",
+        given=f"{value!r}, a {type(value).__name__}",
+        expected="text, a number, a tensor, None, or a list or tuple of these",
+        do="int(value) or float(value) for NumPy's numbers, sorted(value) for a set",
+    )
 
 
 def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") -> None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .storage import read, write
+from torch import Tensor
+
 from .distributed import rank_and_size
 from .errors import LayersimError
+from .storage import read, write
 from .sums import Sums
 
 SECONDS_BETWEEN_SAVES = 30.0
@@ -91,7 +93,8 @@ class Checkpoint:
         """Write the tallies, all or nothing."""
         if self._path is None:
             return
-        passes, tensors = {}, {}
+        passes: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
         for label, tally in tallies.items():
             names = ("batches", "sequences", "tokens", "digest", "seconds", "done")
             passes[label] = {name: getattr(tally, name) for name in names} | {"names": list(tally.sums)}

@@ -23,11 +23,17 @@ class Dtype(StrEnum):
 
 @app.command()
 def report(
-    model: Annotated[str | None, typer.Option(help="Folder or hub name of a Hugging Face model. Default: the demo model.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text file, folder of a saved data set, or hub name. Default: the demo text.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of a Hugging Face model. Default: the demo model.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Text file, folder of a saved data set, or hub name. Default: the demo text.")
+    ] = None,
     split: Annotated[str, typer.Option(help="Split of a data set.")] = "test",
     column: Annotated[str | None, typer.Option(help="Text or token column of a data set. Default: found by itself.")] = None,
-    analyzers: Annotated[str, typer.Option(help="Names with commas between; `tl-layersim analyzers` lists them.")] = "cosine,cka",
+    analyzers: Annotated[
+        str, typer.Option(help="Names with commas between; `tl-layersim analyzers` lists them.")
+    ] = "cosine,cka",
     max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = 65536,
     seq_len: Annotated[int | None, typer.Option(help="Longest row of tokens. Default: 256, or the model's context.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a forward pass.")] = 16,
@@ -38,8 +44,9 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for report.html and report.safetensors.")] = Path("layersim-report"),
 ) -> None:
     """Measure a model on some text and write an HTML report, with the numbers beside it."""
-    from .engine import analyze, choose_analyzers
     from .demo import demo_model, demo_text
+    from .engine import analyze
+    from .prepare import choose_analyzers
 
     # Names are checked before a model is loaded.
     chosen = list(choose_analyzers([name.strip() for name in analyzers.split(",") if name.strip()]).values())
@@ -105,7 +112,9 @@ def _read_data(name: str, split: str) -> Any:
         found = datasets.load_from_disk(name)
         return found[split] if isinstance(found, datasets.DatasetDict) else found
     if path.suffix in (".txt", ".md") or name.startswith((".", "/")):
-        raise LayersimError("There is no such data.", given=name, expected="a text file, a folder or a hub name", do="check the path")
+        raise LayersimError(
+            "There is no such data.", given=name, expected="a text file, a folder or a hub name", do="check the path"
+        )
     return datasets.load_dataset(name, split=split, streaming=True)
 
 

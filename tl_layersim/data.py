@@ -19,6 +19,7 @@ ACCEPTED = (
     "texts, a token tensor (batch pos), mappings with input_ids and attention_mask, a datasets.Dataset or IterableDataset "
     "with a text or token column, or an iterable of these"
 )
+DATA_OPTIONS = ("batch_size", "seq_len", "pack", "max_tokens", "skip_first", "prepend_bos", "column")
 TEXTS_AT_ONCE = 64
 DEFAULT_SEQ_LEN = 256
 
@@ -31,11 +32,13 @@ class Batch:
         tokens: `batch pos`, int64.
         attention: `batch pos`, what the model attends to; False at padding.
         counted: `batch pos`, what analyzers see: attended and not among the first `skip_first` positions of its row.
+        first: the number of its first row, counted from the start of the data.
     """
 
     tokens: Tensor
     attention: Tensor
     counted: Tensor
+    first: int
 
     @property
     def padded(self) -> bool:
@@ -107,15 +110,16 @@ class Batches:
 
     def options(self) -> dict[str, Any]:
         """The settings, for a result's provenance."""
-        names = ("batch_size", "seq_len", "pack", "max_tokens", "skip_first", "prepend_bos", "column")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in DATA_OPTIONS}
 
     def __iter__(self) -> Iterator[Batch]:
         rows = self._limited(self._rows())
+        first = 0
         while chunk := list(itertools.islice(rows, self.batch_size)):
-            yield self._batch(chunk)
+            yield self._batch(chunk, first)
+            first += len(chunk)
 
-    def _batch(self, rows: list[_Row]) -> Batch:
+    def _batch(self, rows: list[_Row], first: int) -> Batch:
         length = max(len(row.tokens) for row in rows)
         tokens = torch.full((len(rows), length), _pad_id(self.model))
         attention = torch.zeros((len(rows), length), dtype=torch.bool)
@@ -124,7 +128,7 @@ class Batches:
             attention[i, : len(row.tokens)] = row.attention
         counted = attention.clone()
         counted[:, : self.skip_first] = False
-        return Batch(tokens, attention, counted)
+        return Batch(tokens, attention, counted, first)
 
     def _limited(self, rows: Iterator[_Row]) -> Iterator[_Row]:
         """Rows until `max_tokens` are counted; the last one is cut so that the number is met exactly."""
@@ -195,7 +199,7 @@ class Batches:
 
     def _split(self, row: _Row) -> Iterator[_Row]:
         length = self.seq_len or len(row.tokens)
-        for tokens, attention in zip(row.tokens.split(length), row.attention.split(length), strict=True):
+        for tokens, attention in zip(torch.split(row.tokens, length), torch.split(row.attention, length), strict=True):
             if attention.any():
                 yield _Row(tokens, attention)
 
@@ -250,6 +254,13 @@ class Batches:
         yield from tokenizer(texts, add_special_tokens=self._own_specials(), verbose=False)["input_ids"]
 
     def _items(self, data: Any) -> Iterator[_Text | _Row]:
+        if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
+            raise LayersimError(
+                "This data has no columns.",
+                given=f"column={self.column!r} and a {type(data).__name__}",
+                expected="mappings or a data set",
+                do="leave column out",
+            )
         if isinstance(data, str):
             yield _Text(data)
         elif isinstance(data, np.ndarray | Tensor):
@@ -259,10 +270,13 @@ class Batches:
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
             yield from self._token_rows(torch.tensor(data), None)
         elif isinstance(data, tuple) and len(data) != 1:
-            raise _unknown(f"a tuple of {len(data)} things", "pass the tokens alone, or {'input_ids': ..., 'attention_mask': ...}")
+            do = "pass the tokens alone, or {'input_ids': ..., 'attention_mask': ...}"
+            raise _unknown(f"{len(data)} things together, as a DataLoader gives tokens and masks", do)
         elif isinstance(data, Iterable) and not isinstance(data, bytes):
             for item in data:
-                yield from self._items(item)
+                # Tensors side by side at the top are batches; inside a batch they are tokens and something else.
+                together = isinstance(item, list) and len(item) > 1 and any(isinstance(x, Tensor) and x.dim() > 1 for x in item)
+                yield from self._items(tuple(item) if together else item)
         else:
             raise _unknown(f"{type(data).__name__}: {str(data)[:60]}", "lsim.analyze(model, ['a text', 'another'], ...)")
 
@@ -284,14 +298,21 @@ class Batches:
                 do=f"name it: {do}",
             )
         values = data[column]
-        if isinstance(values, str) or _is_text(values):
-            yield from self._items(values)
+        if _is_text(values):
+            yield from (_Text(text) for text in ([values] if isinstance(values, str) else values))
         else:
             yield from self._token_rows(_tensor(values), data.get("attention_mask"), ragged=values)
 
     def _token_rows(self, tokens: Tensor | None, mask: Any, ragged: Any = None) -> Iterator[_Row]:
         if tokens is None:
             masks = mask if mask is not None else [None] * len(ragged)
+            if len(masks) != len(ragged):
+                raise LayersimError(
+                    "The mask does not fit the tokens.",
+                    given=f"{len(masks)} rows of mask for {len(ragged)} rows of tokens",
+                    expected="the same number",
+                    do="tokenizer(texts), which makes both",
+                )
             for row, row_mask in zip(ragged, masks, strict=True):
                 yield from self._token_rows(torch.as_tensor(row), row_mask)
             return
@@ -309,7 +330,7 @@ class Batches:
             self._refuse_bare_padding(rows if rows.dim() == 2 else rows[None])
             attention = torch.ones_like(rows, dtype=torch.bool)
         else:
-            attention = torch.as_tensor(mask).detach().cpu().bool()
+            attention = _as_mask(mask)
         if attention.shape != rows.shape:
             raise LayersimError(
                 "The mask does not fit the tokens.",
@@ -360,6 +381,19 @@ def _tensor(values: Any) -> Tensor | None:
             return None
         return torch.stack([torch.as_tensor(row) for row in values])
     return torch.as_tensor(values)
+
+
+def _as_mask(mask: Any) -> Tensor:
+    """A mask of ones and zeros as bool; an additive mask, 0 to keep and -inf to drop, would mean the opposite."""
+    values = torch.as_tensor(mask).detach().cpu()
+    if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
+        raise LayersimError(
+            "A mask says 1 for a token and 0 for padding.",
+            given=f"values from {float(values.min()):g} to {float(values.max()):g}",
+            expected="bool, or ones and zeros",
+            do="mask = additive_mask == 0, if 0 stands for what is kept",
+        )
+    return values.bool()
 
 
 def _pad_id(model: Model) -> int:

@@ -29,7 +29,7 @@ def add_over_ranks(sums: Mapping[str, Sums]) -> dict[str, Sums]:
     dist.all_gather_object(shapes, mine)
     total: dict[str, Sums] = {}
     for name in sums:
-        known = next((rank[name] for rank in shapes if rank[name]), {})
+        known: dict[str, Any] = next((rank[name] for rank in shapes if rank[name]), {})
         fields = {}
         for key in sorted(known):
             shape, dtype = known[key]

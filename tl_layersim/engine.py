@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import time
 import warnings
@@ -10,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, overload
+from typing import Any
 
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from .analyzer import Analyzer, Run
@@ -20,8 +20,9 @@ from .checkpoint import SECONDS_BETWEEN_SAVES, Checkpoint, Tally
 from .data import Batch, Batches, fingerprint, new_digest
 from .distributed import add_over_ranks, rank_and_size
 from .errors import LayersimError
+from .prepare import choose_analyzers, shared_tokens, with_tokenizer
 from .results import Provenance, Report, Result
-from .source import Kernel, Model, Source, reduce
+from .source import Kernel, Model, Reduced, Source, reduce
 from .sources import open_source
 from .sums import Sums
 from .typed import typed
@@ -84,15 +85,13 @@ def analyze(
         >>> list(report)
         ['cosine']
     """
-    source = open_source(model, layers=layers, remote=remote, tokenizer=tokenizer)
-    batches = Batches(data, source.model, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    return _run([source], batches, choose_analyzers(analyzers), checkpoint)
+    chosen = choose_analyzers(analyzers)
+    source = open_source(model, layers=layers, remote=remote)
+    described = with_tokenizer(source.model, tokenizer)
+    batches = Batches(data, described, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
+    return _run([source], batches, chosen, checkpoint)
 
 
-@overload
-def compare(model_a: Any, model_b: Any, data: Any, analyzers: Analyzer | str, **options: Any) -> Result: ...
-@overload
-def compare(model_a: Any, model_b: Any, data: Any, analyzers: Sequence[Analyzer | str], **options: Any) -> Report: ...
 @typed
 def compare(
     model_a: Any,
@@ -110,7 +109,7 @@ def compare(
     prepend_bos: bool = True,
     column: str | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-) -> Result | Report:
+) -> Any:
     """Relate the layers of two models that read the same tokens; widths and depths may differ.
 
     Args:
@@ -130,7 +129,7 @@ def compare(
         checkpoint: see `analyze`.
 
     Returns:
-        The result of a single analyzer, a report of several.
+        The `Result` of a single analyzer, a `Report` of a list.
 
     Raises:
         LayersimError: an analyzer does not compare, or the models do not share their tokens.
@@ -151,63 +150,11 @@ def compare(
                 expected=f"one of {', '.join(able)}",
                 do=f"compare(model_a, model_b, data, {able[0]}())",
             )
-    sources = [open_source(m, layers=paths, tokenizer=tokenizer) for m, paths in zip((model_a, model_b), layers, strict=True)]
-    shared = _shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None)
+    sources = [open_source(m, layers=paths) for m, paths in zip((model_a, model_b), layers, strict=True)]
+    shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
     batches = Batches(data, shared, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
     report = _run(sources, batches, chosen, checkpoint)
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))
-
-
-def _shared_tokens(a: Model, b: Model, given: bool) -> Model:
-    """What holds for both models, and a refusal where the same ids would be different words."""
-    if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
-        words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
-        if words_a != words_b:
-            odd = next((w for w in words_a if words_b.get(w) != words_a[w]), next(iter(words_b), ""))
-            raise LayersimError(
-                "The two models read different tokens, so their samples do not match.",
-                given=f"{odd!r} is token {words_a.get(odd)} of {a.name} and {words_b.get(odd)} of {b.name}",
-                expected="models with the same tokenizer",
-                do="compare models of one family; tokenizer=... only if both were trained with it",
-            )
-
-    def smaller(x: int | None, y: int | None) -> int | None:
-        return min((v for v in (x, y) if v is not None), default=None)
-
-    return replace(a, vocabulary=smaller(a.vocabulary, b.vocabulary), context=smaller(a.context, b.context))
-
-
-def choose_analyzers(analyzers: Analyzer | str | Sequence[Analyzer | str]) -> dict[str, Analyzer]:
-    """Analyzers by name; a name stands for that analyzer with its defaults.
-
-    Raises:
-        LayersimError: a name is not known, nothing was given, or one name stands twice.
-    """
-    items = [analyzers] if isinstance(analyzers, Analyzer | str) else list(analyzers)
-    chosen: dict[str, Analyzer] = {}
-    for item in items:
-        if isinstance(item, str):
-            known = find_analyzers()
-            if item not in known:
-                near = difflib.get_close_matches(item, known, n=1)
-                raise LayersimError(
-                    "There is no such analyzer.",
-                    given=repr(item),
-                    expected=f"one of {', '.join(sorted(known))}",
-                    do=f"did you mean {near[0]!r}?" if near else "tl-layersim analyzers lists them",
-                )
-            item = known[item]()
-        if item.name in chosen:
-            raise LayersimError(
-                "One report holds one result of a name.",
-                given=f"{item.name!r} twice",
-                expected="each analyzer once",
-                do="call analyze() once for each set of options",
-            )
-        chosen[item.name] = item
-    if not chosen:
-        raise LayersimError("No analyzer was given.", given="[]", expected="at least one", do="[lsim.Cosine(), lsim.CKA()]")
-    return chosen
 
 
 def _run(
@@ -222,13 +169,14 @@ def _run(
                 f"{type(analyzer).__name__} reads the data twice, and this data is gone after one pass.",
                 given=type(batches.data).__name__,
                 expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
-                do=f"list(data), or {analyzer.one_pass}",
+                do="list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else ""),
             )
     options = {name: analyzer.options() for name, analyzer in analyzers.items()}
     identity = {
-        "models": [(m.name, m.config_hash, m.source, m.basis, m.dtype) for m in models],
-        "analyzers": options,
+        "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in models],
+        "analyzers": {name: (f"{type(a).__module__}.{type(a).__qualname__}", options[name]) for name, a in analyzers.items()},
         "data": batches.options(),
+        "version": version("tl_layersim"),
     }
     checkpoint = Checkpoint(path, identity)
     tallies = checkpoint.load()
@@ -242,12 +190,14 @@ def _run(
         kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in analyzers.items()}
         _pass("main", "layers", sources, batches, kernels, tallies, checkpoint)
     tally = tallies["main"]
+    if first_kernels:
+        tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)
     if first_kernels and tallies["first"].digest != tally.digest:
         raise LayersimError(
             "The data was not the same on the second pass.",
             given=f"{tallies['first'].tokens} tokens, then {tally.tokens}" + (" others" if tally.tokens else ""),
             expected="data that gives the same rows each time it is iterated over",
-            do=f"list(data), or {next(analyzers[name].one_pass for name in first_kernels)}",
+            do="list(data)",
         )
     return make_report(analyzers, models, tally, add_over_ranks(tally.sums), first, batches.options())
 
@@ -277,6 +227,7 @@ def make_report(
         provenance = Provenance(
             model=both([m.name for m in models]),
             config_hash=both([m.config_hash for m in models]),
+            weights_hash=both([m.weights_hash for m in models]),
             source=both([m.source for m in models]),
             basis=both([m.basis for m in models]),
             dtype=both([m.dtype for m in models]),
@@ -290,7 +241,15 @@ def make_report(
             seconds=tally.seconds,
         )
         run = Run(models[0].layers, models[-1].layers, provenance, first.get(name, Sums()))
-        results[name] = analyzer.compute(sums[name], run)
+        result = analyzer.compute(sums[name], run)
+        if not isinstance(result, Result):
+            raise LayersimError(
+                f"{type(analyzer).__name__}.compute returned no result.",
+                given=type(result).__name__,
+                expected="a Result, such as LayerCurve or LayerMatrix",
+                do="return lsim.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
+            )
+        results[name] = result
     return Report(results)
 
 
@@ -305,35 +264,41 @@ def _pass(
 ) -> None:
     """One pass over the data into `tallies[label]`, from wherever a checkpoint left it."""
     tally = tallies.setdefault(label, Tally({name: Sums() for name in kernels}))
-    if tally.done:
+    if tally.done and label == "first":
+        # The main pass sees the same data, and the two digests are compared in the end.
         return
     rank, size = rank_and_size()
-    digest, resumed, saved = new_digest(), tally.batches, time.monotonic()
-    bar = tqdm(desc=title, unit="token", unit_scale=True, total=batches.max_tokens, initial=tally.tokens, disable=None if rank == 0 else True)
+    digest, resumed, seen, saved = new_digest(), tally.batches, 0, time.monotonic()
+    bar = tqdm(
+        desc=title,
+        unit="token",
+        unit_scale=True,
+        total=batches.max_tokens,
+        initial=tally.tokens,
+        disable=None if rank == 0 else True,
+    )
     try:
         with bar:
             for index, batch in enumerate(batches):
                 start = time.perf_counter()
                 fingerprint(digest, batch)
+                seen = index + 1
                 if index < resumed:
-                    if index == resumed - 1 and digest.hexdigest() != tally.digest:
-                        raise LayersimError(
-                            "The data is not that of the checkpoint.",
-                            given=f"other rows among the first {resumed} batches",
-                            expected="the same data in the same order",
-                            do="pass the data of the interrupted run, or another checkpoint path",
-                        )
+                    if seen == resumed and digest.hexdigest() != tally.digest:
+                        raise _other_data(f"other rows among the first {resumed} batches")
                     continue
+                if tally.done:
+                    raise _other_data(f"more than the {resumed} batches of the finished run")
                 sums = dict(tally.sums)
                 if index % size == rank and bool(batch.counted.any()):
-                    out = _on_both(sources, batch, kernels)
-                    refuse_not_finite(out[""], [s.model.layers for s in sources], f"batch {index}")
-                    sums = {name: total + Sums.of(out[name]) for name, total in sums.items()}
+                    not_finite, out = _on_both(sources, batch, kernels)
+                    refuse_not_finite(not_finite, [s.model.layers for s in sources], f"batch {index}")
+                    sums = add_sums(sums, out)
                 tokens = int(batch.counted.sum())
                 # One assignment: an interrupt finds a batch either counted with all its sums or not at all.
                 tallies[label] = tally = Tally(
                     sums,
-                    index + 1,
+                    seen,
                     tally.sequences + len(batch.tokens),
                     tally.tokens + tokens,
                     digest.hexdigest(),
@@ -343,6 +308,8 @@ def _pass(
                 if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
                     _save_or_warn(lambda: checkpoint.save(tallies))
                     saved = time.monotonic()
+            if seen < resumed:
+                raise _other_data(f"{seen} batches, where {resumed} had been read")
     except BaseException as error:
         try:
             checkpoint.save(tallies)
@@ -353,6 +320,31 @@ def _pass(
     _save_or_warn(lambda: checkpoint.save(tallies))
 
 
+def _other_data(given: str) -> LayersimError:
+    return LayersimError(
+        "The data is not that of the checkpoint.",
+        given=given,
+        expected="the same data in the same order",
+        do="pass the data of the interrupted run, or another checkpoint path",
+    )
+
+
+def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums]:
+    """The sums with one batch more, and the name of the analyzer whose kernel gives what cannot be added."""
+    total = {}
+    for name, before in sums.items():
+        try:
+            total[name] = before + Sums.of(out[name])
+        except (AttributeError, KeyError, ValueError) as error:
+            raise LayersimError(
+                f"What the kernel of {name!r} returned cannot be added up.",
+                given=str(error),
+                expected="a dict of tensors whose names and shapes do not depend on the batch",
+                do="sum over the token axis inside the kernel",
+            ) from error
+    return total
+
+
 def _save_or_warn(save: Callable[[], None]) -> None:
     """A checkpoint that cannot be written must not end a run whose sums are still in memory."""
     try:
@@ -361,16 +353,23 @@ def _save_or_warn(save: Callable[[], None]) -> None:
         warnings.warn(f"The run goes on without a new checkpoint. {error}", RuntimeWarning, stacklevel=2)
 
 
-def _on_both(sources: list[Source], batch: Batch, kernels: Mapping[str, Kernel]) -> dict[str, Any]:
+def _on_both(sources: list[Source], batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
     if len(sources) == 1:
         return sources[0].run(batch, kernels)
     return reduce(kernels, *(source.collect(batch) for source in sources))
 
 
-def refuse_not_finite(counts: Mapping[str, Any], layers: list[tuple[str, ...]], where: str) -> None:
+def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]], where: str) -> None:
     """Name the layers whose activations are not finite, instead of averaging them in."""
-    for number, names in enumerate(layers):
-        bad = {name: int(n) for name, n in zip(names, counts[f"not_finite_{number}"], strict=True) if n}
+    for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
+        if len(names) != len(count):
+            raise LayersimError(
+                "The view does not have the layers that the model is said to have.",
+                given=f"{len(count)} residual layers",
+                expected=f"{len(names)}: {names[0]} to {names[-1]}",
+                do="see that the source's model.layers and the first axis of view.residual agree",
+            )
+        bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
         if bad:
             raise LayersimError(
                 f"Activations are NaN or infinite in {where}" + (f", model {number + 1}." if len(layers) > 1 else "."),

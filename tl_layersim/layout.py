@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
 import json
 from typing import Any
 
@@ -78,7 +79,7 @@ def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
 def describe(module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any) -> Model:
     """What a Hugging Face module's configuration says about it."""
     config = getattr(module, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     if config is not None and hasattr(config, "to_dict"):
         # Name and version say where a configuration was loaded, not what the model is.
         plain = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
@@ -88,8 +89,9 @@ def describe(module: torch.nn.Module, blocks: list[str], source: str, tokenizer:
     return Model(
         name=getattr(config, "_name_or_path", "") or type(module).__name__,
         config_hash=hash_config(plain),
+        weights_hash=hash_weights(module),
         source=source,
-        basis=_basis(module.get_submodule(blocks[0])),
+        basis=_basis(module.get_submodule(blocks[0]), config),
         dtype=str(first.dtype) if first is not None else "unknown",
         layers=layer_names(len(blocks)),
         d_model=getattr(text, "hidden_size", None),
@@ -105,14 +107,27 @@ def call_options(module: torch.nn.Module, batch: Batch) -> dict[str, Any]:
     if hasattr(getattr(module, "config", None), "use_cache"):
         options["use_cache"] = False
     if batch.padded:
+        accepts = inspect.signature(type(module).forward).parameters.values()
+        if not any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in accepts):
+            raise LayersimError(
+                f"{type(module).__name__} takes no attention mask, and these rows are of different lengths.",
+                given="a padded batch",
+                expected="a forward with attention_mask=, or rows of one length",
+                do="batch_size=1, or cut rows with seq_len=",
+            )
         options["attention_mask"] = batch.attention.long()
     return options
 
 
-def _basis(block: torch.nn.Module) -> str:
-    # BERT's block ends in a layer norm; ViT's and every decoder's norms stand before attention and feed-forward.
-    ends = getattr(block, "output", None)
-    if hasattr(ends, "LayerNorm"):
+def _basis(block: torch.nn.Module, config: Any) -> str:
+    # BERT's block ends in a layer norm, so do the first GPT's and the 350M OPT's; elsewhere norms stand before attention and
+    # feed-forward, or inside the branch.
+    first_gpt = getattr(config, "model_type", None) == "openai-gpt"
+    if (
+        hasattr(getattr(block, "output", None), "LayerNorm")
+        or getattr(config, "do_layer_norm_before", None) is False
+        or first_gpt
+    ):
         return "raw weights; post-norm: each block's output is after its layer norm"
     return "raw weights, before the final norm"
 
@@ -123,6 +138,20 @@ def _context(config: Any) -> int | None:
     # These count positions from the padding index on.
     offset = 2 if getattr(config, "model_type", None) in ("roberta", "mpnet", "xlm-roberta") else 0
     return length - offset if length else None
+
+
+def hash_weights(module: torch.nn.Module) -> str:
+    """First 12 hex digits of the SHA-256 of 64 numbers from each parameter; empty if the weights are elsewhere.
+
+    A fine-tune changes nearly all numbers of nearly all parameters: a sample tells two checkpoints apart, and costs nothing.
+    """
+    picked = []
+    for parameter in module.parameters():
+        if parameter.is_meta:
+            return ""
+        flat = parameter.detach().reshape(-1)
+        picked.append(flat[:: max(1, flat.numel() // 64)][:64].float().cpu())
+    return hashlib.sha256(torch.cat(picked).numpy().tobytes()).hexdigest()[:12] if picked else ""
 
 
 def hash_config(config: dict[str, Any]) -> str:

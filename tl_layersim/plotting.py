@@ -31,7 +31,10 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     if len(axes) == 2 and axes[0] == "quantile":
         levels = result.coordinates("quantile")
         # The median stands out; the further from it, the fainter.
-        series = [(f"{level:.0%} of tokens below", row, 1.0 - 1.6 * abs(level - 0.5)) for level, row in zip(levels, values, strict=True)]
+        series = [
+            (f"{level:.0%} of tokens below", row, 1.0 - 1.6 * abs(level - 0.5))
+            for level, row in zip(levels, values, strict=True)
+        ]
         return _lines(result.coordinates(axes[1]), series, title, "value")
     raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")
 
@@ -75,7 +78,10 @@ def _lines(names: tuple[str, ...], series: list[tuple[str, Any, float]], title: 
             y=values,
             name=label,
             mode="lines+markers",
-            line={"color": BLUE if strength == 1.0 else FAINT.format(round(strength, 2)), "width": 2.5 if strength == 1.0 else 1.5},
+            line={
+                "color": BLUE if strength == 1.0 else FAINT.format(round(strength, 2)),
+                "width": 2.5 if strength == 1.0 else 1.5,
+            },
             marker={"size": 5},
             customdata=list(names),
             hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",

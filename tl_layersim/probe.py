@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine import choose_analyzers, make_report, refuse_not_finite
 from .analyzer import Analyzer
 from .checkpoint import Tally
 from .data import new_digest
+from .engine import add_sums, make_report, refuse_not_finite
 from .errors import LayersimError
+from .prepare import choose_analyzers
 from .results import Report
 from .source import View, reduce
 from .sources import open_source
@@ -47,11 +48,12 @@ class Probe:
         Raises:
             LayersimError: nothing was seen, too little for an analyzer, or activations were not finite.
         """
-        self._flush()
+        # What waits is reduced for this report and stays waiting: asking must not change how minibatches fall.
+        sums = self._with_waiting()
         if self._trouble:
             raise self._trouble
         tally = Tally({}, self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
-        return make_report(self._analyzers, [self._source.model], tally, self._sums, {}, {"attached": True})
+        return make_report(self._analyzers, [self._source.model], tally, sums, {}, {"attached": True})
 
     def _choose(self, call: Call) -> Tensor:
         batch, pos = call.shape
@@ -63,6 +65,13 @@ class Probe:
                 expected=f"{call.shape}: batch x pos of the tokens that the model is given",
                 do="set probe.mask before each forward pass, or probe.mask = None to count all",
             )
+        if pos == 1 and any(analyzer.whole_rows for analyzer in self._analyzers.values()):
+            self._trouble = self._trouble or LayersimError(
+                "An analyzer whose samples are whole rows was attached to single steps.",
+                given="a forward pass of one position, as in cached generation",
+                expected="whole rows of tokens",
+                do='model(tokens) on the finished rows, or CKA(level="token")',
+            )
         if mask is not None and tuple(mask.shape) == call.shape:
             return mask.bool()
         if call.texts > 1 and mask is None:
@@ -72,10 +81,18 @@ class Probe:
                 expected="tokens, with a mask if they are padded",
                 do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
             )
-        if mask is None and call.attention is not None and call.attention.shape[1] >= pos:
-            # With a cache the attention mask also covers what was read before.
-            return call.attention[:, -pos:].bool()
-        return torch.ones(call.shape, dtype=torch.bool)
+        attention = call.attention
+        if mask is not None or attention is None or pos == 1:
+            return torch.ones(call.shape, dtype=torch.bool)
+        if not isinstance(attention, Tensor) or attention.dim() != 2 or attention.shape[0] != batch or attention.shape[1] < pos:
+            raise LayersimError(
+                "The probe cannot read from this attention mask which positions are padding.",
+                given=f"attention_mask of shape {tuple(getattr(attention, 'shape', ()))}",
+                expected=f"{call.shape}: batch x pos",
+                do="set probe.mask before the forward pass; probe.mask = torch.ones(batch, pos) counts all",
+            )
+        # With a cache the attention mask also covers what was read before.
+        return attention[:, -pos:].bool()
 
     def _see(self, view: View) -> None:
         self._forwards += 1
@@ -83,25 +100,24 @@ class Probe:
         if count == 0:
             return
         self._tokens += count
-        self._sequences += int(view.sequence.unique().numel())
+        self._sequences += len(set(view.sequence.tolist()))
         self._digest.update(view.tokens.cpu().numpy().tobytes())
         # Cached generation gives one position at a time: gathered, they make minibatches and fewer kernel calls.
         self._waiting.append(view)
         if sum(v.tokens.numel() for v in self._waiting) >= BUFFERED_TOKENS:
-            self._flush()
+            self._sums, self._waiting = self._with_waiting(), []
 
-    def _flush(self) -> None:
+    def _with_waiting(self) -> dict[str, Sums]:
         if not self._waiting:
-            return
-        view, self._waiting = _join(self._waiting), []
-        out = reduce(self._kernels, view)
+            return self._sums
+        not_finite, out = reduce(self._kernels, _join(self._waiting))
         try:
-            refuse_not_finite(out[""], [self._source.model.layers], f"forward pass {self._forwards} or shortly before")
+            refuse_not_finite(not_finite, [self._source.model.layers], f"forward pass {self._forwards} or shortly before")
         except LayersimError as error:
-            # Raised with the results: a probe must not end the loop that it watches.
+            # Raised with the results: activations that overflow must not end the loop that the probe watches.
             self._trouble = self._trouble or error
-            return
-        self._sums = {name: total + Sums.of(out[name]) for name, total in self._sums.items()}
+            return self._sums
+        return add_sums(self._sums, out)
 
 
 def _join(views: list[View]) -> View:

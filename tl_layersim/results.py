@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .storage import read as read_file, write as write_file
 from .errors import LayersimError
+from .storage import read as read_file
+from .storage import write as write_file
 from .typed import typed
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Provenance:
     Attributes:
         model: name or path of the model as it was loaded.
         config_hash: first 12 hex digits of the SHA-256 of the model's configuration.
+        weights_hash: the same of a sample of each of its parameters; empty where the weights are not in this process.
         source: the class that ran it, such as `HookedTransformer` or `TransformersModel (remote='local')`.
         basis: what the residual stream is written in (raw weights, folded norms, ...). No final norm is ever applied.
         dtype: of the activations before they were widened.
@@ -47,6 +49,7 @@ class Provenance:
 
     model: str
     config_hash: str
+    weights_hash: str
     source: str
     basis: str
     dtype: str
@@ -87,9 +90,19 @@ class Result(ABC):
 
     layers: tuple[str, ...]
     provenance: Provenance
-
-    values: ClassVar[Any]
+    values: Tensor
     pictures: ClassVar[tuple[Picture, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, axis_names in self.tensor_fields().items():
+            sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
+            if tuple(getattr(self, name).shape) != sizes:
+                raise LayersimError(
+                    f"{type(self).__name__}.{name} does not fit its axes.",
+                    given=f"shape {tuple(getattr(self, name).shape)}",
+                    expected=f"{sizes}: {' x '.join(axis_names)}",
+                    do="return one number for each label; residual and row have one more label than layer",
+                )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.values.numpy()
@@ -250,21 +263,28 @@ def _pack(result: Result) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = {name: getattr(result, name) for name in result.tensor_fields()}
     plain = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in tensors and f.name != "provenance"}
     provenance = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
-    return {"class": type(result).__name__, "fields": plain, "provenance": provenance}, tensors
+    return {
+        "class": type(result).__qualname__,
+        "module": type(result).__module__,
+        "fields": plain,
+        "provenance": provenance,
+    }, tensors
 
 
 def _unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
-    classes = {cls.__name__: cls for cls in _concrete(Result)}
-    if header["class"] not in classes:
+    classes = {(cls.__module__, cls.__qualname__): cls for cls in _concrete(Result)}
+    key = (header["module"], header["class"])
+    if key not in classes:
         # A class is never imported by a name that stands in a file.
         raise LayersimError(
             f"The file holds a {header['class']}, a kind of result that nothing imported so far defines.",
-            given=header["class"],
-            expected=f"one of {', '.join(sorted(classes))}",
-            do="import the package that defines the analyzer first, then load again",
+            given=".".join(key),
+            expected=f"one of {', '.join(sorted(name for _, name in classes))}",
+            do=f"import {header['module']} first, if you trust it, then load again",
         )
     plain = {name: _as_tuple(value) for name, value in header["fields"].items()}
-    return classes[header["class"]](provenance=Provenance(**header["provenance"]), **plain, **tensors)
+    arguments: dict[str, Any] = {**plain, **tensors, "provenance": Provenance(**header["provenance"])}
+    return classes[key](**arguments)
 
 
 def _unpack_report(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Report:

@@ -1,6 +1,7 @@
 """Source: where a residual stream comes from; View: what a kernel sees of it; reduce: kernels run beside activations.
 
-`View`, `place` and `reduce` travel to NDIF servers by value: they may use torch and the standard library alone.
+`View`, `place` and `reduce` travel to NDIF servers by value, as source: they may use torch and the standard library alone, and
+no decorator that matters.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .data import Batch
 
 Kernel = Callable[..., dict[str, Tensor]]
+Reduced = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class View:
     Attributes:
         residual: `layer token d_model`, float32 (float64 if the model is); layer 0 is what enters block 0.
         tokens: `token`, token ids.
-        sequence: `token`, which row of the batch each token stands in, ascending.
+        sequence: `token`, which row of the batch each token stands in, ascending. Under `attach` every forward pass has
+            rows of its own, so a cached generation step is a row of one token.
         position: `token`, where in that row, ascending within a row.
     """
 
@@ -53,36 +56,53 @@ def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep
         # Sums are float64; Apple's GPUs have none, so the view of such a model lives on the CPU.
         device = torch.device("cpu") if hidden.device.type == "mps" else hidden.device
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        buffer = torch.empty((n_layers, keep.numel(), hidden.shape[-1]), dtype=dtype, device=device)
+        # A layer that is never placed must not pass for numbers.
+        buffer = torch.full((n_layers, keep.numel(), hidden.shape[-1]), torch.nan, dtype=dtype, device=device)
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     buffer[layer] = rows.index_select(0, keep.to(rows.device))
     return buffer
 
 
-def reduce(kernels: Mapping[str, Kernel], *views: View) -> dict[str, dict[str, Tensor]]:
+def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
     """Run each kernel on the views, outside autograd and autocast, with full float32 products; count what is not finite.
 
     Returns:
-        By kernel name what it returned, and under `""` a field `not_finite_0` (and `not_finite_1` for a second view):
-        `layer`, how many activations are NaN or infinite. Kernels do not run on a batch that holds such values.
+        For each view `layer`, how many of its activations are NaN or infinite; and by kernel name what it returned,
+        nothing if any view holds such values.
     """
-    # A server may run the block under bfloat16 autocast, a user may have allowed TF32: neither belongs in a sum.
-    device = views[0].residual.device.type
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    before = _set_precision(None)
     try:
-        with torch.no_grad(), torch.autocast(device_type=device, enabled=False):
-            bad = {}
-            for number, view in enumerate(views):
-                # A sum is finite only if all its terms are: one cheap pass; the exact count is made where it fails.
-                suspicious = not bool(torch.isfinite(view.residual.sum()))
-                zero = torch.zeros(view.residual.shape[0], dtype=torch.int64, device=view.residual.device)
-                bad[f"not_finite_{number}"] = (~torch.isfinite(view.residual)).sum((1, 2)) if suspicious else zero
-            if any(bool(count.any()) for count in bad.values()):
-                return {"": bad}
-            return {"": bad} | {name: kernel(*views) for name, kernel in kernels.items()}
+        with torch.no_grad(), torch.autocast(device_type=views[0].residual.device.type, enabled=False):
+            not_finite = [_count_not_finite(view.residual) for view in views]
+            if any(bool(count.any()) for count in not_finite):
+                return not_finite, {}
+            return not_finite, {name: kernel(*views) for name, kernel in kernels.items()}
     finally:
-        torch.set_float32_matmul_precision(precision)
+        _set_precision(before)
+
+
+def _count_not_finite(residual: Tensor) -> Tensor:
+    # A sum is finite only if all its terms are: one cheap pass; the count is made where it fails.
+    if bool(torch.isfinite(residual.sum())):
+        return torch.zeros(residual.shape[0], dtype=torch.int64)
+    return (~torch.isfinite(residual)).sum((1, 2)).cpu()
+
+
+def _set_precision(values: list[str] | None) -> list[str]:
+    """Set how float32 products are made, None for in full float32, and return how they were.
+
+    A user, or a server, may have allowed TF32 or bfloat16 for speed. No decorator here: what is shipped loses it.
+    """
+    backends: list[Any] = [getattr(backend, "matmul", None) for backend in (torch.backends.cuda, torch.backends.mkldnn)]
+    if all(hasattr(backend, "fp32_precision") for backend in backends):
+        before = [backend.fp32_precision for backend in backends]
+        for backend, value in zip(backends, values or ["ieee", "ieee"], strict=True):
+            backend.fp32_precision = value
+        return before
+    # Older torch, where this one setting covers both.
+    before = [torch.get_float32_matmul_precision()]
+    torch.set_float32_matmul_precision(values[0] if values else "highest")
+    return before
 
 
 @dataclass(frozen=True)
@@ -91,7 +111,8 @@ class Model:
 
     Attributes:
         name: as it was loaded.
-        config_hash: see `Provenance`.
+        config_hash: see `Provenance`; "" if there is no configuration.
+        weights_hash: see `Provenance`; "" if the weights are not here.
         source: class of the model, and how it is reached.
         basis: what its residual stream is written in.
         dtype: of its parameters.
@@ -104,6 +125,7 @@ class Model:
 
     name: str
     config_hash: str
+    weights_hash: str
     source: str
     basis: str
     dtype: str
@@ -126,7 +148,7 @@ class Source(ABC):
         """What is known of the model."""
 
     @abstractmethod
-    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> dict[str, dict[str, Tensor]]:
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         """One forward pass over the batch, and `reduce(kernels, view)` where the activations are."""
 
     @abstractmethod

@@ -29,6 +29,9 @@ class Sums:
     @staticmethod
     def of(output: Mapping[str, Tensor]) -> Sums:
         """What a kernel returned, moved to the CPU and widened."""
+        for name, value in output.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"{name!r} is a {type(value).__name__}, not a tensor")
         return Sums({name: _widen(value) for name, value in output.items()})
 
     def __add__(self, other: Sums) -> Sums:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import warnings
 from importlib.metadata import entry_points
 
 from ..analyzer import Analyzer
@@ -25,6 +26,10 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
             if issubclass(cls, Analyzer) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
                 found[cls.name] = cls
     for entry in entry_points(group=GROUP):
-        cls = entry.load()
+        try:
+            cls = entry.load()
+        except Exception as error:  # anything may be wrong in another package, and none of it is a reason to fail here
+            warnings.warn(f"The analyzer {entry.name!r} of {entry.value!r} could not be loaded: {error}", stacklevel=2)
+            continue
         found.setdefault(cls.name, cls)
     return found

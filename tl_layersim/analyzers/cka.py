@@ -42,6 +42,11 @@ class CKAResult(LayerMatrix):
         ),
     )
 
+    @property
+    def mean_minibatch(self) -> float:
+        """Samples per minibatch, on average."""
+        return self.samples / self.minibatches
+
     def distance(self) -> float:
         r"""Distance between two models of equal depth, over the outputs of their blocks.
 
@@ -67,14 +72,16 @@ class CKAResult(LayerMatrix):
 
     def headline(self) -> dict[str, float]:
         to_last = self.values[:, -1]
-        name = "CKA(first model's {}, last)" if self.layers != self.column_layers else "CKA({}, last)"
+        name = "CKA(first model's {}, second's last)" if " | " in self.provenance.model else "CKA({}, last)"
         return {
             name.format("embedding"): float(to_last[0]),
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
+            "samples in a minibatch": self.mean_minibatch,
         }
 
 
+@typed
 @dataclass(frozen=True)
 class CKA(Analyzer):
     r"""Linear CKA between all pairs of layers, within a model or between two.
@@ -92,8 +99,10 @@ class CKA(Analyzer):
             over all samples at once, streamed through cross-products: (layers x d_model)^2 numbers of memory. "biased" is
             "minibatch" with the classical HSIC_0: it does not go to 0 for unrelated layers (0.5 for independent Gaussians
             with n = d) and is there to compare with published figures only.
-        minibatch: n. A forward batch of fewer samples is one smaller minibatch; samples left over are dropped at random.
-        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        minibatch: n. A forward batch of fewer samples is one smaller minibatch, whose HSIC weighs n(n-3) in the average;
+            samples left over are dropped at random. The result's `mean_minibatch` says what n really was.
+        level: "token" takes each token as a sample; "sequence" each row of tokens, so that n is at most `batch_size`: prefer
+            the exact estimator there.
         pool: for level="sequence", the "mean" of the row's counted tokens or its "last" one.
         seed: of the shuffle. The order also depends on the batch's own tokens and on nothing else, so that neither the order
             of batches nor padding changes a value. A different batch_size draws other minibatches.
@@ -120,16 +129,11 @@ class CKA(Analyzer):
     seed: int = 0
     max_memory_gb: float = 4.0
 
+    @property
+    def whole_rows(self) -> bool:
+        return self.level == "sequence"
+
     def __post_init__(self) -> None:
-        choices = {"estimator": ("minibatch", "exact", "biased"), "level": ("token", "sequence"), "pool": ("mean", "last")}
-        for option, allowed in choices.items():
-            if getattr(self, option) not in allowed:
-                raise LayersimError(
-                    f"CKA does not know this {option}.",
-                    given=f"{option}={getattr(self, option)!r}",
-                    expected=" or ".join(repr(choice) for choice in allowed),
-                    do=f"CKA({option}={allowed[0]!r})",
-                )
         if self.minibatch < 4:
             raise LayersimError(
                 "The unbiased HSIC needs four samples.",
@@ -191,7 +195,7 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     ends = lengths.cumsum(0)
     if pool == "last":
         return view.residual[:, ends - 1]
-    return torch.stack([rows.mean(1) for rows in view.residual.split(lengths.tolist(), dim=1)], dim=1)
+    return torch.stack([rows.mean(1) for rows in torch.split(view.residual, lengths.tolist(), dim=1)], dim=1)
 
 
 def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, biased: bool) -> dict[str, Tensor]:
@@ -212,11 +216,11 @@ def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, 
         part = order[start : start + size]
         a = centred_grams(x[:, part.to(x.device)], biased)
         b = a if len(views) == 1 else centred_grams(y[:, part.to(y.device)], biased).to(a.device)
-        # Every pair of layers at once; the weight makes each entry an HSIC.
-        scale = 1 / ((size - 1) ** 2 if biased else size * (size - 3))
-        xy += (a @ b.T) * scale
-        xx += a.square().sum(1) * scale
-        yy += b.square().sum(1) * scale
+        # Every pair of layers at once. Each entry is n(n-3) HSIC_1, or (n-1)^2 HSIC_0: left so, a batch too small for a whole
+        # minibatch weighs as little as it knows, and among minibatches of one size the factor cancels.
+        xy += a @ b.T
+        xx += a.square().sum(1)
+        yy += b.square().sum(1)
     return {
         "xy": xy,
         "xx": xx,

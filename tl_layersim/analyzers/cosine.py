@@ -31,7 +31,8 @@ class CosineResult(LayerMatrix):
         below_zero: `residual residual`, share of tokens whose cosine is negative.
         to_last: `quantile residual`, quantiles over tokens of COS(l, L), to within one histogram bin.
         adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), to within one histogram bin.
-        norm_ratio: `layer`, mean over tokens of |x| / |f(x)| of each block, x what enters it, f(x) what it adds.
+        norm_ratio: `layer`, mean over tokens of |x| / |f(x)| of each block, x what enters it, f(x) what it adds; infinite if
+            a block adds nothing to some token.
         monotone_share: share of tokens for which COS(l, L) rises strictly at every l, l = 0 included.
         mean: `residual d_model`, what was subtracted (no columns for center="none"). Give it to `Cosine(center=...)`.
         quantiles: the levels of the two quantile fields.
@@ -88,6 +89,7 @@ class CosineResult(LayerMatrix):
         }
 
 
+@typed
 @dataclass(frozen=True, eq=False)
 class Cosine(Analyzer):
     r"""Cosine similarity of a token's residual at every pair of layers, with its spread over tokens.
@@ -119,12 +121,12 @@ class Cosine(Analyzer):
     histogram_bins: int = 2000
 
     def __post_init__(self) -> None:
-        if not isinstance(self.center, Tensor) and self.center not in ("dataset", "none"):
+        if isinstance(self.center, Tensor) and (self.center.dim() != 2 or not bool(self.center.isfinite().all())):
             raise LayersimError(
-                "Cosine does not know this centring.",
-                given=f"center={self.center!r}",
-                expected='"dataset", "none", or a tensor residual x d_model',
-                do='Cosine(center="dataset")',
+                "A mean to subtract has a finite number for each layer and dimension.",
+                given=f"a tensor of shape {tuple(self.center.shape)}, {int((~self.center.isfinite()).sum())} not finite",
+                expected="residual x d_model, finite",
+                do='Cosine(center=report["cosine"].mean)',
             )
         if self.histogram_bins < 2:
             raise LayersimError(
@@ -138,7 +140,7 @@ class Cosine(Analyzer):
         if isinstance(self.center, Tensor):
             model = models[0]
             wrong_width = model.d_model is not None and self.center.shape[-1] != model.d_model
-            if self.center.dim() != 2 or self.center.shape[0] != len(model.layers) or wrong_width:
+            if self.center.shape[0] != len(model.layers) or wrong_width:
                 raise LayersimError(
                     "The given mean does not fit the model.",
                     given=f"center of shape {tuple(self.center.shape)}",
@@ -161,7 +163,7 @@ class Cosine(Analyzer):
         count = int(sums["count"])
         offset = self._mean(run.first)
         centred = offset is not None
-        need_tokens(count, 2 if centred else 1, "Cosine", "tokens")
+        need_tokens(count, 2 if run.first else 1, "Cosine")
         if sums["zero"].any():
             where = [f"{name}: {int(n)}" for name, n in zip(run.layers, sums["zero"], strict=True) if n]
             raise LayersimError(
@@ -173,13 +175,12 @@ class Cosine(Analyzer):
         mean = sums["sum"] / count
         # Rounding may carry a self-cosine past 1 by 1e-8 and a variance below 0.
         variance = (sums["square"] / count - mean**2).clamp(min=0)
-        quantiles = (QUANTILES,)
         return CosineResult(
             values=mean.clamp(-1, 1),
             std=variance.sqrt(),
             below_zero=sums["negative"].double() / count,
-            to_last=quantiles_from_histogram(sums["to_last"], -1.0, 1.0, *quantiles),
-            adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, *quantiles),
+            to_last=quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES),
+            adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, QUANTILES),
             norm_ratio=sums["norm_ratio"] / count,
             monotone_share=sums["monotone"].double() / count,
             mean=torch.zeros(len(run.layers), 0, dtype=torch.float64) if offset is None else offset,
@@ -227,7 +228,8 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         unit = (centred / norm.clamp(min=torch.finfo(x.dtype).tiny)).transpose(0, 1)
         cosine = torch.bmm(unit, unit.transpose(1, 2)).clamp(-1, 1)
         out["sum"] += cosine.sum(0, dtype=torch.float64)
-        out["square"] += cosine.square().sum(0, dtype=torch.float64)
+        # Squared in float64: near 1 the spread would be lost in the rounding of float32 squares.
+        out["square"] += cosine.double().square().sum(0)
         out["negative"] += (cosine < 0).sum(0)
         last = cosine[:, :, -1]
         out["monotone"] += (last[:, 1:] > last[:, :-1]).all(1).sum()

@@ -67,7 +67,7 @@ def read_documents(paths: list[Path]) -> list[tuple[str, str]]:
 
 
 def perplexity(model: torch.nn.Module, rows: torch.Tensor) -> float:
-    """exp of the mean next-token cross-entropy over `rows` (row pos)."""
+    """Exp of the mean next-token cross-entropy over `rows` (row pos)."""
     losses = []
     with torch.inference_mode():
         for batch in rows.split(BATCH):
@@ -103,7 +103,8 @@ def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr:
 
     train_rows = rows([i for i in range(len(documents)) if i not in held_out])
     test_rows = {
-        stem: rows([i for i in sorted(held_out) if documents[i][0] == stem])[:200] for stem in dict.fromkeys(s for s, _ in documents)
+        stem: rows([i for i in sorted(held_out) if documents[i][0] == stem])[:200]
+        for stem in dict.fromkeys(s for s, _ in documents)
     }
     print(f"{train_rows.numel()} training tokens", {stem: r.numel() for stem, r in test_rows.items()}, flush=True)
 
@@ -144,7 +145,9 @@ def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if step % 50 == 0:
-                curve.append((step, step * BATCH * CONTEXT, round(loss.item(), 4), round((time.perf_counter() - start) / 60, 2)))
+                curve.append(
+                    (step, step * BATCH * CONTEXT, round(loss.item(), 4), round((time.perf_counter() - start) / 60, 2))
+                )
                 print(*curve[-1], flush=True)
             step += 1
         else:
@@ -168,6 +171,7 @@ def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr:
 
 
 def main() -> None:
+    """Run one of the two commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     sampling = commands.add_parser("sample", help="draw stories from a local story model")

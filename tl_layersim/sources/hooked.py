@@ -5,6 +5,7 @@ All are read by torch forward hooks, on TransformerLens hook points where there 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from ..data import Batch
 from ..errors import LayersimError
-from ..layout import call_options, describe, find_blocks, hash_config
-from ..source import Kernel, Model, Source, View, eval_mode, layer_names, place, reduce
+from ..layout import call_options, describe, find_blocks, hash_config, hash_weights
+from ..source import Kernel, Model, Reduced, Source, View, eval_mode, layer_names, place, reduce
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Call:
     Attributes:
         shape: `batch pos` of what runs through the blocks now (one position a row in cached generation).
         tokens: `batch pos`, None if the model was fed embeddings.
-        attention: the attention mask that the model was given, None if none.
+        attention: the attention mask that the model was given, of whatever kind, None if none.
         texts: how many texts the model was given to tokenise by itself.
     """
 
     shape: tuple[int, int]
     tokens: Tensor | None
-    attention: Tensor | None
+    attention: Any
     texts: int
 
 
@@ -54,11 +55,11 @@ class HookedSource(Source):
     Args:
         model: HookedTransformer, TransformerBridge, or a Hugging Face model.
         layers: paths of the blocks of a plain model, where they are not found by themselves.
-        tokenizer: in place of the model's own.
     """
 
-    def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, tokenizer: Any = None) -> None:
+    def __init__(self, model: torch.nn.Module, layers: list[str] | None = None) -> None:
         self._module = model
+        self._embed: torch.nn.Module | None
         self._is_transformer_lens = is_transformer_lens(model)
         if self._is_transformer_lens:
             if layers is not None:
@@ -68,13 +69,14 @@ class HookedSource(Source):
                     expected="layers=None for HookedTransformer and TransformerBridge",
                     do="leave layers out, or pass the Hugging Face model",
                 )
-            self._taps, self._embed, self._model = _open_transformer_lens(model, tokenizer)
+            self._taps, self._embed, self._model = _open_transformer_lens(model)
         else:
             paths = find_blocks(model, layers)
             blocks = [model.get_submodule(path) for path in paths]
             self._taps = [_Tap(blocks[0], True), *(_Tap(block, False) for block in blocks)]
-            self._embed = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-            self._model = describe(model, paths, type(model).__name__, tokenizer or getattr(model, "tokenizer", None))
+            find: Any = getattr(model, "get_input_embeddings", lambda: None)
+            self._embed = find()
+            self._model = describe(model, paths, type(model).__name__, getattr(model, "tokenizer", None))
 
     @property
     def model(self) -> Model:
@@ -83,7 +85,7 @@ class HookedSource(Source):
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self._module)
 
-    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> dict[str, dict[str, Tensor]]:
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce(kernels, self.collect(batch))
 
     def collect(self, batch: Batch) -> View:
@@ -121,7 +123,11 @@ class HookedSource(Source):
         recorder = _Recorder(len(self._taps), on_view, choose)
         handles = []
         try:
-            handles.append(self._module.register_forward_pre_hook(recorder.see_call, with_kwargs=True))
+            # A caller may run the model, or the stack of blocks inside it.
+            inner = getattr(self._module, getattr(self._module, "base_model_prefix", "") or "", None)
+            for module in (self._module, inner):
+                if isinstance(module, torch.nn.Module):
+                    handles.append(module.register_forward_pre_hook(recorder.see_call, with_kwargs=True))
             if self._embed is not None:
                 handles.append(self._embed.register_forward_pre_hook(recorder.see_tokens, with_kwargs=True))
             for layer, tap in enumerate(self._taps):
@@ -138,18 +144,25 @@ class _Recorder:
     def __init__(self, n_layers: int, on_view: Callable[[View], None], choose: Callable[[Call], Tensor]) -> None:
         self.n_layers, self.on_view, self.choose = n_layers, on_view, choose
         self.tokens: Tensor | None = None
-        self.attention: Tensor | None = None
+        self.attention: Any = None
         self.texts = 0
         self.buffer: Tensor | None = None
         self.keep = torch.empty(0, dtype=torch.int64)
         self.shape = (0, 0)
         self.next = 0
 
-    def see_call(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if args else kwargs.get("input")
-        self.texts = len(given) if isinstance(given, list) and given and isinstance(given[0], str) else 0
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        self.attention = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    def see_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # What an earlier call left behind when it failed half way belongs to no later one.
+        self.tokens, self.buffer, self.next = None, None, 0
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        texts = given.get("input")
+        if isinstance(texts, list) and texts and isinstance(texts[0], str):
+            self.texts = len(texts)
+        mask = given.get("attention_mask")
+        # The outer model is given the plain mask, the stack inside it perhaps one that is made of it.
+        if self.attention is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+            self.attention = mask
 
     def see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
@@ -184,7 +197,7 @@ class _Recorder:
         self.next += 1
         if self.next == self.n_layers:
             view = self._view(self.buffer)
-            self.buffer, self.tokens, self.attention, self.next = None, None, None, 0
+            self.buffer, self.tokens, self.attention, self.texts, self.next = None, None, None, 0, 0
             self.on_view(view)
 
     def _view(self, residual: Tensor) -> View:
@@ -206,7 +219,7 @@ def is_transformer_lens(model: Any) -> bool:
     )
 
 
-def _open_transformer_lens(model: Any, tokenizer: Any) -> tuple[list[_Tap], torch.nn.Module, Model]:
+def _open_transformer_lens(model: Any) -> tuple[list[_Tap], torch.nn.Module, Model]:
     cfg = model.cfg
     names = layer_names(cfg.n_layers)
     missing = [name for name in names if name not in model.hook_dict]
@@ -217,10 +230,13 @@ def _open_transformer_lens(model: Any, tokenizer: Any) -> tuple[list[_Tap], torc
             expected="blocks.{i}.hook_resid_pre and hook_resid_post",
             do="pass the Hugging Face model itself, with layers=[...] if its layout is not known",
         )
-    plain = {key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")}
+    plain = {
+        key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
+    }
     described = Model(
         name=str(cfg.model_name),
         config_hash=hash_config(plain),
+        weights_hash=hash_weights(model),
         source=type(model).__name__,
         basis=_transformer_lens_basis(model),
         dtype=str(cfg.dtype),
@@ -228,7 +244,7 @@ def _open_transformer_lens(model: Any, tokenizer: Any) -> tuple[list[_Tap], torc
         d_model=cfg.d_model,
         vocabulary=cfg.d_vocab,
         context=cfg.n_ctx,
-        tokenizer=tokenizer or model.tokenizer,
+        tokenizer=model.tokenizer,
     )
     return [_Tap(model.hook_dict[name], False) for name in names], model.embed, described
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from ..data import Batch
 from ..errors import LayersimError
 from ..layout import call_options, describe, find_blocks
-from ..source import Kernel, Model, Source, View, eval_mode, place, reduce
+from ..source import Kernel, Model, Reduced, Source, View, eval_mode, place, reduce
 
 
 class NNsightSource(Source):
@@ -24,13 +26,12 @@ class NNsightSource(Source):
         model: the nnsight model.
         layers: paths of the blocks, where they are not found by themselves.
         remote: what `model.trace(remote=...)` takes; False runs here.
-        tokenizer: in place of the model's own.
     """
 
-    def __init__(self, model: Any, layers: list[str] | None, remote: bool | str, tokenizer: Any = None) -> None:
+    def __init__(self, model: Any, layers: list[str] | None, remote: bool | str) -> None:
         import nnsight
 
-        # What a trace refers to travels by value: the server has never heard of this package.
+        # What a trace refers to travels by value: the server has never heard of this package, nor of a user's analyzers.
         nnsight.register("tl_layersim")
         self._envoy, self._where = model, _where(model, remote)
         self._remote = remote
@@ -38,8 +39,7 @@ class NNsightSource(Source):
         paths = find_blocks(self._module, layers)
         self._blocks = [model.get(path) for path in paths]
         where = f" (remote={remote!r})" if remote else ""
-        own = getattr(model, "tokenizer", None)
-        self._model = describe(self._module, paths, type(model).__name__ + where, tokenizer or own)
+        self._model = describe(self._module, paths, type(model).__name__ + where, getattr(model, "tokenizer", None))
 
     @property
     def model(self) -> Model:
@@ -48,8 +48,28 @@ class NNsightSource(Source):
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self._module)
 
-    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> dict[str, dict[str, Tensor]]:
-        return _trace(self._envoy, self._blocks, batch.tokens, batch.counted, self._where | call_options(self._module, batch), dict(kernels))
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        import nnsight
+
+        for name, kernel in kernels.items():
+            function = kernel.func if isinstance(kernel, partial) else kernel
+            root = getattr(function, "__module__", "").split(".")[0]
+            if not inspect.isfunction(function):
+                raise LayersimError(
+                    f"The kernel of {name!r} cannot travel.",
+                    given=f"a {type(function).__name__}",
+                    expected="a function of a module, with functools.partial for its options",
+                    do="move the method's body to a function outside the class",
+                )
+            nnsight.register(root)
+        return _trace(
+            self._envoy,
+            self._blocks,
+            batch.tokens,
+            batch.counted,
+            self._where | call_options(self._module, batch),
+            dict(kernels),
+        )
 
     def collect(self, batch: Batch) -> View:
         if self._remote:
@@ -59,8 +79,8 @@ class NNsightSource(Source):
                 expected="a model that runs here",
                 do="run compare() on models that are loaded here",
             )
-        out = self.run(batch, {"view": whole_view})["view"]
-        return View(**out)
+        _, out = self.run(batch, {"view": whole_view})
+        return View(**out["view"])
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
@@ -110,7 +130,7 @@ def _trace(
     counted: Tensor,
     options: dict[str, Any],
     kernels: dict[str, Kernel],
-) -> dict[str, dict[str, Tensor]]:
+) -> Reduced:
     """One trace. Its body is shipped: it refers to local names and to functions that need torch alone."""
     import nnsight
 
@@ -126,6 +146,6 @@ def _trace(
             rows = keep.to(buffer.device)
             view = View(buffer, tokens.to(buffer.device).reshape(-1)[rows], rows // pos, rows % pos)
             found = reduce(kernels, view)
-        out = nnsight.save(found)
+        out: Reduced = nnsight.save(found)
         tracer.stop()
     return out

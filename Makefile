@@ -1,0 +1,68 @@
+# One command per task; `make help` lists them. Each makes the environment that it needs.
+PYTHON ?= python3
+VENV := .venv
+VENV_TL3 := .venv-tl3
+TL4 := transformer-lens==4.3.0
+TL3 := transformer-lens==3.9.0
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Tests run in one process a core; more threads in each would only wait for each other.
+PYTEST := -m pytest -n auto
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-tl3 lint types docs examples bench format clean
+
+help: ## List every task
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(VENV)/base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) "$(TL4)" -e .
+	@touch $@
+
+$(VENV)/test: $(VENV)/base
+	$(VENV)/bin/python $(PIP_INSTALL) "$(TL4)" -e ".[test]"
+	@touch $@
+
+$(VENV)/dev: $(VENV)/test
+	$(VENV)/bin/python $(PIP_INSTALL) "$(TL4)" -e ".[dev,docs]"
+	@touch $@
+
+$(VENV_TL3)/test: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_TL3)
+	$(VENV_TL3)/bin/python $(PIP_INSTALL) "$(TL3)" -e ".[test]"
+	@touch $@
+
+demo: $(VENV)/base ## Measure the model that ships, and write an HTML report
+	$(VENV)/bin/tl-layersim report --out layersim-report
+
+test: $(VENV)/test ## Run the tests with the newest TransformerLens 4
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
+
+test-tl3: $(VENV_TL3)/test ## Run the tests with TransformerLens 3.9, which still has HookedTransformer
+	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) tests
+
+lint: $(VENV)/dev ## Check style and format
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/dev ## Check types, strictly
+	$(VENV)/bin/mypy
+
+docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors
+	$(VENV)/bin/mkdocs build --strict --quiet
+
+examples: $(VENV)/base ## Run every example
+	for script in examples/*.py; do echo "== $$script" && OMP_NUM_THREADS=2 $(VENV)/bin/python -W ignore $$script || exit 1; done
+
+bench: $(VENV)/dev ## Time and weigh the analyzers against their peers: make bench MODEL=folder TEXT=file
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r benchmarks/requirements.txt
+	$(VENV)/bin/python benchmarks/bench_analyze.py --model "$(MODEL)" --data "$(TEXT)"
+
+format: $(VENV)/dev ## Format the code
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean: ## Remove what the other tasks made
+	rm -rf $(VENV) $(VENV_TL3) site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
