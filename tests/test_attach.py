@@ -224,3 +224,46 @@ def test_hooked_transformer_in_its_own_loop():
         model.run_with_cache(tokens)
     assert hooks(model) == before
     assert probe.results()["cosine"].provenance.tokens == 16 + 2 * (8 + 3) + 16
+
+
+def test_asking_for_results_does_not_change_them():
+    model, tokens = tiny_llama(), random_tokens(1, 40)
+    quiet, asked = [], []
+    for seen, ask in ((quiet, False), (asked, True)):
+        with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=16)) as probe:
+            for part in tokens.split(5, dim=1):
+                model(part)
+                if ask and probe._tokens >= 4:
+                    probe.results()
+        seen.append(probe.results()["cka"])
+    assert worst(quiet[0], asked[0]) == 0
+    assert quiet[0].minibatches == asked[0].minibatches == 2
+
+
+def test_the_stack_inside_a_model_may_be_run_too():
+    model, tokens = tiny_llama(), random_tokens(2, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        model.model(tokens, attention_mask=mask)
+        model(tokens, mask)
+    assert probe.results()["cosine"].provenance.tokens == 20
+
+
+def test_a_mask_that_cannot_be_read_is_refused():
+    model, tokens = tiny_llama(), random_tokens(2, 6)
+    four = torch.zeros(2, 1, 6, 6)
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        with pytest.raises(lsim.LayersimError, match=r"cannot read from this attention mask(.|\n)*probe.mask"):
+            model(tokens, attention_mask=four)
+        probe.mask = torch.ones(2, 6)
+        model(tokens, attention_mask=four)
+    assert probe.results()["cosine"].provenance.tokens == 12
+
+
+def test_rows_are_not_made_of_single_steps():
+    model, tokens = tiny_llama(), random_tokens(2, 6)
+    with torch.no_grad(), lsim.attach(model, lsim.CKA(level="sequence")) as probe:
+        model(tokens)
+        model(tokens[:, :1])
+    with pytest.raises(lsim.LayersimError, match=r"whole rows was attached to single steps"):
+        probe.results()

@@ -197,3 +197,21 @@ def test_exact_says_what_memory_it_needs():
 def test_wrong_options_are_refused(options, text):
     with pytest.raises(lsim.LayersimError, match=text):
         lsim.CKA(**options)
+
+
+def test_a_batch_too_small_for_a_minibatch_hardly_counts():
+    model, rows = tiny_llama(), list(random_tokens(16, 20))
+    whole = lsim.analyze(model, rows, lsim.CKA(minibatch=64))["cka"]
+    tail = lsim.analyze(model, [*rows, random_tokens(1, 5, seed=9)[0]], lsim.CKA(minibatch=64))["cka"]
+    assert tail.minibatches == whole.minibatches + 1
+    assert (tail.values - whole.values).abs().max() < 0.01
+    assert whole.mean_minibatch == 64 > tail.mean_minibatch
+
+
+def test_each_minibatch_weighs_its_pairs():
+    data = [residuals(0, tokens=40), residuals(1, tokens=6)]
+    for biased in (False, True):
+        found = from_views(lsim.CKA(estimator="biased" if biased else "minibatch"), [view(x) for x in data])
+        np.testing.assert_allclose(found.values, oracles.oracle_cka(data, biased=biased)["values"], atol=1e-10)
+        alone = oracles.oracle_cka(data[:1], biased=biased)["values"]
+        assert 1e-6 < np.abs(found.values.numpy() - alone).max() < 0.1

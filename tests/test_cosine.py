@@ -115,3 +115,24 @@ def test_massive_first_tokens_can_be_left_out():
     assert all_tokens.values[0, -1] - without.values[0, -1] > 0.2
     assert without.provenance.tokens == 4 * 19
     assert without.provenance.options["skip_first"] == 1
+
+
+def test_spread_survives_where_layers_are_close():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 3000, 64))
+    near = np.concatenate([x, x + 0.005 * rng.uniform(0, 2, size=(1, 3000, 1)) * rng.normal(size=x.shape)]).astype(np.float32)
+    wide = near.astype(np.float64)
+    cosine = (wide[0] * wide[1]).sum(-1) / np.linalg.norm(wide[0], axis=-1) / np.linalg.norm(wide[1], axis=-1)
+    found = from_views(lsim.Cosine(center="none"), [view(near)])
+    assert 0 < cosine.std() < 1e-4
+    np.testing.assert_allclose(found.std[0, 1], cosine.std(), rtol=0.02)
+
+
+def test_a_mean_that_is_not_finite_is_refused():
+    with pytest.raises(lsim.LayersimError, match=r"finite number for each layer(.|\n)*1 not finite"):
+        lsim.Cosine(center=torch.tensor([[1.0, float("nan")]]))
+
+
+def test_a_given_mean_serves_a_single_token():
+    found = from_views(lsim.Cosine(center=torch.zeros(4, 8)), [view(residuals(0, tokens=1))])
+    assert found.values.shape == (4, 4)

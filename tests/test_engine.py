@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import tl_layersim as lsim
 from tl_layersim import engine
 from tl_layersim.sources.hooked import HookedSource
 
-from .conftest import random_tokens, tiny_llama, tiny_tokenizer, worst
+from .conftest import provenance, random_tokens, tiny_llama, tiny_tokenizer, worst
 
 
 def analyzers():
@@ -297,3 +298,121 @@ def test_several_processes_give_what_one_gives(ranks, tmp_path):
         for name in ("cosine", "cka"):
             assert worst(report[name], alone[name]) < 1e-12
             assert report[name].provenance.tokens == 44
+
+
+def test_a_finished_checkpoint_answers_for_its_own_data_and_weights_only(tmp_path):
+    model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run"
+    lsim.analyze(model, data, "cka", batch_size=2, checkpoint=path)
+    for other in (data[::-1], data[:4], [*data, data[0]]):
+        with pytest.raises(lsim.LayersimError, match="not that of the checkpoint"):
+            lsim.analyze(model, other, "cka", batch_size=2, checkpoint=path)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 0.01
+    with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+        lsim.analyze(model, data, "cka", batch_size=2, checkpoint=path)
+
+
+def test_weights_have_a_hash_of_their_own():
+    hashes = {lsim.analyze(tiny_llama(seed=s), random_tokens(), "cka")["cka"].provenance.weights_hash for s in (0, 0, 1)}
+    assert len(hashes) == 2
+
+
+@pytest.mark.parametrize("setting", ["new", "old"])
+def test_a_users_precision_setting_is_kept_and_not_used(setting):
+    """In a process of its own: torch lets its two ways of saying it not be mixed."""
+    say = {
+        "new": "torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = 'tf32'",
+        "old": "torch.set_float32_matmul_precision('medium')",
+    }[setting]
+    script = (
+        "import torch, tl_layersim as lsim\n"
+        "from tests.conftest import random_tokens, tiny_llama\n"
+        f"{say}\n"
+        "mkldnn = torch.backends.mkldnn.matmul\n"
+        "before, seen = mkldnn.fp32_precision, []\n"
+        "def kernel(view):\n"
+        "    seen.append(mkldnn.fp32_precision)\n"
+        "    return {'n': torch.tensor(1)}\n"
+        "view = lsim.View(torch.ones(2, 3, 4), torch.arange(3), torch.zeros(3), torch.arange(3))\n"
+        "lsim.reduce({'k': kernel}, view)\n"
+        "lsim.analyze(tiny_llama(), random_tokens(), 'cka')\n"
+        "print(seen, mkldnn.fp32_precision == before)\n"
+    )
+    root = os.path.dirname(os.path.dirname(__file__))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env=os.environ | {"PYTHONPATH": root},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "['ieee'] True", done.stderr
+
+
+def analyzer(**parts):
+    """An analyzer made of a kernel and a compute, as a user might write it badly."""
+    body = {"name": "mine", "kernel": lambda self, first: parts["give"], "compute": lambda self, sums, run: parts.get("back")}
+    return dataclasses.dataclass(frozen=True)(type("Mine", (lsim.Analyzer,), body | parts.get("body", {})))()
+
+
+def grows(view):
+    return {"x": view.residual.sum((0, 2))}
+
+
+BAD_ANALYZERS = {
+    "a class": (lambda: lsim.CKA, r"does not take this for analyzers|object, not its class"),
+    "no name": (lambda: analyzer(give=grows, body={"name": ""}), r"no name that a report can use(.|\n)*mine"),
+    "a slash in its name": (lambda: analyzer(give=grows, body={"name": "a/b"}), "no name that a report can use"),
+    "a kernel of lists": (lambda: analyzer(give=lambda v: [1]), r"kernel of 'mine' returned cannot be added"),
+    "a kernel of numbers": (lambda: analyzer(give=lambda v: {"x": 1.0}), r"cannot be added up(.|\n)*'x' is a float"),
+    "sums that grow": (lambda: analyzer(give=grows), r"cannot be added up(.|\n)*shape(.|\n)*sum over the token axis"),
+    "no result": (
+        lambda: analyzer(give=lambda v: {"n": torch.tensor(1)}, back=torch.zeros(3)),
+        r"compute returned no result(.|\n)*Tensor",
+    ),
+    "a set of options": (
+        lambda: analyzer(give=grows, body={"__annotations__": {"which": set}, "which": frozenset({1})}),
+        r"option cannot be recorded(.|\n)*frozenset",
+    ),
+    "an option of the data": (
+        lambda: analyzer(give=grows, body={"__annotations__": {"pack": bool}, "pack": True}),
+        r"option that the data has too(.|\n)*pack",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ANALYZERS)
+def test_a_bad_analyzer_is_named(case):
+    make, text = BAD_ANALYZERS[case]
+    with pytest.raises(lsim.LayersimError, match=text):
+        lsim.analyze(tiny_llama(), [*random_tokens(2, 9), random_tokens(1, 5)[0]], [make()], batch_size=2)
+
+
+def test_a_result_that_does_not_fit_its_layers_is_refused():
+    names = ("a", "b", "c")
+    with pytest.raises(lsim.LayersimError, match=r"values does not fit its axes(.|\n)*\(2,\)(.|\n)*\(3,\): residual"):
+        lsim.LayerCurve(values=torch.zeros(2, dtype=torch.float64), layers=names, provenance=provenance())
+
+
+def test_a_source_has_its_own_place():
+    with pytest.raises(lsim.LayersimError, match="own layers and its own place"):
+        lsim.analyze(HookedSource(tiny_llama()), random_tokens(), "cka", remote=True)
+    found = lsim.analyze(HookedSource(tiny_llama()), ["w3 w4 w5 w6"], "cosine", tokenizer=tiny_tokenizer())
+    assert found["cosine"].provenance.tokens == 5
+    with pytest.raises(lsim.LayersimError, match=r"no tokenizer(.|\n)*from_pretrained"):
+        lsim.analyze(tiny_llama(), ["w3"], "cosine", tokenizer="gpt2")
+
+
+def test_a_module_without_a_mask_refuses_padding():
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(100, 8)
+            self.parts = torch.nn.ModuleList([torch.nn.Linear(8, 8)])
+
+        def forward(self, tokens):
+            return self.parts[0](self.words(tokens))
+
+    with pytest.raises(lsim.LayersimError, match=r"takes no attention mask(.|\n)*batch_size=1"):
+        lsim.analyze(Own(), [[3, 4, 5], [3, 4]], "cosine", layers=["parts.0"])
