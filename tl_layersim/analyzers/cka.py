@@ -8,6 +8,7 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ..analyzer import Analyzer, Run, need_tokens
@@ -272,7 +273,7 @@ def moments(x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {
         "x": x.sum(1),
         "y": y.sum(1),
-        "cross": x.transpose(0, 1).flatten(1).T @ y.transpose(0, 1).flatten(1),
+        "cross": rearrange(x, "layer sample d -> (layer d) sample") @ rearrange(y, "layer sample d -> sample (layer d)"),
         "r_x": r_x.sum(1),
         "r_y": r_y.sum(1),
         "r_x r_y": r_x @ r_y.T,
@@ -314,9 +315,9 @@ def hsic_from_moments(m: dict[str, Tensor], n: int) -> Tensor:
     """n(n-3) HSIC_1 = |X'Y|_F^2 - n/(n-2) sum r^x r^y + sum r^x sum r^y / ((n-1)(n-2)), X and Y centred over all samples."""
     mu, nu = m["x"] / n, m["y"] / n
     mu2, nu2 = mu.square().sum(-1), nu.square().sum(-1)
-    (a, d), (b, e) = mu.shape, nu.shape
+    a, b = len(mu), len(nu)
     frobenius, mu_c_nu = torch.empty(a, b, dtype=torch.float64), torch.empty(a, b, dtype=torch.float64)
-    for layer, block in enumerate(m["cross"].view(a, d, b, e)):
+    for layer, block in enumerate(rearrange(m["cross"], "(a d) (b e) -> a d b e", a=a, b=b)):
         frobenius[layer] = (block - n * torch.einsum("d,be->dbe", mu[layer], nu)).square().sum((0, 2))
         mu_c_nu[layer] = torch.einsum("d,dbe,be->b", mu[layer], block, nu)
     r_x, r_y = m["r_x"] - n * mu2, m["r_y"] - n * nu2

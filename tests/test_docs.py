@@ -1,0 +1,44 @@
+"""Every Python block of the README and the docs runs, page by page, top to bottom."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    # Indented blocks show other ways to load a model, from a hub.
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Dataclasses look their module up by name.
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    for number, block in enumerate(blocks(page)):
+        exec(compile(block, f"{page.name}[{number}]", "exec"), vars(module))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_error_that_is_explained_is_raised():
+    """A heading of docs/errors.md quotes a message; what it quotes must stand in the code."""
+    code = "\n".join(path.read_text() for path in (ROOT / "tl_layersim").rglob("*.py"))
+    for quoted in re.findall(r'^### "(.*?)"', (ROOT / "docs/errors.md").read_text(), re.MULTILINE):
+        parts = [part.strip() for part in quoted.split("...") if len(part.strip()) > 8]
+        assert parts
+        assert all(part.split("Cosine")[-1].strip() in code for part in parts), quoted
