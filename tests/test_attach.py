@@ -98,8 +98,13 @@ def test_a_failed_forward_pass_does_not_spoil_the_next():
             model(tokens)
         broken[0] = False
         model(tokens)
+        broken[0] = True
+        with pytest.raises(RuntimeError, match="half way"):
+            model(tokens, attention_mask=torch.tensor([[1] * 12, [1] * 5 + [0] * 7]))
+        broken[0] = False
+        model(inputs_embeds=model.get_input_embeddings()(tokens)[:, :7])
     handle.remove()
-    assert probe.results()["cosine"].provenance.tokens == 24
+    assert probe.results()["cosine"].provenance.tokens == 24 + 14
 
 
 def test_generation_with_a_cache_counts_each_token_once():

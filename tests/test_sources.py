@@ -335,6 +335,22 @@ def test_layers_on_several_devices_are_gathered():
     assert buffer.tolist() == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[1, 2, 3, 4], [9, 10, 11, 12]]]
 
 
+def test_blocks_that_are_no_residual_are_refused():
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(100, 8)
+            self.wide = torch.nn.Linear(8, 9)
+            self.pool = torch.nn.AdaptiveAvgPool1d(1)
+
+        def forward(self, tokens):
+            return self.pool(self.wide(self.words(tokens)))
+
+    for layers in (["wide"], ["wide", "pool"]):
+        with pytest.raises(ValueError, match=r"residual layer 1 has shape \(8, 20, 9\); expected batch x pos x 8"):
+            lsim.analyze(Own(), random_tokens(), "cka", layers=layers)
+
+
 def test_one_layer_and_one_row():
     found = run(tiny_llama(layers=1), random_tokens(1, 20))
     assert found["cosine"].values.shape == (2, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,6 +122,10 @@ def _read_data(name: str, split: str) -> Any:
 
 def main() -> None:
     """Run the command line; refusals are printed, not traced."""
+    if not sys.stderr.isatty():
+        # Read by transformers and datasets when they are imported.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except (LayersimError, OSError) as error:

@@ -108,5 +108,7 @@ def _style(fig: go.Figure, title: str, height: int, width: int) -> go.Figure:
         height=height,
         width=width,
         margin={"l": 60, "r": 20, "t": 50, "b": 50},
+        # Beside the plot: on top it would cover the title.
+        modebar={"orientation": "v"},
         legend={"orientation": "h", "yanchor": "top", "y": -0.18},
     )

@@ -39,7 +39,7 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
         provenance["seconds"] = round(result.provenance.seconds, 2)
         for key in ("options", "versions"):
             provenance[key] = ", ".join(f"{k}={v}" for k, v in provenance[key].items() if v is not None)
-        headline = [(key, f"{value:.4f}") for key, value in result.headline().items()]
+        headline = [(key, f"{value:.4g}") for key, value in result.headline().items()]
         sections.append({"name": name, "headline": headline, "plots": plots, "provenance": provenance.items()})
     first = next(iter(report.values()), None)
     title = f"Layers of {Path(first.provenance.model).name if first else 'no model'}"

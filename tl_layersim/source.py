@@ -40,6 +40,17 @@ class View:
     position: Tensor
 
 
+def first_tensor(output: Any) -> Tensor:
+    """The residual in what a block takes or gives: itself, or the first tensor of a tuple, list or mapping."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    raise ValueError(f"a block gave {type(output).__name__} without a tensor in it, where its residual was expected")
+
+
 def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep: Tensor) -> Tensor:
     """Copy the kept rows of one layer's activations into the buffer that becomes `View.residual`.
 
@@ -58,6 +69,10 @@ def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         # A layer that is never placed must not pass for numbers.
         buffer = torch.full((n_layers, keep.numel(), hidden.shape[-1]), torch.nan, dtype=dtype, device=device)
+    if hidden.dim() != 3 or hidden.shape[-1] != buffer.shape[-1]:
+        raise ValueError(
+            f"residual layer {layer} has shape {tuple(hidden.shape)}; expected batch x pos x {buffer.shape[-1]}, as the first"
+        )
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     buffer[layer] = rows.index_select(0, keep.to(rows.device))
     return buffer

@@ -68,7 +68,7 @@ class CosineResult(LayerMatrix):
         ),
         Picture(
             "norm_ratio",
-            "Norm of the skip connection over norm of the block's update",
+            "Norm of the stream over norm of the block's update",
             "High values say that the residual stream passes a block almost unchanged "
             "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
         ),
@@ -193,7 +193,8 @@ class Cosine(Analyzer):
 def mean_kernel(view: View) -> dict[str, Tensor]:
     """Sum of the residual over tokens, and how many there are."""
     return {
-        "total": view.residual.sum(1, dtype=torch.float64),
+        # Layer by layer: a sum with another dtype first makes a copy of all that it sums.
+        "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in view.residual]),
         "count": torch.tensor(view.residual.shape[1]),
     }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..data import Batch
 from ..errors import LayersimError
 from ..layout import call_options, describe, find_blocks, hash_config, hash_weights
-from ..source import Kernel, Model, Reduced, Source, View, eval_mode, layer_names, place, reduce
+from ..source import Kernel, Model, Reduced, Source, View, eval_mode, first_tensor, layer_names, place, reduce
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,15 @@ class HookedSource(Source):
             choose: `batch pos`, which positions of a call to count.
         """
         recorder = _Recorder(len(self._taps), on_view, choose)
-        handles = []
+        handles: list[Any] = []
         try:
             # A caller may run the model, or the stack of blocks inside it.
             inner = getattr(self._module, getattr(self._module, "base_model_prefix", "") or "", None)
             for module in (self._module, inner):
                 if isinstance(module, torch.nn.Module):
-                    handles.append(module.register_forward_pre_hook(recorder.see_call, with_kwargs=True))
+                    handles.append(module.register_forward_pre_hook(recorder.begin, with_kwargs=True))
+                    # Also after an exception: what a failed call left behind belongs to no later one.
+                    handles.append(module.register_forward_hook(recorder.end, always_call=True))
             if self._embed is not None:
                 handles.append(self._embed.register_forward_pre_hook(recorder.see_tokens, with_kwargs=True))
             for layer, tap in enumerate(self._taps):
@@ -143,17 +145,25 @@ class _Recorder:
 
     def __init__(self, n_layers: int, on_view: Callable[[View], None], choose: Callable[[Call], Tensor]) -> None:
         self.n_layers, self.on_view, self.choose = n_layers, on_view, choose
+        self.outermost: torch.nn.Module | None = None
+        self.keep = torch.empty(0, dtype=torch.int64)
+        self.shape = (0, 0)
+        self._forget()
+
+    def _forget(self) -> None:
         self.tokens: Tensor | None = None
         self.attention: Any = None
         self.texts = 0
         self.buffer: Tensor | None = None
-        self.keep = torch.empty(0, dtype=torch.int64)
-        self.shape = (0, 0)
         self.next = 0
 
-    def see_call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # What an earlier call left behind when it failed half way belongs to no later one.
-        self.tokens, self.buffer, self.next = None, None, 0
+    def end(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
+        if module is self.outermost:
+            self.outermost = None
+            self._forget()
+
+    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.outermost = self.outermost or module
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | kwargs
         texts = given.get("input")
@@ -166,19 +176,20 @@ class _Recorder:
 
     def see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
-        if given and torch._C._current_graph_task_id() == -1:
+        # A user may embed tokens outside of any forward pass.
+        if given and self.outermost is not None and torch._C._current_graph_task_id() == -1:
             self.tokens = given[0].detach()
 
     def attach(self, tap: _Tap, layer: int) -> Any:
         if tap.incoming:
 
             def before(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                self.see(layer, args[0] if args else kwargs["hidden_states"])
+                self.see(layer, first_tensor((*args, *kwargs.values())))
 
             return tap.module.register_forward_pre_hook(before, with_kwargs=True)
 
         def after(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-            self.see(layer, output[0] if isinstance(output, tuple) else output)
+            self.see(layer, first_tensor(output))
 
         return tap.module.register_forward_hook(after)
 
@@ -197,7 +208,7 @@ class _Recorder:
         self.next += 1
         if self.next == self.n_layers:
             view = self._view(self.buffer)
-            self.buffer, self.tokens, self.attention, self.texts, self.next = None, None, None, 0, 0
+            self._forget()
             self.on_view(view)
 
     def _view(self, residual: Tensor) -> View:

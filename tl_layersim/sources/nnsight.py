@@ -14,7 +14,7 @@ from torch import Tensor
 from ..data import Batch
 from ..errors import LayersimError
 from ..layout import call_options, describe, find_blocks
-from ..source import Kernel, Model, Reduced, Source, View, eval_mode, place, reduce
+from ..source import Kernel, Model, Reduced, Source, View, eval_mode, first_tensor, place, reduce
 
 
 class NNsightSource(Source):
@@ -35,6 +35,9 @@ class NNsightSource(Source):
         nnsight.register("tl_layersim")
         self._envoy, self._where = model, _where(model, remote)
         self._remote = remote
+        if not getattr(model, "dispatched", True) and remote in (False, "local"):
+            # Weights that are loaded at the first trace would have neither hash nor evaluation mode before it.
+            model.dispatch()
         self._module: torch.nn.Module = model._module
         paths = find_blocks(self._module, layers)
         self._blocks = [model.get(path) for path in paths]
@@ -142,7 +145,7 @@ def _trace(
             buffer = place(None, 0, total, blocks[0].input, keep)
             for index, block in enumerate(blocks):
                 output = block.output
-                buffer = place(buffer, index + 1, total, output[0] if isinstance(output, tuple) else output, keep)
+                buffer = place(buffer, index + 1, total, first_tensor(output), keep)
             rows = keep.to(buffer.device)
             view = View(buffer, tokens.to(buffer.device).reshape(-1)[rows], rows // pos, rows % pos)
             found = reduce(kernels, view)
