@@ -79,7 +79,16 @@ def oracle_cka(
         for b in range(columns):
             x, y = [batch[a] for batch in batches], [batch[b] for batch in others]
             values[a, b] = mean_hsic(x, y) / np.sqrt(mean_hsic(x, x) * mean_hsic(y, y))
-    return {"values": values}
+
+    def effective(parts: list[np.ndarray], layer: int) -> float:
+        r = [np.sum((token - part[layer].mean(0)) ** 2) for part in parts for token in part[layer]]
+        return sum(r) ** 2 / sum(one**2 for one in r)
+
+    return {
+        "values": values,
+        "effective_samples": np.array([effective(batches, a) for a in range(rows)]),
+        "column_effective_samples": np.array([effective(others, b) for b in range(columns)]),
+    }
 
 
 def arccos_distance(values: np.ndarray) -> float:

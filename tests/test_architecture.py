@@ -15,7 +15,7 @@ import tl_layersim as lsim
 PACKAGE = Path(lsim.__file__).parent
 # A room may import rooms of its own floor and of those below. Results draw and print themselves only when asked to.
 FLOORS = [
-    {"errors", "sums"},
+    {"errors", "sums", "hsic"},
     {"storage", "typed"},
     {"results"},
     {"source", "plotting", "distributed"},

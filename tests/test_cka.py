@@ -30,7 +30,8 @@ def test_each_estimator_equals_its_oracle(estimator):
     data = [residuals(seed, tokens=n) for seed, n in enumerate((12, 30, 7))]
     expected = oracles.oracle_cka(data, biased=estimator == "biased", exact=estimator == "exact")
     found = from_views(lsim.CKA(estimator=estimator), [view(x) for x in data])
-    np.testing.assert_allclose(found.values, expected["values"], atol=1e-10)
+    for field, value in expected.items():
+        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
     np.testing.assert_allclose(found.values, found.values.T, atol=1e-12)
     np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-12)
 
@@ -42,7 +43,8 @@ def test_between_two_models_of_other_width_and_depth(estimator):
     expected = oracles.oracle_cka(xs, ys, biased=estimator == "biased", exact=estimator == "exact")
     found = between(lsim.CKA(estimator=estimator), xs, ys)
     assert found.values.shape == (4, 3)
-    np.testing.assert_allclose(found.values, expected["values"], atol=1e-10)
+    for field, value in expected.items():
+        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
 
 
 def test_invariant_to_rotation_scale_and_translation():
@@ -215,3 +217,15 @@ def test_each_minibatch_weighs_its_pairs():
         np.testing.assert_allclose(found.values, oracles.oracle_cka(data, biased=biased)["values"], atol=1e-10)
         alone = oracles.oracle_cka(data[:1], biased=biased)["values"]
         assert 1e-6 < np.abs(found.values.numpy() - alone).max() < 0.1
+
+
+@pytest.mark.parametrize("estimator", ["minibatch", "exact"])
+def test_a_few_massive_tokens_are_spoken_of(estimator):
+    x = residuals(0, tokens=512)
+    plain = from_views(lsim.CKA(estimator=estimator), [view(x)])
+    assert plain.effective_samples.min() > 150
+    x[2, 17] *= 300
+    with pytest.warns(lsim.LayersimWarning, match=r"massive activations at 1 layers, blocks\.1\.hook_resid_post"):
+        found = from_views(lsim.CKA(estimator=estimator), [view(x)])
+    assert found.effective_samples[2] < 1.1
+    assert found.effective_samples[3] > 150

@@ -235,7 +235,7 @@ def test_layers_can_be_named_for_any_module(data):
     plain = lsim.analyze(Own(), tokens, "cka", layers=paths)["cka"]
     traced = lsim.analyze(nnsight(Own()), tokens, "cka", layers=paths)["cka"]
     assert plain.values.shape == (4, 4)
-    assert worst(plain, traced) < 1e-7
+    assert worst(plain, traced) < 1e-5
 
 
 def test_a_wrapped_module_is_on_no_server():

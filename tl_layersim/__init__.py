@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .data import Batch
     from .demo import demo_model, demo_text
     from .engine import analyze, compare
-    from .errors import LayersimError
+    from .errors import LayersimError, LayersimWarning
     from .probe import Probe, attach
     from .results import (
         LayerCurve,
@@ -39,7 +39,7 @@ _HOME = {
     "analyzers": ("find_analyzers",),
     "data": ("Batch",),
     "demo": ("demo_model", "demo_text"),
-    "errors": ("LayersimError",),
+    "errors": ("LayersimError", "LayersimWarning"),
     "probe": ("Probe", "attach"),
     "results": (
         "LayerCurve",
@@ -70,6 +70,7 @@ __all__ = [
     "LayerCurve",
     "LayerMatrix",
     "LayersimError",
+    "LayersimWarning",
     "Model",
     "Picture",
     "Probe",

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class LayersimWarning(UserWarning):
+    """A number that is right and probably not what was meant."""
+
+
 class LayersimError(ValueError):
     """A request that tl_layersim refuses, or numbers that it will not report.
 

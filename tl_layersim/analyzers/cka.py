@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
 import torch
-from einops import rearrange
+from jaxtyping import Float64
 from torch import Tensor
 
 from ..analyzer import Analyzer, Run, need_tokens
-from ..errors import LayersimError
-from ..results import LayerMatrix, Picture
+from ..errors import LayersimError, LayersimWarning
+from ..hsic import MOMENTS, centred_grams, hsic_from_moments, moments
+from ..results import LayerMatrix, Picture, axes
 from ..source import Kernel, Model, View
 from ..sums import Sums
 from ..typed import typed
@@ -27,10 +29,16 @@ class CKAResult(LayerMatrix):
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models; float64. Unbiased estimates of unrelated
             layers scatter about 0 and may be slightly negative.
+        effective_samples: `residual`, how many samples of equal weight would carry as much: (sum r)^2 / sum r^2 with r a
+            sample's squared distance from its minibatch's mean. CKA weighs samples by r; where a few tokens have massive
+            activations it is a statement about those few, and a `LayersimWarning` says so.
+        column_effective_samples: `column`, the same for the second model, or the same again.
         samples: how many tokens (or sequences) went into it.
         minibatches: how many minibatches; 1 for the exact estimator.
     """
 
+    effective_samples: Float64[Tensor, " row"] = axes("residual")
+    column_effective_samples: Float64[Tensor, " column"] = axes("column")
     samples: int
     minibatches: int
 
@@ -40,6 +48,12 @@ class CKAResult(LayerMatrix):
             "Linear CKA between layers",
             "Whether two layers place the same tokens in the same geometry, up to rotation and scale: 1 the same, 0 unrelated "
             "(Kornblith et al. 2019; unbiased HSIC of Song et al. 2012, minibatches of Nguyen et al. 2021).",
+        ),
+        Picture(
+            "effective_samples",
+            "Effective number of samples behind CKA",
+            "How many tokens of equal weight would carry as much; a handful means that CKA there speaks of a few tokens with "
+            "massive activations (Sun et al. 2024), and that they should be left out.",
         ),
     )
 
@@ -79,6 +93,7 @@ class CKAResult(LayerMatrix):
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
             "samples in a minibatch": self.mean_minibatch,
+            "effective share of samples, at the layer where it is least": float(self.effective_samples.min()) / self.samples,
         }
 
 
@@ -128,7 +143,7 @@ class CKA(Analyzer):
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last"] = "mean"
     seed: int = 0
-    max_memory_gb: float = 4.0
+    max_memory_gb: int | float = 4.0
 
     @property
     def whole_rows(self) -> bool:
@@ -166,7 +181,11 @@ class CKA(Analyzer):
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         unit = "tokens" if self.level == "token" else "sequences"
         need_tokens(int(sums["samples"]), 4, "CKA", f"{unit} together" if self.estimator == "exact" else f"{unit} in one batch")
-        cross, own_x, own_y = exact_hsic(sums) if self.estimator == "exact" else (sums["xy"], sums["xx"], sums["yy"])
+        if self.estimator == "exact":
+            cross, own_x, own_y, effective_x, effective_y = exact_hsic(sums)
+        else:
+            cross, own_x, own_y = sums["xy"], sums["xx"], sums["yy"]
+            effective_x, effective_y = (sums[f"r_{z}"].square() / sums[f"r_{z}^2"] for z in "xy")
         if self.estimator == "exact":
             _refuse_lost_digits(sums, own_x, own_y)
         for own, layers in ((own_x, run.layers), (own_y, run.column_layers)):
@@ -178,13 +197,31 @@ class CKA(Analyzer):
                     expected="activations that differ from sample to sample, and enough samples",
                     do="pass more varied data, a larger minibatch=, or skip_first=1",
                 )
+        _warn_of_few(effective_x, effective_y, run, int(sums["samples"]))
         return CKAResult(
             values=cross / torch.outer(own_x.sqrt(), own_y.sqrt()),
+            effective_samples=effective_x,
+            column_effective_samples=effective_y,
             samples=int(sums["samples"]),
             minibatches=int(sums["minibatches"]) if self.estimator != "exact" else 1,
             layers=run.layers,
             column_layers=run.column_layers,
             provenance=run.provenance,
+        )
+
+
+def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int) -> None:
+    """Say where fewer than one in a hundred samples decide the result."""
+    layers = [*zip(run.layers, effective_x, strict=True), *zip(run.column_layers, effective_y, strict=True)]
+    few = dict.fromkeys(name for name, effective in layers if effective < count / 100)
+    if few and count >= 200:
+        least = min(float(effective_x.min()), float(effective_y.min()))
+        warnings.warn(
+            f"CKA is decided by a few samples with massive activations at {len(few)} layers, {next(iter(few))} among them: "
+            f"as if there were {least:.1f} samples, of {count}. These are often the first tokens of a row: try skip_first=2 or "
+            "more, and see result.effective_samples.",
+            LayersimWarning,
+            stacklevel=2,
         )
 
 
@@ -213,10 +250,17 @@ def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, 
     xy = torch.zeros(x.shape[0], y.shape[0], dtype=torch.float64, device=x.device)
     xx = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
     yy = torch.zeros(y.shape[0], dtype=torch.float64, device=x.device)
+    r = {
+        name: torch.zeros(len(z), dtype=torch.float64, device=x.device)
+        for name, z in (("x", x), ("x^2", x), ("y", y), ("y^2", y))
+    }
     for start in range(0, count * size, size):
         part = order[start : start + size]
-        a = centred_grams(x[:, part.to(x.device)], biased)
-        b = a if len(views) == 1 else centred_grams(y[:, part.to(y.device)], biased).to(a.device)
+        a, r_x = centred_grams(x[:, part.to(x.device)], biased)
+        b, r_y = (a, r_x) if len(views) == 1 else (z.to(a.device) for z in centred_grams(y[:, part.to(y.device)], biased))
+        for name, values in (("x", r_x), ("y", r_y)):
+            r[name] += values.sum(1)
+            r[f"{name}^2"] += values.square().sum(1)
         # Every pair of layers at once. Each entry is n(n-3) HSIC_1, or (n-1)^2 HSIC_0: left so, a batch too small for a whole
         # minibatch weighs as little as it knows, and among minibatches of one size the factor cancels.
         xy += a @ b.T
@@ -226,30 +270,10 @@ def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, 
         "xy": xy,
         "xx": xx,
         "yy": yy,
+        **{f"r_{name}": value for name, value in r.items()},
         "minibatches": torch.tensor(count),
         "samples": torch.tensor(count * size),
     }
-
-
-def centred_grams(x: Tensor, biased: bool) -> Tensor:
-    """`layer (n n)`, float64: each layer's Gram matrix, doubly centred (biased) or U-centred with a zero diagonal.
-
-    The product of two U-centred Grams, summed, is n(n-3) HSIC_1 (Szekely and Rizzo 2014).
-    """
-    # Translation changes no HSIC; without it a large common vector would eat float32 digits.
-    x = x - x.mean(1, keepdim=True)
-    gram = torch.bmm(x, x.transpose(1, 2)).double()
-    n = gram.shape[-1]
-    if biased:
-        gram = gram - gram.mean(1, keepdim=True) - gram.mean(2, keepdim=True) + gram.mean((1, 2), keepdim=True)
-    else:
-        gram.diagonal(dim1=1, dim2=2).zero_()
-        row = gram.sum(2) / (n - 2)
-        gram -= row[:, :, None]
-        gram -= row[:, None, :]
-        gram += (row.sum(1) / (n - 1))[:, None, None]
-        gram.diagonal(dim1=1, dim2=2).zero_()
-    return gram.flatten(1)
 
 
 def exact_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
@@ -267,34 +291,24 @@ def exact_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
     return out | {"samples": torch.tensor(x.shape[1])}
 
 
-def moments(x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Uncentred sums over samples of x, y, r = |row|^2 and their products; x, y are `layer sample d_model`."""
-    r_x, r_y = x.square().sum(-1), y.square().sum(-1)
-    return {
-        "x": x.sum(1),
-        "y": y.sum(1),
-        "cross": rearrange(x, "layer sample d -> (layer d) sample") @ rearrange(y, "layer sample d -> sample (layer d)"),
-        "r_x": r_x.sum(1),
-        "r_y": r_y.sum(1),
-        "r_x r_y": r_x @ r_y.T,
-        "r_x y": torch.einsum("an,bnd->abd", r_x, y),
-        "r_y x": torch.einsum("bn,and->abd", r_y, x),
-    }
-
-
-def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC_1 of all pairs `row column`, and of each row layer and each column layer with itself."""
+def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """HSIC_1 of all pairs `row column`, of each row layer and each column layer with itself, and both effective samples."""
     n = int(sums["samples"])
-    names = ("x", "y", "cross", "r_x", "r_y", "r_x r_y", "r_x y", "r_y x")
-    cross = hsic_from_moments({name: sums[f"xy.{name}"] for name in names}, n)
+
+    def of(which: str, layer: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        found = {name: sums[f"{which}.{name}"] for name in MOMENTS}
+        return hsic_from_moments(found if layer is None else {name: value[layer] for name, value in found.items()}, n)
+
+    cross, r, r_r = of("xy")
     if "xx.x" not in sums.fields:
-        return cross, cross.diagonal(), cross.diagonal()
-    own = []
+        effective = r.square() / r_r.diagonal()
+        return cross, cross.diagonal(), cross.diagonal(), effective, effective
+    own, effective_samples = [], []
     for which in ("xx", "yy"):
-        layers = len(sums[f"{which}.x"])
-        per_layer = ({name: sums[f"{which}.{name}"][layer] for name in names} for layer in range(layers))
-        own.append(torch.stack([hsic_from_moments(m, n)[0, 0] for m in per_layer]))
-    return cross, own[0], own[1]
+        layers = [of(which, layer) for layer in range(len(sums[f"{which}.x"]))]
+        own.append(torch.stack([hsic[0, 0] for hsic, _, _ in layers]))
+        effective_samples.append(torch.stack([r[0].square() / r_r[0, 0] for _, r, r_r in layers]))
+    return cross, own[0], own[1], effective_samples[0], effective_samples[1]
 
 
 def _refuse_lost_digits(sums: Sums, own_x: Tensor, own_y: Tensor) -> None:
@@ -309,25 +323,3 @@ def _refuse_lost_digits(sums: Sums, own_x: Tensor, own_y: Tensor) -> None:
                 expected="at most 1e-4",
                 do='CKA(estimator="minibatch"), which centres each minibatch, or skip_first=1',
             )
-
-
-def hsic_from_moments(m: dict[str, Tensor], n: int) -> Tensor:
-    """n(n-3) HSIC_1 = |X'Y|_F^2 - n/(n-2) sum r^x r^y + sum r^x sum r^y / ((n-1)(n-2)), X and Y centred over all samples."""
-    mu, nu = m["x"] / n, m["y"] / n
-    mu2, nu2 = mu.square().sum(-1), nu.square().sum(-1)
-    a, b = len(mu), len(nu)
-    frobenius, mu_c_nu = torch.empty(a, b, dtype=torch.float64), torch.empty(a, b, dtype=torch.float64)
-    for layer, block in enumerate(rearrange(m["cross"], "(a d) (b e) -> a d b e", a=a, b=b)):
-        frobenius[layer] = (block - n * torch.einsum("d,be->dbe", mu[layer], nu)).square().sum((0, 2))
-        mu_c_nu[layer] = torch.einsum("d,dbe,be->b", mu[layer], block, nu)
-    r_x, r_y = m["r_x"] - n * mu2, m["r_y"] - n * nu2
-    r_x_r_y = (
-        m["r_x r_y"]
-        - 2 * torch.einsum("abd,bd->ab", m["r_x y"], nu)
-        - 2 * torch.einsum("abd,ad->ab", m["r_y x"], mu)
-        + torch.outer(m["r_x"], nu2)
-        + torch.outer(mu2, m["r_y"])
-        + 4 * mu_c_nu
-        - 3 * n * torch.outer(mu2, nu2)
-    )
-    return (frobenius - n / (n - 2) * r_x_r_y + torch.outer(r_x, r_y) / ((n - 1) * (n - 2))) / (n * (n - 3))
