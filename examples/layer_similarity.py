@@ -14,7 +14,7 @@ import tl_layersim as lsim
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
-report = lsim.analyze(lsim.demo_model(), lsim.demo_text(), [lsim.Cosine(), lsim.CKA()], pack=True, skip_first=1)
+report = lsim.analyze(lsim.demo_model(), lsim.demo_text(), [lsim.Cosine(), lsim.CKA()], pack=True, skip_first=2)
 
 report["cosine"].plot().write_html(OUT / "cosine_all_pairs.html")
 curves = go.Figure()

@@ -10,7 +10,7 @@ import tl_layersim as lsim
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 
-result = lsim.analyze(lsim.demo_model(), lsim.demo_text(), lsim.Cosine(), pack=True, skip_first=1)["cosine"]
+result = lsim.analyze(lsim.demo_model(), lsim.demo_text(), lsim.Cosine(), pack=True, skip_first=2)["cosine"]
 result.plot("adjacent").write_html(OUT / "adjacent_cosine.html")
 result.plot("norm_ratio").write_html(OUT / "norm_ratio.html")
 
