@@ -11,8 +11,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 import tl_layersim as lsim
+
+# The same examples on every machine of continuous integration; new ones wherever a person runs the tests.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 VOCABULARY = 100
 

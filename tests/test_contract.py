@@ -47,7 +47,8 @@ def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cut
     analyzer = cls()
     whole = from_views(analyzer, views)
     shuffled = from_views(analyzer, [views[i] for i in order])
-    assert worst(whole, shuffled) < 1e-10
+    # A standard deviation near 0 is the root of what rounding left.
+    assert worst(whole, shuffled) < 1e-7
 
     first_kernel = analyzer.first_kernel()
     first = lsim.Sums()

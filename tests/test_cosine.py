@@ -136,3 +136,11 @@ def test_a_mean_that_is_not_finite_is_refused():
 def test_a_given_mean_serves_a_single_token():
     found = from_views(lsim.Cosine(center=torch.zeros(4, 8)), [view(residuals(0, tokens=1))])
     assert found.values.shape == (4, 4)
+
+
+def test_a_right_angle_is_not_below_zero():
+    x = np.array([[[1.0, 0.0], [3.0, 4.0]], [[0.0, 2.0], [-4.0, 3.0]]])
+    found = from_views(lsim.Cosine(center="none"), [view(x)])
+    assert found.below_zero[0, 1] == 0
+    assert torch.equal(found.values, torch.eye(2, dtype=torch.float64))
+    assert torch.equal(found.std, torch.zeros(2, 2, dtype=torch.float64))

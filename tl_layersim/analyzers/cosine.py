@@ -173,11 +173,11 @@ class Cosine(Analyzer):
                 do="leave those tokens out with skip_first= or a mask" + (', or Cosine(center="none")' if centred else ""),
             )
         mean = sums["sum"] / count
-        # Rounding may carry a self-cosine past 1 by 1e-8 and a variance below 0.
-        variance = (sums["square"] / count - mean**2).clamp(min=0)
+        # Rounding may carry a cosine past 1 and a variance below 0; with itself a layer's cosine is 1, without spread.
+        std = (sums["square"] / count - mean**2).clamp(min=0).sqrt().fill_diagonal_(0)
         return CosineResult(
-            values=mean.clamp(-1, 1),
-            std=variance.sqrt(),
+            values=mean.clamp(-1, 1).fill_diagonal_(1),
+            std=std,
             below_zero=sums["negative"].double() / count,
             to_last=quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES),
             adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, QUANTILES),
