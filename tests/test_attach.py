@@ -137,8 +137,10 @@ def test_mixed_precision():
     assert torch.allclose(inside["cosine"].values.diagonal(), torch.ones(4, dtype=torch.float64), atol=1e-6)
 
 
-def test_gradient_checkpointing_does_not_count_twice():
-    model, tokens = tiny_llama().train(), random_tokens(2, 12)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_gradient_checkpointing_does_not_count_twice(layers):
+    """The backward pass runs blocks again, one by one; of a single block that looks like a whole forward pass."""
+    model, tokens = tiny_llama(layers=layers).train(), random_tokens(2, 12)
     model.gradient_checkpointing_enable()
     with lsim.attach(model, analyzers()) as probe:
         model(tokens, use_cache=False).logits.square().mean().backward()
@@ -163,6 +165,31 @@ def test_a_mask_leaves_padding_out(make):
     for name in expected:
         assert worst(given[name], expected[name]) < 1e-6
         assert worst(seen[name], expected[name]) < 1e-6
+
+
+def test_a_block_that_is_run_alone_is_no_forward_pass():
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words = torch.nn.Embedding(100, 8)
+            self.parts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, tokens):
+            x = self.words(tokens)
+            for part in self.parts:
+                x = x + part(x)
+            return x
+
+    model, tokens = Own(), random_tokens(2, 12)
+    layers = ["parts.0", "parts.1", "parts.2"]
+    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none"), layers=layers) as probe:
+        model.parts[1](torch.ones(2, 12, 8))
+        model(tokens)
+        model.parts[2](torch.ones(2, 5, 8))
+        model.parts[0](torch.ones(2, 5, 8))
+    expected = lsim.analyze(model, tokens, lsim.Cosine(center="none"), layers=layers)
+    assert worst(probe.results()["cosine"], expected["cosine"]) == 0
 
 
 def test_a_mask_of_the_wrong_shape_is_refused():
