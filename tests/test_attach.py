@@ -138,10 +138,12 @@ def test_mixed_precision():
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_gradient_checkpointing_does_not_count_twice(layers):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_does_not_count_twice(layers, reentrant):
     """The backward pass runs blocks again, one by one; of a single block that looks like a whole forward pass."""
     model, tokens = tiny_llama(layers=layers).train(), random_tokens(2, 12)
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
     with lsim.attach(model, analyzers()) as probe:
         model(tokens, use_cache=False).logits.square().mean().backward()
     assert probe.results()["cosine"].provenance.tokens == 24
