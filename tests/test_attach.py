@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import tl_layersim as lsim
 
@@ -137,15 +138,40 @@ def test_mixed_precision():
     assert torch.allclose(inside["cosine"].values.diagonal(), torch.ones(4, dtype=torch.float64), atol=1e-6)
 
 
+class Checkpointed(torch.nn.Module):
+    """Blocks inside a checkpoint, as models that call `torch.utils.checkpoint` around their blocks have them."""
+
+    def __init__(self, layers: int, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(100, 8)
+        self.parts = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(layers))
+        self.reentrant = reentrant
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for part in self.parts:
+            x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_does_not_count_twice(layers, reentrant):
     """The backward pass runs blocks again, one by one; of a single block that looks like a whole forward pass."""
-    model, tokens = tiny_llama(layers=layers).train(), random_tokens(2, 12)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
+    model, tokens = Checkpointed(layers, reentrant), random_tokens(2, 12)
+    paths = [f"parts.{i}" for i in range(layers)]
+    with lsim.attach(model, analyzers(), layers=paths) as probe:
+        model(tokens).square().mean().backward()
+    assert probe.results()["cosine"].provenance.tokens == 24
+
+
+@each_model
+def test_gradient_checkpointing_of_a_real_layout(make):
+    model, tokens = make().train(), random_tokens(2, 12)
+    getattr(model, "original_model", model).gradient_checkpointing_enable()
     with lsim.attach(model, analyzers()) as probe:
-        model(tokens, use_cache=False).logits.square().mean().backward()
+        logits(model, tokens).square().mean().backward()
     assert probe.results()["cosine"].provenance.tokens == 24
 
 
