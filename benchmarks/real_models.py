@@ -61,9 +61,9 @@ def traps(name: str, model: Any, texts: list[str], tokens: int, exact_gb: float)
         values = lsim.analyze(model, texts, analyzer, **(options | more))["cosine"].values
         return f"{values[early, late]:.3f} |"
 
-    print(f"### {name}: layers {early} and {late} of {depth}\n")
+    print(f"### {name}: after block {early - 1} and after block {late - 1}, of {depth} blocks\n")
     print(f"The first {SKIP} tokens of each row are left out where nothing else is said.\n")
-    print(f"| measure | value | effective samples at layer {early} |\n| --- | --- | --- |")
+    print(f"| measure | value | effective samples after block {early - 1} |\n| --- | --- | --- |")
     exact = lsim.CKA(estimator="exact", max_memory_gb=exact_gb)
     two = {"skip_first": SKIP}
     rows = [

@@ -240,6 +240,20 @@ def test_texts_that_the_model_pads_are_refused():
     assert probe.results()["cosine"].provenance.tokens >= 3
 
 
+def test_pads_that_no_mask_tells_of_are_refused():
+    from .conftest import tiny_tokenizer
+
+    model = tiny_llama()
+    model.tokenizer = tiny_tokenizer()
+    padded = torch.tensor([[1, 5, 6, 2, 2, 2], [1, 5, 6, 7, 8, 9]])
+    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+        with pytest.raises(lsim.LayersimError, match=r"no mask says so(.|\n)*probe.mask"):
+            model(padded)
+        probe.mask = padded != 2
+        model(padded)
+    assert probe.results()["cosine"].provenance.tokens == 9
+
+
 def test_what_needs_two_passes_is_refused_with_what_does_not():
     with (
         pytest.raises(lsim.LayersimError, match=r"needs a first pass(.|\n)*Cosine\(center=\"none\"\)"),
@@ -257,7 +271,7 @@ def test_nothing_seen_and_not_a_number():
     model = tiny_llama()
     with lsim.attach(model, analyzers()) as probe:
         pass
-    with pytest.raises(lsim.LayersimError, match="data is empty"):
+    with pytest.raises(lsim.LayersimError, match=r"no forward pass went through the model"):
         probe.results()
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight[0, 0] = float("inf")

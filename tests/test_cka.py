@@ -167,7 +167,7 @@ def test_compare_runs_two_models_on_the_same_tokens():
 
 
 def test_four_samples_are_needed():
-    with pytest.raises(lsim.LayersimError, match=r"so few tokens in one batch(.|\n)*at least 4"):
+    with pytest.raises(lsim.LayersimError, match=r"no batch had them(.|\n)*at least 4 tokens in one batch"):
         from_views(lsim.CKA(), [view(residuals(0, tokens=3))] * 5)
     assert from_views(lsim.CKA(estimator="exact"), [view(residuals(i, tokens=3)) for i in range(5)]).samples == 15
 
@@ -229,3 +229,8 @@ def test_a_few_massive_tokens_are_spoken_of(estimator):
         found = from_views(lsim.CKA(estimator=estimator), [view(x)])
     assert found.effective_samples[2] < 1.1
     assert found.effective_samples[3] > 150
+
+
+def test_few_samples_are_spoken_of():
+    with pytest.warns(lsim.LayersimWarning, match="CKA rests on 40 samples here"):
+        from_views(lsim.CKA(), [view(residuals(0, tokens=40))])

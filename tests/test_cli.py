@@ -36,6 +36,7 @@ def page(tmp_path_factory):
 def test_with_no_argument_it_runs_on_the_demo(page):
     out, done = page
     assert "Report:" in done.stdout
+    assert "2048 tokens, where --max-tokens stopped it, in 8 rows (packed)" in done.stdout
     assert str(out / "report.html") in done.stdout
     # Quiet where no one watches: no progress bar, no warning.
     assert "\r" not in done.stderr
@@ -75,6 +76,25 @@ def test_a_folder_of_weights_and_a_text_file(tmp_path):
     assert result.values.shape == (4, 4)
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_a_table(kind, tmp_path):
+    import pandas
+
+    table = pandas.DataFrame({"story": lsim.demo_text()[:6], "label": range(6)})
+    path = tmp_path / f"table.{kind}"
+    if kind == "parquet":
+        table.to_parquet(path)
+    elif kind == "jsonl":
+        table.to_json(path, orient="records", lines=True)
+    else:
+        table.to_csv(path, sep="\t" if kind == "tsv" else ",", index=False, quoting=3 if kind == "tsv" else 0)
+    done = run("report", "--data", path, "--column", "story", "--analyzers", "cosine", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    found = lsim.load_report(tmp_path / "out" / "report.safetensors")["cosine"].provenance
+    assert (found.sequences, found.options["pack"]) == (6, False)
+    assert "in 6 rows (one text a row)" in done.output
+
+
 def test_a_saved_data_set(tmp_path):
     import datasets
 
@@ -101,6 +121,7 @@ def test_refusals_are_printed_not_traced(tmp_path):
     for arguments, text in (
         (["report", "--analyzers", "cosin", "--out", str(tmp_path)], "did you mean 'cosine'?"),
         (["report", "--data", "./nothing.txt", "--out", str(tmp_path)], "There is no such data."),
+        (["report", "--model", str(tmp_path), "--out", str(tmp_path)], "Error:"),
     ):
         done = subprocess.run(
             [sys.executable, "-c", "from tl_layersim.cli import main; main()", *arguments],

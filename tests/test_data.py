@@ -217,3 +217,29 @@ def test_texts_need_a_tokenizer():
     with pytest.raises(lsim.LayersimError, match=r"has no tokenizer(.|\n)*tokenizer="):
         lsim.analyze(tiny_llama(), TEXTS, "cosine")
     assert lsim.analyze(tiny_llama(), TEXTS, "cosine", tokenizer=tiny_tokenizer())["cosine"].provenance.tokens == 14
+
+
+def test_a_pandas_table_is_read_by_its_columns():
+    import pandas
+
+    table = pandas.DataFrame({"text": TEXTS, "label": [0, 1, 0]})
+    assert rows(table) == ROWS
+    assert rows(table["text"]) == ROWS
+    assert rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}), column="b") == ROWS
+    with pytest.raises(lsim.LayersimError, match="not clear where"):
+        rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}))
+
+
+def test_a_path_is_no_text(tmp_path):
+    (tmp_path / "text.txt").write_text("w3 w4")
+    for path in (tmp_path / "text.txt", str(tmp_path / "text.txt")):
+        with pytest.raises(lsim.LayersimError, match=r"the path of a file(.|\n)*read_text"):
+            rows(path)
+
+
+def test_the_tokenizer_and_named_layers_are_recorded():
+    paths = ["model.layers.0", "model.layers.2"]
+    found = lsim.analyze(tiny_llama(), TEXTS, "cosine", tokenizer=tiny_tokenizer(), layers=paths)["cosine"]
+    assert found.provenance.options["tokenizer"].endswith("of 100 tokens")
+    assert found.provenance.options["layers"] == paths
+    assert found.values.shape == (3, 3)

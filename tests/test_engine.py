@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+import transformers
 
 import tl_layersim as lsim
 from tl_layersim import engine
@@ -52,6 +53,9 @@ def test_names_stand_for_analyzers_and_the_nearest_is_suggested():
     assert set(lsim.analyze(tiny_llama(), random_tokens(), ["cosine", lsim.CKA()])) == {"cosine", "cka"}
     with pytest.raises(lsim.LayersimError, match=r"no such analyzer(.|\n)*'cosin'(.|\n)*did you mean 'cosine'"):
         lsim.analyze(tiny_llama(), random_tokens(), "cosin")
+    for typo in ("cosine,cka", "CKA"):
+        with pytest.raises(lsim.LayersimError, match=r"did you mean \[?'c"):
+            lsim.analyze(tiny_llama(), random_tokens(), typo)
     with pytest.raises(lsim.LayersimError, match="'cka' twice"):
         lsim.analyze(tiny_llama(), random_tokens(), ["cka", lsim.CKA(minibatch=8)])
     with pytest.raises(lsim.LayersimError, match="No analyzer was given"):
@@ -104,6 +108,9 @@ def test_models_with_other_tokens_do_not_compare():
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cka")
     b.tokenizer = tiny_tokenizer()
     assert lsim.compare(a, b, ["w3 w4 w5 w6"], "cka").samples == 5
+    wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**a.config.to_dict() | {"vocab_size": 120}))
+    with pytest.warns(lsim.LayersimWarning, match="vocabularies have 100 and 120 entries"):
+        lsim.compare(a, wide, random_tokens(), "cka")
     with pytest.raises(lsim.LayersimError, match=r"relates layers of one model(.|\n)*CKA"):
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cosine")
 
@@ -132,8 +139,9 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path,
         return run(self, batch, kernels)
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
-    with pytest.raises(Stopped):
+    with pytest.raises(Stopped) as caught:
         lsim.analyze(model, data, analyzers(), batch_size=2, checkpoint=path)
+    assert "the same call goes on from there" in caught.value.__notes__[0]
     assert path.exists()
     report = lsim.analyze(model, data, analyzers(), batch_size=2, checkpoint=path)
     assert len(calls) == 8 + 1
@@ -186,8 +194,10 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
 def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     path, model, data = tmp_path / "run.safetensors", tiny_llama(), list(random_tokens(8, 11))
     lsim.analyze(model, data, "cka", checkpoint=path)
-    with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+    with pytest.raises(lsim.LayersimError, match=r"belongs to another run(.|\n)*'minibatch': 8(.|\n)*'minibatch': 256"):
         lsim.analyze(model, data, lsim.CKA(minibatch=8), checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match=r"given:    data: skip_first: 1\n  expected: data: skip_first: 0\n"):
+        lsim.analyze(model, data, "cka", checkpoint=path, skip_first=1)
     with pytest.raises(lsim.LayersimError, match="no place to go"):
         lsim.analyze(model, data, "cka", checkpoint=tmp_path / "nowhere" / "run")
     partial = tmp_path / "partial.safetensors"
@@ -361,7 +371,7 @@ def grows(view):
 
 
 BAD_ANALYZERS = {
-    "a class": (lambda: lsim.CKA, r"does not take this for analyzers|object, not its class"),
+    "a class": (lambda: lsim.CKA, r"object, not its class(.|\n)*CKA\(\)"),
     "no name": (lambda: analyzer(give=grows, body={"name": ""}), r"no name that a report can use(.|\n)*mine"),
     "a slash in its name": (lambda: analyzer(give=grows, body={"name": "a/b"}), "no name that a report can use"),
     "a kernel of lists": (lambda: analyzer(give=lambda v: [1]), r"kernel of 'mine' returned cannot be added"),

@@ -61,6 +61,20 @@ def test_tables_are_tidy(report):
         report["cosine"].to_frame("mood")
 
 
+def test_pivots_keep_the_order_of_layers():
+    names = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(11)))
+    values = torch.arange(144, dtype=torch.float64).view(12, 12)
+    matrix = lsim.LayerMatrix(values=values, layers=names, column_layers=names, provenance=provenance())
+    pivot = matrix.to_frame().pivot(index="row_layer", columns="column_layer", values="values")
+    assert (pivot.to_numpy() == values.numpy()).all()
+    assert list(pivot.index) == list(names)
+
+
+def test_a_result_says_in_short_what_it_is(report):
+    assert repr(report["cka"]).startswith("CKAResult(4 x 4, LlamaForCausalLM, 160 tokens)")
+    assert "tensor" not in repr(report["cosine"])
+
+
 def test_plots_carry_layer_names(report):
     fig = report["cosine"].plot()
     assert list(fig.layout.xaxis.ticktext) == ["embed", "0", "1", "2"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -53,30 +52,30 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
         rank, size = rank_and_size()
-        self._path = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
-        text = json.dumps({**identity, "processes": size}, sort_keys=True, default=str)
-        self._identity = hashlib.sha256(text.encode()).hexdigest()
-        self._identity_text = text
+        self.path = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
+        # As it reads back from a file: tuples are lists there.
+        self._identity = json.loads(json.dumps({**identity, "processes": size}, default=str))
 
     def load(self) -> dict[str, Tally]:
         """The tallies by pass; empty where there is no file yet."""
-        if self._path is None:
+        if self.path is None:
             return {}
-        if not self._path.parent.is_dir():
+        if not self.path.parent.is_dir():
             raise LayersimError(
                 "The checkpoint has no place to go.",
-                given=str(self._path),
+                given=str(self.path),
                 expected="a path in a folder that exists",
-                do=f"mkdir {self._path.parent}",
+                do=f"mkdir {self.path.parent}",
             )
-        if not self._path.exists():
+        if not self.path.exists():
             return {}
-        header, tensors = read(self._path, ("checkpoint",))
+        header, tensors = read(self.path, ("checkpoint",))
         if header["identity"] != self._identity:
+            now, then = _differences(self._identity, header["identity"])
             raise LayersimError(
-                f"{self._path} belongs to another run.",
-                given=self._identity_text[:300],
-                expected=header["identity_text"][:300],
+                f"{self.path} belongs to another run.",
+                given=now,
+                expected=then,
                 do="make the same call as before, or pass another checkpoint path",
             )
         tallies = {}
@@ -89,10 +88,10 @@ class Checkpoint:
             tallies[label] = replace(Tally(**plain), sums=sums)
         return tallies
 
-    def save(self, tallies: Mapping[str, Tally]) -> None:
-        """Write the tallies, all or nothing."""
-        if self._path is None:
-            return
+    def save(self, tallies: Mapping[str, Tally]) -> bool:
+        """Write the tallies, all or nothing; False if there is no file to write."""
+        if self.path is None:
+            return False
         passes: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for label, tally in tallies.items():
@@ -100,5 +99,18 @@ class Checkpoint:
             passes[label] = {name: getattr(tally, name) for name in names} | {"names": list(tally.sums)}
             for name, sums in tally.sums.items():
                 tensors |= {f"{label}/{name}/{key}": tensor for key, tensor in sums.fields.items()}
-        header = {"identity": self._identity, "identity_text": self._identity_text, "passes": passes}
-        write(self._path, "checkpoint", header, tensors)
+        header = {"identity": self._identity, "passes": passes}
+        write(self.path, "checkpoint", header, tensors)
+        return True
+
+
+def _differences(now: Any, then: Any) -> tuple[str, str]:
+    """What differs between two identities, and nothing else."""
+    if isinstance(now, dict) and isinstance(then, dict):
+        parts = [
+            (f"{key}: {_differences(now.get(key), then.get(key))[0]}", f"{key}: {_differences(now.get(key), then.get(key))[1]}")
+            for key in [*now, *(key for key in then if key not in now)]
+            if now.get(key) != then.get(key)
+        ]
+        return ", ".join(part[0] for part in parts), ", ".join(part[1] for part in parts)
+    return str(now), str(then)

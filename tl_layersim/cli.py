@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,10 +41,13 @@ def report(
     max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = 65536,
     seq_len: Annotated[int | None, typer.Option(help="Longest row of tokens. Default: 256, or the model's context.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a forward pass.")] = 16,
-    pack: Annotated[bool, typer.Option(help="Join texts and cut full rows.")] = True,
+    pack: Annotated[
+        bool | None, typer.Option(help="Join texts and cut full rows. Default: for text files, not for tables.")
+    ] = None,
     skip_first: Annotated[int, typer.Option(help="Leave out the first positions of each row.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, or auto to spread it over GPUs.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="What weights are loaded as.")] = Dtype.float32,
+    checkpoint: Annotated[Path | None, typer.Option(help="File for partial sums, to resume from.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for report.html and report.safetensors.")] = Path("layersim-report"),
 ) -> None:
     """Measure a model on some text and write an HTML report, with the numbers beside it."""
@@ -54,6 +59,7 @@ def report(
     chosen = list(choose_analyzers([name.strip() for name in analyzers.split(",") if name.strip()]).values())
     out.mkdir(parents=True, exist_ok=True)
     read = demo_text() if data is None else _read_data(data, split)
+    is_text = isinstance(read, list)
     loaded = demo_model() if model is None else _load_model(model, device, dtype)
     if model is None and device not in ("cpu", "auto"):
         loaded = loaded.to(device)
@@ -64,11 +70,16 @@ def report(
         tokenizer=getattr(loaded, "tokenizer", None),
         batch_size=batch_size,
         seq_len=seq_len,
-        pack=pack,
+        pack=is_text if pack is None else pack,
         max_tokens=max_tokens,
         skip_first=skip_first,
         column=column,
+        checkpoint=checkpoint,
     )
+    p = next(iter(result.values())).provenance
+    how = "packed" if p.options["pack"] else "one text a row"
+    stopped = ", where --max-tokens stopped it" if p.tokens == max_tokens else ""
+    typer.echo(f"{p.model}: {p.tokens} tokens{stopped}, in {p.sequences} rows ({how}), first {skip_first} positions left out")
     numbers = result.save(out / "report.safetensors")
     page = result.to_html(out / "report.html")
     typer.echo(repr(result))
@@ -103,8 +114,18 @@ def _load_model(name: str, device: str, dtype: str) -> Any:
 
 
 def _read_data(name: str, split: str) -> Any:
-    """A text file as paragraphs, or a data set from a folder or the hub."""
+    """A table, a text file as paragraphs, or a data set from a folder or the hub."""
     path = Path(name)
+    if path.is_file() and path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
+        import pandas
+
+        readers: dict[str, Any] = {
+            ".csv": pandas.read_csv,
+            ".tsv": partial(pandas.read_csv, sep="\t", quoting=csv.QUOTE_NONE),
+            ".jsonl": partial(pandas.read_json, lines=True),
+            ".parquet": pandas.read_parquet,
+        }
+        return readers[path.suffix](path)
     if path.is_file():
         text = path.read_text(encoding="utf-8")
         return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
@@ -128,6 +149,9 @@ def main() -> None:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
-    except (LayersimError, OSError) as error:
+    except (
+        ValueError,
+        OSError,
+    ) as error:  # LayersimError is a ValueError, and what transformers says of a bad folder is one too
         typer.echo(f"Error: {error}", err=True)
         raise SystemExit(1) from None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,8 @@ ACCEPTED = (
     "texts, a token tensor (batch pos), mappings with input_ids and attention_mask, a datasets.Dataset or IterableDataset "
     "with a text or token column, or an iterable of these"
 )
-DATA_OPTIONS = ("batch_size", "seq_len", "pack", "max_tokens", "skip_first", "prepend_bos", "column")
+SETTINGS = ("batch_size", "seq_len", "pack", "max_tokens", "skip_first", "prepend_bos", "column")
+DATA_OPTIONS = (*SETTINGS, "tokenizer", "layers")
 TEXTS_AT_ONCE = 64
 DEFAULT_SEQ_LEN = 256
 
@@ -88,6 +91,9 @@ class Batches:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise LayersimError(f"{name} is too small.", given=value, expected=f"{least} or more", do=f"{name}={least}")
+        if isinstance(self.data, str | Path) and os.path.isfile(self.data):
+            do = "Path(path).read_text(), split into texts as you want them"
+            raise _unknown(f"the path of a file, {str(self.data)!r}", do)
         if self.seq_len and self.model.context and self.seq_len > self.model.context:
             raise LayersimError(
                 "The model does not take rows this long.",
@@ -110,7 +116,9 @@ class Batches:
 
     def options(self) -> dict[str, Any]:
         """The settings, for a result's provenance."""
-        return {name: getattr(self, name) for name in DATA_OPTIONS}
+        tokenizer = self.model.tokenizer
+        known = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
+        return {name: getattr(self, name) for name in SETTINGS} | {"tokenizer": known}
 
     def __iter__(self) -> Iterator[Batch]:
         rows = self._limited(self._rows())
@@ -267,6 +275,9 @@ class Batches:
             yield from self._token_rows(torch.as_tensor(data), None)
         elif isinstance(data, Mapping):
             yield from self._mapping(data)
+        elif hasattr(data, "columns") and hasattr(data, "to_dict"):
+            # A pandas table; iterating over it would give the names of its columns.
+            yield from self._mapping({name: data[name].tolist() for name in data.columns})
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
             yield from self._token_rows(torch.tensor(data), None)
         elif isinstance(data, tuple) and len(data) != 1:
@@ -327,7 +338,7 @@ class Batches:
             )
         rows = tokens.detach().cpu().long()
         if mask is None:
-            self._refuse_bare_padding(rows if rows.dim() == 2 else rows[None])
+            refuse_bare_padding(rows if rows.dim() == 2 else rows[None], self.model.tokenizer)
             attention = torch.ones_like(rows, dtype=torch.bool)
         else:
             attention = _as_mask(mask)
@@ -347,23 +358,23 @@ class Batches:
                 span = slice(int(attended[0]), int(attended[-1]) + 1)
                 yield _Row(row[span], row_mask[span])
 
-    def _refuse_bare_padding(self, rows: Tensor) -> None:
-        """Tokens with runs of the pad token at an end and no mask: counting them would be wrong, guessing too."""
-        tokenizer = self.model.tokenizer
-        pad = getattr(tokenizer, "pad_token_id", None)
-        if pad is None or rows.shape[1] < 2:
-            return
-        # A single end-of-text token that serves as padding too may be meant.
-        least = 2 if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 1
-        ends = [rows[:, -least:], rows[:, :least]]
-        padded = torch.stack([(end == pad).all(1) for end in ends]).any(0)
-        if bool(padded.any()):
-            raise LayersimError(
-                "Rows of tokens start or end with padding, and no mask says so.",
-                given=f"{int(padded.sum())} of {len(rows)} rows with pad token {pad} at an end",
-                expected="an attention mask beside the tokens",
-                do="{'input_ids': tokens, 'attention_mask': mask}; a mask of ones counts the pads as tokens",
-            )
+
+def refuse_bare_padding(rows: Tensor, tokenizer: Any) -> None:
+    """Tokens with runs of the pad token at an end and no mask: counting them would be wrong, guessing too."""
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None or rows.shape[1] < 2:
+        return
+    # A single end-of-text token that serves as padding too may be meant.
+    least = 2 if pad in (tokenizer.bos_token_id, tokenizer.eos_token_id) else 1
+    ends = [rows[:, -least:], rows[:, :least]]
+    padded = torch.stack([(end == pad).all(1) for end in ends]).any(0)
+    if bool(padded.any()):
+        raise LayersimError(
+            "Rows of tokens start or end with padding, and no mask says so.",
+            given=f"{int(padded.sum())} of {len(rows)} rows with pad token {pad} at an end",
+            expected="an attention mask beside the tokens",
+            do="{'input_ids': tokens, 'attention_mask': mask}, or probe.mask = mask in attach; ones count the pads",
+        )
 
 
 def _unknown(given: str, do: str) -> LayersimError:

@@ -34,7 +34,7 @@ PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight
 def analyze(
     model: Any,
     data: Any,
-    analyzers: Analyzer | str | Sequence[Analyzer | str],
+    analyzers: Any,
     *,
     layers: list[str] | None = None,
     remote: bool | str = False,
@@ -59,7 +59,7 @@ def analyze(
         data: a list of texts, a token tensor `batch pos`, a mapping with `input_ids` and `attention_mask`, a
             `datasets.Dataset` or `IterableDataset`, or an iterable of these.
         analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options.
-        layers: paths of the blocks, for layouts that are not known.
+        layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
         remote: for nnsight models, what `model.trace(remote=...)` takes.
         tokenizer: in place of the model's own.
         batch_size: rows in a forward pass.
@@ -89,7 +89,7 @@ def analyze(
     source = open_source(model, layers=layers, remote=remote)
     described = with_tokenizer(source.model, tokenizer)
     batches = Batches(data, described, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    return _run([source], batches, chosen, checkpoint)
+    return _run([source], batches, chosen, checkpoint, {"layers": layers})
 
 
 @typed
@@ -97,7 +97,7 @@ def compare(
     model_a: Any,
     model_b: Any,
     data: Any,
-    analyzers: Analyzer | str | Sequence[Analyzer | str],
+    analyzers: Any,
     *,
     layers: tuple[list[str] | None, list[str] | None] = (None, None),
     tokenizer: Any = None,
@@ -153,13 +153,18 @@ def compare(
     sources = [open_source(m, layers=paths) for m, paths in zip((model_a, model_b), layers, strict=True)]
     shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
     batches = Batches(data, shared, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    report = _run(sources, batches, chosen, checkpoint)
+    report = _run(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None})
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))
 
 
 def _run(
-    sources: list[Source], batches: Batches, analyzers: dict[str, Analyzer], path: str | os.PathLike[str] | None
+    sources: list[Source],
+    batches: Batches,
+    analyzers: dict[str, Analyzer],
+    path: str | os.PathLike[str] | None,
+    asked: dict[str, Any],
 ) -> Report:
+    settings = batches.options() | asked
     models = [source.model for source in sources]
     first_kernels = {name: k for name, a in analyzers.items() if (k := a.first_kernel()) is not None}
     for name, analyzer in analyzers.items():
@@ -175,7 +180,7 @@ def _run(
     identity = {
         "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in models],
         "analyzers": {name: (f"{type(a).__module__}.{type(a).__qualname__}", options[name]) for name, a in analyzers.items()},
-        "data": batches.options(),
+        "data": settings,
         "version": version("tl_layersim"),
     }
     checkpoint = Checkpoint(path, identity)
@@ -199,7 +204,7 @@ def _run(
             expected="data that gives the same rows each time it is iterated over",
             do="list(data)",
         )
-    return make_report(analyzers, models, tally, add_over_ranks(tally.sums), first, batches.options())
+    return make_report(analyzers, models, tally, add_over_ranks(tally.sums), first, settings)
 
 
 def make_report(
@@ -312,7 +317,8 @@ def _pass(
                 raise _other_data(f"{seen} batches, where {resumed} had been read")
     except BaseException as error:
         try:
-            checkpoint.save(tallies)
+            if checkpoint.save(tallies):
+                error.add_note(f"What was summed is in {checkpoint.path}; the same call goes on from there.")
         except OSError as full:
             error.add_note(str(full))
         raise
@@ -345,7 +351,7 @@ def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums
     return total
 
 
-def _save_or_warn(save: Callable[[], None]) -> None:
+def _save_or_warn(save: Callable[[], bool]) -> None:
     """A checkpoint that cannot be written must not end a run whose sums are still in memory."""
     try:
         save()

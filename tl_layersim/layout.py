@@ -45,11 +45,14 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
         for path in layers:
             if path not in names:
                 near = difflib.get_close_matches(path, names, n=3)
+                lists = [name for name, sub in names.items() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
                 raise LayersimError(
                     f"{type(module).__name__} has no module at this path.",
                     given=f"layers=[..., {path!r}, ...]",
                     expected="paths that model.named_modules() lists",
-                    do=f"did you mean {' or '.join(map(repr, near))}?" if near else f"one of {list(names)[1:6]} ...",
+                    do=f"did you mean {' or '.join(map(repr, near))}?"
+                    if near
+                    else f"module paths such as {[f'{name}.0' for name in lists[:3]] or list(names)[1:4]}",
                 )
         if not layers:
             raise LayersimError("No layers were named.", given="layers=[]", expected="at least one path", do="layers=None")

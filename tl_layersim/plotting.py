@@ -87,7 +87,9 @@ def _lines(names: tuple[str, ...], series: list[tuple[str, Any, float]], title: 
             hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
         )
     _axis(fig.update_xaxes, names, "block" if not names[0].endswith("resid_pre") else "after block")
-    fig.update_yaxes(title=value)
+    # A single curve without negative values starts at 0: a cut axis makes a ripple look like a fall.
+    whole = len(series) == 1 and bool((series[0][1] >= 0).all())
+    fig.update_yaxes(title=value, rangemode="tozero" if whole else "normal")
     fig.update_layout(showlegend=len(series) > 1)
     return _style(fig, title, height=420, width=620)
 
@@ -108,7 +110,5 @@ def _style(fig: go.Figure, title: str, height: int, width: int) -> go.Figure:
         height=height,
         width=width,
         margin={"l": 60, "r": 20, "t": 50, "b": 50},
-        # Beside the plot: on top it would cover the title.
-        modebar={"orientation": "v"},
         legend={"orientation": "h", "yanchor": "top", "y": -0.18},
     )

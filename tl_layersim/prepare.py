@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, cast
@@ -11,28 +12,29 @@ from typing import Any, cast
 from .analyzer import Analyzer
 from .analyzers import find_analyzers
 from .data import DATA_OPTIONS
-from .errors import LayersimError
+from .errors import LayersimError, LayersimWarning
 from .source import Model
 
 
-def choose_analyzers(analyzers: Analyzer | str | Sequence[Analyzer | str]) -> dict[str, Analyzer]:
+def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
     """Analyzers by name; a name stands for that analyzer with its defaults.
 
     Raises:
         LayersimError: a name is not known, nothing was given, or one name stands twice.
     """
-    items = [analyzers] if isinstance(analyzers, Analyzer | str) else list(analyzers)
+    items = list(analyzers) if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else [analyzers]
     chosen: dict[str, Analyzer] = {}
     for item in items:
         if isinstance(item, str):
             known = find_analyzers()
             if item not in known:
-                near = difflib.get_close_matches(item, known, n=1)
+                parts = [part.strip().lower() for part in item.split(",")]
+                near = [n for part in parts for n in difflib.get_close_matches(part, known, n=1)]
                 raise LayersimError(
                     "There is no such analyzer.",
                     given=repr(item),
                     expected=f"one of {', '.join(sorted(known))}",
-                    do=f"did you mean {near[0]!r}?" if near else "tl-layersim analyzers lists them",
+                    do=f"did you mean {near[0] if len(near) == 1 else near!r}?" if near else "tl-layersim analyzers lists them",
                 )
             item = known[item]()
         _check_analyzer(item)
@@ -51,6 +53,13 @@ def choose_analyzers(analyzers: Analyzer | str | Sequence[Analyzer | str]) -> di
 
 def _check_analyzer(analyzer: Any) -> None:
     """Refuse, before anything runs, an analyzer whose result could not be kept."""
+    if not isinstance(analyzer, Analyzer | type):
+        raise LayersimError(
+            "This is no analyzer.",
+            given=repr(analyzer),
+            expected="an Analyzer or the name of one",
+            do="[lsim.Cosine(), lsim.CKA()]",
+        )
     if isinstance(analyzer, type):
         raise LayersimError(
             "An analyzer is an object, not its class.",
@@ -109,6 +118,15 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
                 expected="models with the same tokenizer",
                 do="compare models of one family; tokenizer=... only if both were trained with it",
             )
+
+    sure = a.tokenizer is not None and b.tokenizer is not None and not given
+    if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
+        warnings.warn(
+            f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, and nothing shows that the same id is the same "
+            "word in both. Set model.tokenizer on each, and it is checked.",
+            LayersimWarning,
+            stacklevel=3,
+        )
 
     def smaller(x: int | None, y: int | None) -> int | None:
         return min((v for v in (x, y) if v is not None), default=None)

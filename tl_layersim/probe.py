@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .analyzer import Analyzer
 from .checkpoint import Tally
-from .data import new_digest
+from .data import new_digest, refuse_bare_padding
 from .engine import add_sums, make_report, refuse_not_finite
 from .errors import LayersimError
 from .prepare import choose_analyzers
@@ -48,6 +48,13 @@ class Probe:
         Raises:
             LayersimError: nothing was seen, too little for an analyzer, or activations were not finite.
         """
+        if self._forwards == 0:
+            raise LayersimError(
+                "There is nothing to measure: no forward pass went through the model while it was attached.",
+                given="0 forward passes",
+                expected="at least one inside the with block",
+                do="with lsim.attach(model, ...) as probe: model(tokens)",
+            )
         # What waits is reduced for this report and stays waiting: asking must not change how minibatches fall.
         sums = self._with_waiting()
         if self._trouble:
@@ -82,6 +89,14 @@ class Probe:
                 do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
             )
         attention = call.attention
+        if (
+            mask is None
+            and attention is None
+            and pos > 1
+            and call.tokens is not None
+            and tuple(call.tokens.shape) == call.shape
+        ):
+            refuse_bare_padding(call.tokens, self._source.model.tokenizer)
         if mask is not None or attention is None or pos == 1:
             return torch.ones(call.shape, dtype=torch.bool)
         if not isinstance(attention, Tensor) or attention.dim() != 2 or attention.shape[0] != batch or attention.shape[1] < pos:
@@ -137,9 +152,7 @@ def _join(views: list[View]) -> View:
 
 @contextmanager
 @typed
-def attach(
-    model: Any, analyzers: Analyzer | str | Sequence[Analyzer | str], *, layers: list[str] | None = None
-) -> Iterator[Probe]:
+def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None) -> Iterator[Probe]:
     """Sum over whatever the model is run on inside the block: a user's own loop, a training step, `generate`.
 
     Outputs, gradients and state stay as they are, and every hook is gone at the end, also after an exception. Positions that

@@ -44,7 +44,13 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
     first = next(iter(report.values()), None)
     title = f"Layers of {Path(first.provenance.model).name if first else 'no model'}"
     template = Environment(autoescape=True).from_string((files(__package__) / "report.html.j2").read_text(encoding="utf-8"))
-    html = template.render(title=title, font=Markup(FONT), sections=sections, plotly=Markup(get_plotlyjs()))
+    html = template.render(
+        title=title,
+        first=first.provenance if first else None,
+        font=Markup(FONT),
+        sections=sections,
+        plotly=Markup(get_plotlyjs()),
+    )
     path = Path(path)
     path.write_text(html, encoding="utf-8")
     return path

@@ -81,7 +81,7 @@ def axes(*names: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"axes": names}) if default is not MISSING else field(metadata={"axes": names})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Result(ABC):
     """What an analyzer returns. Subclasses are frozen dataclasses whose tensor fields are declared with `axes(...)`.
 
@@ -103,6 +103,11 @@ class Result(ABC):
                     expected=f"{sizes}: {' x '.join(axis_names)}",
                     do="return one number for each label; residual and row have one more label than layer",
                 )
+
+    def __repr__(self) -> str:
+        size = " x ".join(map(str, self.values.shape))
+        lines = [f"{type(self).__name__}({size}, {self.provenance.model}, {self.provenance.tokens} tokens)"]
+        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.values.numpy()
@@ -140,6 +145,11 @@ class Result(ABC):
             columns=[labels.get(axis, axis) for axis in axis_names],
             index=None if axis_names else [0],
         )
+        for axis in axis_names:
+            if axis in (*labels, "layer"):
+                # In the order of the model: sorted as text, block 10 would come before block 2, in a pivot for one.
+                name = labels.get(axis, axis)
+                table[name] = pandas.Categorical(table[name], categories=list(self.coordinates(axis)), ordered=True)
         for name, names in self.tensor_fields().items():
             if names == axis_names:
                 table[name] = getattr(self, name).numpy().reshape(-1)
@@ -173,7 +183,7 @@ class Result(ABC):
 
 
 @typed
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LayerMatrix(Result):
     """One number for each pair of residual layers.
 
@@ -186,7 +196,7 @@ class LayerMatrix(Result):
 
 
 @typed
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LayerCurve(Result):
     """One number for each residual layer, what enters block 0 first. An analyzer may extend it with further fields."""
 

@@ -26,6 +26,8 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
         OSError: the file cannot be written (no such folder, disk full); an older file at `path` is untouched.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"No folder {path.parent} to write {path.name} to: make it first, or pass another path.")
     text = json.dumps({"format": FORMAT, "kind": kind, **header}, allow_nan=True)
     # safetensors wants at least one tensor's worth of contiguous memory per name, shared storage is refused.
     contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

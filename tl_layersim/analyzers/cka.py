@@ -22,7 +22,7 @@ from ..typed import typed
 
 
 @typed
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CKAResult(LayerMatrix):
     """What `CKA` measures.
 
@@ -51,7 +51,7 @@ class CKAResult(LayerMatrix):
         ),
         Picture(
             "effective_samples",
-            "Effective number of samples behind CKA",
+            "Effective samples behind CKA",
             "How many tokens of equal weight would carry as much; a handful means that CKA there speaks of a few tokens with "
             "massive activations (Sun et al. 2024), and that they should be left out.",
         ),
@@ -67,7 +67,8 @@ class CKAResult(LayerMatrix):
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
-        CKA is clipped to [-1, 1] inside the arccos only.
+        CKA is clipped to [-1, 1] inside the arccos only. 0 for the same model up to rotation and scale at each layer; a pair of
+        unrelated layers adds (pi / 2)^2 under the root, so that unrelated models of L blocks are about pi / 2 sqrt(L) apart.
 
         Raises:
             LayersimError: the models have different numbers of blocks.
@@ -180,7 +181,14 @@ class CKA(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         unit = "tokens" if self.level == "token" else "sequences"
-        need_tokens(int(sums["samples"]), 4, "CKA", f"{unit} together" if self.estimator == "exact" else f"{unit} in one batch")
+        if self.estimator != "exact" and int(sums["samples"]) == 0:
+            raise LayersimError(
+                "CKA needs four samples in one forward batch, and no batch had them.",
+                given=f"{run.provenance.tokens} tokens in {run.provenance.batches} batches, level={self.level!r}",
+                expected=f"at least 4 {unit} in one batch",
+                do='pass more data, a larger batch_size=, or CKA(estimator="exact")',
+            )
+        need_tokens(int(sums["samples"]), 4, "CKA", unit)
         if self.estimator == "exact":
             cross, own_x, own_y, effective_x, effective_y = exact_hsic(sums)
         else:
@@ -214,6 +222,12 @@ def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int)
     """Say where fewer than one in a hundred samples decide the result."""
     layers = [*zip(run.layers, effective_x, strict=True), *zip(run.column_layers, effective_y, strict=True)]
     few = dict.fromkeys(name for name, effective in layers if effective < count / 100)
+    if count < 100:
+        warnings.warn(
+            f"CKA rests on {count} samples here; of so few it scatters by tenths. Pass more data.",
+            LayersimWarning,
+            stacklevel=2,
+        )
     if few and count >= 200:
         least = min(float(effective_x.min()), float(effective_y.min()))
         warnings.warn(

@@ -21,7 +21,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @typed
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CosineResult(LayerMatrix):
     """What `Cosine` measures. All tensors are float64.
 
@@ -68,7 +68,7 @@ class CosineResult(LayerMatrix):
         ),
         Picture(
             "norm_ratio",
-            "Norm of the stream over norm of the block's update",
+            "Stream norm over update norm",
             "High values say that the residual stream passes a block almost unchanged "
             "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
         ),
@@ -84,8 +84,8 @@ class CosineResult(LayerMatrix):
         return {
             "COS(embedding, last)": float(to_last[0]),
             "COS(last but one, last)": float(to_last[-2]),
-            "steps at which mean COS to the last layer rises": float((to_last[1:] > to_last[:-1]).double().mean()),
-            "tokens with monotone COS to the last layer": float(self.monotone_share),
+            "share of steps at which mean COS to the last layer rises": float((to_last[1:] > to_last[:-1]).double().mean()),
+            "share of tokens whose COS to the last layer rises at every step": float(self.monotone_share),
         }
 
 
@@ -175,11 +175,13 @@ class Cosine(Analyzer):
         mean = sums["sum"] / count
         # Rounding may carry a cosine past 1 and a variance below 0; with itself a layer's cosine is 1, without spread.
         std = (sums["square"] / count - mean**2).clamp(min=0).sqrt().fill_diagonal_(0)
+        to_last = quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES)
+        to_last[:, -1] = 1
         return CosineResult(
             values=mean.clamp(-1, 1).fill_diagonal_(1),
             std=std,
             below_zero=sums["negative"].double() / count,
-            to_last=quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES),
+            to_last=to_last,
             adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, QUANTILES),
             norm_ratio=sums["norm_ratio"] / count,
             monotone_share=sums["monotone"].double() / count,
