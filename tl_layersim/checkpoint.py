@@ -107,10 +107,9 @@ class Checkpoint:
 def _differences(now: Any, then: Any) -> tuple[str, str]:
     """What differs between two identities, and nothing else."""
     if isinstance(now, dict) and isinstance(then, dict):
-        parts = [
-            (f"{key}: {_differences(now.get(key), then.get(key))[0]}", f"{key}: {_differences(now.get(key), then.get(key))[1]}")
-            for key in [*now, *(key for key in then if key not in now)]
-            if now.get(key) != then.get(key)
-        ]
-        return ", ".join(part[0] for part in parts), ", ".join(part[1] for part in parts)
+        keys = [key for key in now | then if now.get(key) != then.get(key)]
+        parts = [_differences(now.get(key), then.get(key)) for key in keys]
+        sides = ([f"{key}: {part[side]}" for key, part in zip(keys, parts, strict=True)] for side in (0, 1))
+        given, expected = (", ".join(side) for side in sides)
+        return given, expected
     return str(now), str(then)

@@ -89,15 +89,11 @@ class Probe:
                 do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
             )
         attention = call.attention
-        if (
-            mask is None
-            and attention is None
-            and pos > 1
-            and call.tokens is not None
-            and tuple(call.tokens.shape) == call.shape
-        ):
-            refuse_bare_padding(call.tokens, self._source.model.tokenizer)
-        if mask is not None or attention is None or pos == 1:
+        if pos == 1:
+            return torch.ones(call.shape, dtype=torch.bool)
+        if attention is None:
+            if call.tokens is not None and tuple(call.tokens.shape) == call.shape:
+                refuse_bare_padding(call.tokens, self._source.model.tokenizer)
             return torch.ones(call.shape, dtype=torch.bool)
         if not isinstance(attention, Tensor) or attention.dim() != 2 or attention.shape[0] != batch or attention.shape[1] < pos:
             raise LayersimError(
@@ -115,7 +111,7 @@ class Probe:
         if count == 0:
             return
         self._tokens += count
-        self._sequences += len(set(view.sequence.tolist()))
+        self._sequences += torch.unique_consecutive(view.sequence).numel()
         self._digest.update(view.tokens.cpu().numpy().tobytes())
         # Cached generation gives one position at a time: gathered, they make minibatches and fewer kernel calls.
         self._waiting.append(view)

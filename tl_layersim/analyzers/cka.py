@@ -191,11 +191,10 @@ class CKA(Analyzer):
         need_tokens(int(sums["samples"]), 4, "CKA", unit)
         if self.estimator == "exact":
             cross, own_x, own_y, effective_x, effective_y = exact_hsic(sums)
+            _refuse_lost_digits(sums, own_x, own_y)
         else:
             cross, own_x, own_y = sums["xy"], sums["xx"], sums["yy"]
             effective_x, effective_y = (sums[f"r_{z}"].square() / sums[f"r_{z}^2"] for z in "xy")
-        if self.estimator == "exact":
-            _refuse_lost_digits(sums, own_x, own_y)
         for own, layers in ((own_x, run.layers), (own_y, run.column_layers)):
             if not bool((own > 0).all()):
                 where = [name for name, value in zip(layers, own, strict=True) if not value > 0]
