@@ -62,7 +62,7 @@ class CosineResult(LayerMatrix):
         ),
         Picture(
             "adjacent",
-            "Cosine similarity between adjacent layers",
+            "Cosine of adjacent layers",
             "How little each block turns a token's residual, as quantiles over tokens "
             "(Jiang, Zhou and Zhu 2024, appendix, figure 11 left).",
         ),
