@@ -15,12 +15,13 @@ import tl_layersim as lsim
 PACKAGE = Path(lsim.__file__).parent
 # A room may import rooms of its own floor and of those below. Results draw and print themselves only when asked to.
 FLOORS = [
-    {"errors", "sums", "hsic"},
+    {"errors", "sums", "hsic", "unembed"},
     {"storage", "typed"},
     {"results"},
     {"source", "plotting", "distributed"},
-    {"analyzer", "data", "report", "checkpoint", "demo"},
-    {"layout"},
+    {"rows", "lens", "guards", "report", "checkpoint", "demo"},
+    {"data"},
+    {"analyzer", "labels", "layout"},
     {"analyzers", "sources"},
     {"prepare"},
     {"engine"},

@@ -43,12 +43,17 @@ def test_it_has_a_name_a_summary_and_frozen_options(name, cls):
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1000), order=st.permutations(range(5)), cuts=st.integers(1, 4))
 def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cuts):
-    views = [view(x, tokens=np.arange(100 * i, 100 * i + x.shape[1])) for i, x in enumerate(batches(seed, (12, 30, 7, 9, 16)))]
+    # Tokens of a batch differ from those of others, and come again within it.
+    views = [view(x, tokens=(np.arange(x.shape[1]) + 5 * i) % 13) for i, x in enumerate(batches(seed, (12, 30, 7, 9, 16)))]
     analyzer = cls()
     whole = from_views(analyzer, views)
     shuffled = from_views(analyzer, [views[i] for i in order])
     # A standard deviation near 0 is the root of what rounding left.
-    assert worst(whole, shuffled) < 1e-7
+    # Expodistance, squared for its spread, is as large as a token's norm is near to where it began.
+    scale = max(
+        1.0, *(float(getattr(whole, f).nan_to_num(0).abs().max()) for f in whole.tensor_fields() if getattr(whole, f).numel())
+    )
+    assert worst(whole, shuffled) < 1e-7 * scale
 
     first_kernel = analyzer.first_kernel()
     first = lsim.Sums()
@@ -78,9 +83,10 @@ def test_it_equals_its_oracle(name, cls, seed):
     expected = oracle(data)
     result = from_views(cls(), [view(x) for x in data])
     for field, value in expected.items():
-        # Quantiles come from a histogram of 2000 bins over [-1, 1].
-        tolerance = 2e-3 if result.tensor_fields()[field][:1] == ("quantile",) else 1e-9
-        np.testing.assert_allclose(getattr(result, field).numpy(), value, atol=tolerance, rtol=0, err_msg=field)
+        # Quantiles come from a histogram of 2000 bins over [-1, 1], or of bins of a hundredth of a decade.
+        at, relative = (2e-3, 0.024) if result.tensor_fields()[field][:1] == ("quantile",) else (1e-9, 1e-9)
+        relative = 0 if name == "cosine" else relative
+        np.testing.assert_allclose(getattr(result, field).numpy(), value, atol=at, rtol=relative, err_msg=field)
     checked = set(expected)
     assert checked == set(result.tensor_fields()), "the oracle gives every field"
 
@@ -90,7 +96,7 @@ def test_float32_activations_give_the_oracle_to_float32(name, cls):
     data = batches(3)
     expected = getattr(oracles, f"oracle_{name}")(data)
     result = from_views(cls(), [view(x.astype(np.float32)) for x in data])
-    np.testing.assert_allclose(result.values.numpy(), expected["values"], atol=2e-6)
+    np.testing.assert_allclose(result.values.numpy(), expected["values"], atol=2e-6, rtol=1e-5)
 
 
 @each_analyzer
@@ -136,7 +142,7 @@ def test_every_picture_is_drawn_and_explained(name, cls):
         assert any(year in picture.meaning for year in ("19", "20")), "a picture names its source"
     for field in result.tensor_fields():
         table = result.to_frame(field)
-        assert len(table) == max(1, getattr(result, field).numel())
+        assert len(table) == getattr(result, field).numel()
 
 
 @each_analyzer
@@ -144,9 +150,8 @@ def test_its_kernel_runs_where_this_package_is_not_installed(name, cls, tmp_path
     analyzer = cls()
     one = view(residuals(tokens=20))
     kernels = [analyzer.kernel(lsim.Sums())]
-    if analyzer.first_kernel() is not None:
-        first = lsim.Sums.of(analyzer.first_kernel()(one))
-        kernels = [analyzer.first_kernel(), analyzer.kernel(first)]
+    if (first_kernel := analyzer.first_kernel()) is not None:
+        kernels = [first_kernel, analyzer.kernel(lsim.Sums.of(first_kernel(one)))]
     nnsight.register("tl_layersim")
     blob = tmp_path / "blob"
     blob.write_bytes(dumps((reduce, kernels, one)))

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from .data import Batch
 from .errors import LayersimError
 from .results import Provenance, Result
 from .source import Kernel, Model
 from .sums import Sums
+from .unembed import Head
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ class Run:
         column_layers: those of the second model, or the same again.
         provenance: to be stored in the result.
         first: the sums of the first pass, empty where there was none.
+        head: what stands between the last block and the logits, None where that is not known.
     """
 
     layers: tuple[str, ...]
     column_layers: tuple[str, ...]
     provenance: Provenance
     first: Sums
+    head: Head | None = None
 
 
 class Analyzer(ABC):
@@ -44,15 +48,24 @@ class Analyzer(ABC):
         name: key in a report and on the command line.
         compares: whether its kernel also takes two views of the same tokens, from two models.
         one_pass: for an analyzer with a first pass, the call that asks for a variant without it.
+        first_without_model: whether that first pass reads tokens and labels only, so that the model need not run.
+        needs_unembed: whether its kernel calls `view.unembed`; the lens is then checked against the model's logits first.
     """
 
     name: ClassVar[str]
     compares: ClassVar[bool] = False
     one_pass: ClassVar[str] = ""
+    first_without_model: ClassVar[bool] = False
+    needs_unembed: ClassVar[bool] = False
 
     @property
     def whole_rows(self) -> bool:
         """Whether samples are rows, which single steps of cached generation are not."""
+        return False
+
+    @property
+    def labels_from_data(self) -> bool:
+        """Whether it needs labels that come with the data or by row number, which a loop of the user's own does not give."""
         return False
 
     def first_kernel(self) -> Kernel | None:
@@ -76,6 +89,13 @@ class Analyzer(ABC):
 
         Raises:
             LayersimError: with the setting to change.
+        """
+
+    def check_batch(self, batch: Batch) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
+        """Refuse, before the model runs on it, a batch that lacks what the analyzer needs.
+
+        Raises:
+            LayersimError: with what the data should have.
         """
 
     def options(self) -> dict[str, Any]:
@@ -119,4 +139,29 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
         )
 
 
-__all__ = ["Analyzer", "Kernel", "Run", "need_tokens"]
+def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:
+    """Refuse a model that has nothing to read logits with, or one whose logits are no answer to the labels.
+
+    Args:
+        model: what is known of it.
+        analyzer: its name, for the message.
+        targets: whether what the layers say is compared with what they should say.
+        own_labels: whether that is labels, and not the next token.
+    """
+    if model.head is None:
+        raise LayersimError(
+            f"{analyzer} needs an unembedding, and this model has none that is known.",
+            given=f"{model.name} ({model.source})",
+            expected="a model with a final norm and a head that gives logits",
+            do="load it with its head, for example AutoModelForCausalLM; or unembed=['path.of.final_norm', 'path.of.head']",
+        )
+    if targets and not own_labels and model.head.reads != "every":
+        raise LayersimError(
+            f"The head of {model.name} classifies whole rows, so it has no next token to say.",
+            given="labels='next_token'",
+            expected="a class for each row",
+            do=f"{analyzer}(labels='data'), with a column `label` beside the texts; or {analyzer}(labels=tensor)",
+        )
+
+
+__all__ = ["Analyzer", "Kernel", "Run", "need_head", "need_tokens"]

@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from .analyzer import Analyzer, Run
@@ -20,9 +19,10 @@ from .checkpoint import SECONDS_BETWEEN_SAVES, Checkpoint, Tally
 from .data import Batch, Batches, fingerprint, new_digest
 from .distributed import add_over_ranks, rank_and_size
 from .errors import LayersimError
+from .guards import refuse_not_finite, refuse_other_logits
 from .prepare import choose_analyzers, shared_tokens, with_tokenizer
 from .results import Provenance, Report, Result
-from .source import Kernel, Model, Reduced, Source, reduce
+from .source import Kernel, Model, Reduced, Source, reduce, tokens_alone
 from .sources import open_source
 from .sums import Sums
 from .typed import typed
@@ -37,6 +37,7 @@ def analyze(
     analyzers: Any,
     *,
     layers: list[str] | None = None,
+    unembed: list[str] | None = None,
     remote: bool | str = False,
     tokenizer: Any = None,
     batch_size: int = 16,
@@ -60,6 +61,8 @@ def analyze(
             `datasets.Dataset` or `IterableDataset`, or an iterable of these.
         analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options.
         layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
+        unembed: paths of the final norm and of what follows it up to the logits, for models where they are not found; the norm
+            first, if there is one.
         remote: for nnsight models, what `model.trace(remote=...)` takes.
         tokenizer: in place of the model's own.
         batch_size: rows in a forward pass.
@@ -86,10 +89,10 @@ def analyze(
         ['cosine']
     """
     chosen = choose_analyzers(analyzers)
-    source = open_source(model, layers=layers, remote=remote)
+    source = open_source(model, layers=layers, unembed=unembed, remote=remote)
     described = with_tokenizer(source.model, tokenizer)
     batches = Batches(data, described, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    return _run([source], batches, chosen, checkpoint, {"layers": layers})
+    return _run([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed})
 
 
 @typed
@@ -190,10 +193,13 @@ def _run(
             stack.enter_context(source.evaluating())
         first: dict[str, Sums] = {}
         if first_kernels:
-            _pass("first", "mean of the data", sources, batches, first_kernels, tallies, checkpoint)
+            # Counting tokens or labels needs no model.
+            without = all(analyzers[name].first_without_model for name in first_kernels)
+            asked_first = {name: analyzers[name] for name in first_kernels}
+            _pass("first", "first look", [] if without else sources, batches, asked_first, first_kernels, tallies, checkpoint)
             first = add_over_ranks(tallies["first"].sums)
         kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in analyzers.items()}
-        _pass("main", "layers", sources, batches, kernels, tallies, checkpoint)
+        _pass("main", "layers", sources, batches, analyzers, kernels, tallies, checkpoint)
     tally = tallies["main"]
     if first_kernels:
         tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)
@@ -245,7 +251,7 @@ def make_report(
             versions=_versions(),
             seconds=tally.seconds,
         )
-        run = Run(models[0].layers, models[-1].layers, provenance, first.get(name, Sums()))
+        run = Run(models[0].layers, models[-1].layers, provenance, first.get(name, Sums()), models[0].head)
         result = analyzer.compute(sums[name], run)
         if not isinstance(result, Result):
             raise LayersimError(
@@ -263,6 +269,7 @@ def _pass(
     title: str,
     sources: list[Source],
     batches: Batches,
+    analyzers: Mapping[str, Analyzer],
     kernels: Mapping[str, Kernel],
     tallies: dict[str, Tally],
     checkpoint: Checkpoint,
@@ -274,6 +281,7 @@ def _pass(
         return
     rank, size = rank_and_size()
     digest, resumed, seen, saved = new_digest(), tally.batches, 0, time.monotonic()
+    unsure = bool(sources) and label == "main" and any(analyzer.needs_unembed for analyzer in analyzers.values())
     bar = tqdm(
         desc=title,
         unit="token",
@@ -296,6 +304,11 @@ def _pass(
                     raise _other_data(f"more than the {resumed} batches of the finished run")
                 sums = dict(tally.sums)
                 if index % size == rank and bool(batch.counted.any()):
+                    for analyzer in analyzers.values():
+                        analyzer.check_batch(batch)
+                    if unsure:
+                        refuse_other_logits(sources[0].unembed_gap(batch), sources[0].model)
+                        unsure = False
                     not_finite, out = _on_both(sources, batch, kernels)
                     refuse_not_finite(not_finite, [s.model.layers for s in sources], f"batch {index}")
                     sums = add_sums(sums, out)
@@ -360,29 +373,11 @@ def _save_or_warn(save: Callable[[], bool]) -> None:
 
 
 def _on_both(sources: list[Source], batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+    if not sources:
+        return [], reduce(kernels, tokens_alone(batch))[1]
     if len(sources) == 1:
         return sources[0].run(batch, kernels)
     return reduce(kernels, *(source.collect(batch) for source in sources))
-
-
-def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]], where: str) -> None:
-    """Name the layers whose activations are not finite, instead of averaging them in."""
-    for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
-        if len(names) != len(count):
-            raise LayersimError(
-                "The view does not have the layers that the model is said to have.",
-                given=f"{len(count)} residual layers",
-                expected=f"{len(names)}: {names[0]} to {names[-1]}",
-                do="see that the source's model.layers and the first axis of view.residual agree",
-            )
-        bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
-        if bad:
-            raise LayersimError(
-                f"Activations are NaN or infinite in {where}" + (f", model {number + 1}." if len(layers) > 1 else "."),
-                given=", ".join(f"{name}: {count} values" for name, count in list(bad.items())[:4]),
-                expected="finite activations",
-                do="load the model in float32 or bfloat16, and check its weights from the first layer named on",
-            )
 
 
 def _versions() -> dict[str, str]:

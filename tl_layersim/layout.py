@@ -1,4 +1,4 @@
-"""Where the residual stream of a Hugging Face or plain torch model is: the list of its blocks, found by family."""
+"""Where the residual stream of a Hugging Face or plain torch model is, and what turns its end into logits, by module path."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from .data import Batch
 from .errors import LayersimError
 from .source import Model, layer_names
+from .unembed import Head
 
 # Paths of the list of blocks, from the base model (`model.model`, `model.transformer`, `model.gpt_neox`, `model.bert`, ...).
 BLOCKS = (
@@ -24,6 +25,8 @@ BLOCKS = (
     "encoder.layers",
     "blocks",  # MPT, and TransformerLens models as plain modules
 )
+# Where a model does not say by get_output_embeddings what gives its logits.
+HEADS = ("lm_head", "embed_out", "unembed", "output")
 FAMILIES = (
     "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
     "RoBERTa and MPNet layouts by themselves; any other decoder or encoder by layers=[paths of its blocks]"
@@ -42,21 +45,7 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     """
     names = dict(module.named_modules())
     if layers is not None:
-        for path in layers:
-            if path not in names:
-                near = difflib.get_close_matches(path, names, n=3)
-                lists = [name for name, sub in names.items() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
-                raise LayersimError(
-                    f"{type(module).__name__} has no module at this path.",
-                    given=f"layers=[..., {path!r}, ...]",
-                    expected="paths that model.named_modules() lists",
-                    do=f"did you mean {' or '.join(map(repr, near))}?"
-                    if near
-                    else f"module paths such as {[f'{name}.0' for name in lists[:3]] or list(names)[1:4]}",
-                )
-        if not layers:
-            raise LayersimError("No layers were named.", given="layers=[]", expected="at least one path", do="layers=None")
-        return list(layers)
+        return _named(module, layers, "layers")
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         raise _unsupported(module, "an encoder-decoder: two stacks, two residual streams")
     prefix = getattr(module, "base_model_prefix", "")
@@ -69,6 +58,103 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     raise _unsupported(module, f"modules {[name for name, _ in module.named_children()][:6]}")
 
 
+def _named(module: torch.nn.Module, paths: list[str], argument: str) -> list[str]:
+    """Paths that the user named, if the model has modules there."""
+    names = dict(module.named_modules())
+    for path in paths:
+        if path not in names:
+            near = difflib.get_close_matches(path, names, n=3)
+            lists = [name for name, sub in names.items() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
+            raise LayersimError(
+                f"{type(module).__name__} has no module at this path.",
+                given=f"{argument}=[..., {path!r}, ...]",
+                expected="paths that model.named_modules() lists",
+                do=f"did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else f"module paths such as {[f'{name}.0' for name in lists[:3]] or list(names)[1:4]}",
+            )
+    if not paths:
+        raise LayersimError(
+            f"No {argument} were named.", given=f"{argument}=[]", expected="at least one path", do=f"{argument}=None"
+        )
+    return list(paths)
+
+
+def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
+    """The final norm and what follows it up to the logits; None where the model has no head, or none that is known.
+
+    Args:
+        module: the model.
+        blocks: paths of its blocks.
+        unembed: the paths, in order, where the user names them: the final norm first, if there is one.
+
+    Raises:
+        LayersimError: a named path does not exist.
+    """
+    names = dict(module.named_modules())
+    scale, soft_cap = logit_scaling(getattr(module, "config", None))
+    if unembed is not None:
+        paths = _named(module, unembed, "unembed")
+        norm = paths[0] if len(paths) > 1 and _is_norm(paths[0], names[paths[0]]) else ""
+        return Head(norm, tuple(paths[1:] if norm else paths), "every", scale, soft_cap)
+    norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
+    # Where there are several, the final one is registered last.
+    norm = norms[-1] if norms else ""
+    # The 350M OPT leaves its narrow embedding's width behind and comes back to it.
+    before = [path for path in _above(blocks[0], names) if path.endswith("project_out")]
+    parts, reads = _classifier(module, blocks, names)
+    return Head(norm, (*before, *parts), reads, scale, soft_cap) if parts else None
+
+
+def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
+    """What gives logits, and of which positions."""
+    find: Any = getattr(module, "get_output_embeddings", lambda: None)
+    output = find()
+    path = next((name for name, sub in names.items() if sub is output), None) if output is not None else None
+    if path is not None:
+        # BERT's and RoBERTa's heads transform before they decode: the whole head is what the model calls.
+        top = path.split(".")[0]
+        return [path if blocks[0].startswith(f"{top}.") else top], "every"
+    if "score" in names:
+        return ["score"], "last"
+    if "classifier" in names:
+        pooler = f"{getattr(module, 'base_model_prefix', '')}.pooler"
+        return [*([pooler] if pooler in names else []), "classifier"], "first"
+    return [name for name in HEADS if name in names][:1], "every"
+
+
+def _above(block: str, names: dict[str, torch.nn.Module]) -> list[str]:
+    """Modules beside the list of blocks, or where there is no norm among them, beside what holds it."""
+    parts = block.split(".")[:-1]
+    while parts:
+        parent = ".".join(parts[:-1])
+        beside = [f"{parent}.{name}" if parent else name for name, _ in names[parent].named_children()]
+        if any(_is_norm(path, names[path]) for path in beside):
+            return beside
+        parts = parts[:-1]
+    return []
+
+
+def _is_norm(path: str, module: torch.nn.Module) -> bool:
+    name = path.split(".")[-1].lower()
+    return "embed" not in name and ("norm" in type(module).__name__.lower() or "norm" in name or name.startswith("ln_"))
+
+
+def logit_scaling(config: Any) -> tuple[float, float | None]:
+    """What logits are multiplied with, and their soft-cap, as a configuration says."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    times, over = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere; Granite
+    scale = float(times) if isinstance(times, int | float) else 1.0
+    scale = scale / over if isinstance(over, int | float) else scale
+    return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
+
+
+def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:
+    """The dtype of a head's weights, None where it has none that are floats (as with 8-bit integers)."""
+    first = next((p for part in parts for p in part.parameters()), None)
+    return first.dtype if first is not None and first.is_floating_point() else None
+
+
 def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
     lists = [name for name, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub) > 1][:3]
     return LayersimError(
@@ -79,8 +165,8 @@ def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
     )
 
 
-def describe(module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any) -> Model:
-    """What a Hugging Face module's configuration says about it."""
+def describe(module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any, unembed: list[str] | None) -> Model:
+    """What a Hugging Face module and its configuration say about it."""
     config = getattr(module, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     if config is not None and hasattr(config, "to_dict"):
@@ -101,6 +187,7 @@ def describe(module: torch.nn.Module, blocks: list[str], source: str, tokenizer:
         vocabulary=getattr(text, "vocab_size", None),
         context=_context(text),
         tokenizer=tokenizer,
+        head=find_head(module, blocks, unembed),
     )
 
 

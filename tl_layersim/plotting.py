@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from .results import Result
 
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+SHADES = (1.0, 0.75, 0.5, 0.35, 0.25)
 BLUE, FAINT = "#2a5c9a", "rgba(42, 92, 154, {})"
 
 
@@ -19,15 +21,15 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     Args:
         result: whose field.
         field: its name.
-        axes: its axes: two of layers, one of layers, or `quantile` and one of layers.
+        axes: its axes: any one, two of layers, or another one and one of layers.
     """
-    values = getattr(result, field).numpy()
+    values = (result.values if field == result.values_name else getattr(result, field)).numpy()
     picture = next((p for p in result.pictures if p.field == field), None)
     title = picture.title if picture else field
     if axes == ("row", "column"):
         return _heatmap(result, values, title)
     if len(axes) == 1:
-        return _lines(result.coordinates(axes[0]), [(field, values, 1.0)], title, field)
+        return _lines(result.coordinates(axes[0]), [(field, values, 1.0)], title, field, axes[0])
     if len(axes) == 2 and axes[0] == "quantile":
         levels = result.coordinates("quantile")
         # The median stands out; the further from it, the fainter.
@@ -35,7 +37,13 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
             (f"{level:.0%} of tokens below", row, 1.0 - 1.6 * abs(level - 0.5))
             for level, row in zip(levels, values, strict=True)
         ]
-        return _lines(result.coordinates(axes[1]), series, title, "value")
+        return _lines(result.coordinates(axes[1]), series, title, "value", axes[1])
+    if len(axes) == 2 and len(result.coordinates(axes[0])) <= len(SHADES):
+        labels = result.coordinates(axes[0])
+        series = [(f"{axes[0]} = {label}", row, shade) for label, row, shade in zip(labels, values, SHADES, strict=False)]
+        return _lines(result.coordinates(axes[1]), series, title, field, axes[1])
+    if len(axes) == 2:
+        return _table(result, values, axes, title)
     raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")
 
 
@@ -70,11 +78,30 @@ def _heatmap(result: Result, values: Any, title: str) -> go.Figure:
     return _style(fig, title, height=520, width=620)
 
 
-def _lines(names: tuple[str, ...], series: list[tuple[str, Any, float]], title: str, value: str) -> go.Figure:
+def _table(result: Result, values: Any, axes: tuple[str, ...], title: str) -> go.Figure:
+    """Many series over layers: a heatmap with as many lines, each label written out."""
+    rows, columns = (result.coordinates(axis) for axis in axes)
+    heat = go.Heatmap(
+        z=values,
+        x=list(range(len(columns))),
+        y=[str(row) for row in rows],
+        colorscale="Viridis",
+        customdata=[list(columns) for _ in rows],
+        hovertemplate=axes[0] + " %{y}<br>%{customdata}<br>%{z:.5g}<extra></extra>",
+    )
+    fig = go.Figure(heat)
+    _axis(fig.update_xaxes, columns, "block")
+    fig.update_yaxes(title=axes[0], type="category")
+    return _style(fig, title, height=520, width=620)
+
+
+def _lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: str, value: str, axis: str) -> go.Figure:
     fig = go.Figure()
+    of_layers = axis in ("row", "column", "residual", "layer", "centre")
+    numbers = not of_layers and all(isinstance(name, int | float) for name in names)
     for label, values, strength in series:
         fig.add_scatter(
-            x=list(range(len(names))),
+            x=list(names) if numbers else list(range(len(names))),
             y=values,
             name=label,
             mode="lines+markers",
@@ -86,9 +113,14 @@ def _lines(names: tuple[str, ...], series: list[tuple[str, Any, float]], title: 
             customdata=list(names),
             hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
         )
-    _axis(fig.update_xaxes, names, "block" if not names[0].endswith("resid_pre") else "after block")
+    if of_layers:
+        _axis(fig.update_xaxes, names, "block" if names and not names[0].endswith("resid_pre") else "after block")
+    elif numbers:
+        fig.update_xaxes(title=axis)
+    else:
+        fig.update_xaxes(title=axis, tickmode="array", tickvals=list(range(len(names))), ticktext=[str(n) for n in names])
     # A single curve without negative values starts at 0: a cut axis makes a ripple look like a fall.
-    whole = len(series) == 1 and bool((series[0][1] >= 0).all())
+    whole = bool((np.nan_to_num(np.stack([values for _, values, _ in series])) >= 0).all()) and len(series) < 4
     fig.update_yaxes(title=value, rangemode="tozero" if whole else "normal")
     fig.update_layout(showlegend=len(series) > 1)
     return _style(fig, title, height=420, width=620)

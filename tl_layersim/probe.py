@@ -11,14 +11,16 @@ from torch import Tensor
 
 from .analyzer import Analyzer
 from .checkpoint import Tally
-from .data import new_digest, refuse_bare_padding
-from .engine import add_sums, make_report, refuse_not_finite
+from .data import new_digest
+from .engine import add_sums, make_report
 from .errors import LayersimError
+from .guards import refuse_not_finite, refuse_other_logits
 from .prepare import choose_analyzers
 from .results import Report
-from .source import View, reduce
+from .rows import refuse_bare_padding
+from .source import Kernel, View, reduce
 from .sources import open_source
-from .sources.hooked import Call, HookedSource
+from .sources.hooked import Call, Choice, HookedSource
 from .sums import Sums
 from .typed import typed
 
@@ -36,7 +38,11 @@ class Probe:
     def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer]) -> None:
         self.mask: Tensor | None = None
         self._source, self._analyzers = source, analyzers
-        self._kernels = {name: analyzer.kernel(Sums()) for name, analyzer in analyzers.items()}
+        kernels = {name: analyzer.kernel(Sums()) for name, analyzer in analyzers.items()}
+        # What asks the head is asked at once: in training, a later look would find other weights.
+        self._at_once = {name: kernel for name, kernel in kernels.items() if analyzers[name].needs_unembed}
+        self._later = {name: kernel for name, kernel in kernels.items() if name not in self._at_once}
+        self._checked = not self._at_once
         self._sums = {name: Sums() for name in analyzers}
         self._waiting: list[View] = []
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
@@ -55,6 +61,13 @@ class Probe:
                 expected="at least one inside the with block",
                 do="with lsim.attach(model, ...) as probe: model(tokens)",
             )
+        if self._trouble is None and not self._checked:
+            raise LayersimError(
+                "The head never ran, so the lens could not be checked against the model's own logits.",
+                given=f"{self._forwards} forward passes of the blocks alone",
+                expected="at least one forward pass up to the logits",
+                do="run the whole model once inside the with block, or lsim.analyze(model, data, analyzers)",
+            )
         # What waits is reduced for this report and stays waiting: asking must not change how minibatches fall.
         sums = self._with_waiting()
         if self._trouble:
@@ -62,7 +75,23 @@ class Probe:
         tally = Tally({}, self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
         return make_report(self._analyzers, [self._source.model], tally, sums, {}, {"attached": True})
 
-    def _choose(self, call: Call) -> Tensor:
+    def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
+        """Of the first forward pass that comes to the head: the lens beside the model's own logits."""
+        self._checked = True
+        try:
+            refuse_other_logits(gap, self._source.model, computed)
+        except LayersimError as error:
+            self._trouble = self._trouble or error
+
+    def _choose(self, call: Call) -> Choice:
+        batch, pos = call.shape
+        counted = self._counted(call)
+        attention = call.attention
+        if isinstance(attention, Tensor) and attention.dim() == 2 and attention.shape[0] == batch and attention.shape[1] >= pos:
+            return Choice(counted, attention[:, -pos:].bool().cpu())
+        return Choice(counted, counted.cpu())
+
+    def _counted(self, call: Call) -> Tensor:
         batch, pos = call.shape
         mask = self.mask
         if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
@@ -113,6 +142,10 @@ class Probe:
         self._tokens += count
         self._sequences += torch.unique_consecutive(view.sequence).numel()
         self._digest.update(view.tokens.cpu().numpy().tobytes())
+        if self._at_once:
+            self._sums = self._reduced(self._at_once, view)
+        if not self._later:
+            return
         # Cached generation gives one position at a time: gathered, they make minibatches and fewer kernel calls.
         self._waiting.append(view)
         if sum(v.tokens.numel() for v in self._waiting) >= BUFFERED_TOKENS:
@@ -121,14 +154,18 @@ class Probe:
     def _with_waiting(self) -> dict[str, Sums]:
         if not self._waiting:
             return self._sums
-        not_finite, out = reduce(self._kernels, _join(self._waiting))
+        return self._reduced(self._later, _join(self._waiting))
+
+    def _reduced(self, kernels: dict[str, Kernel], view: View) -> dict[str, Sums]:
+        """The sums with one view more."""
+        not_finite, out = reduce(kernels, view)
         try:
             refuse_not_finite(not_finite, [self._source.model.layers], f"forward pass {self._forwards} or shortly before")
         except LayersimError as error:
             # Raised with the results: activations that overflow must not end the loop that the probe watches.
             self._trouble = self._trouble or error
             return self._sums
-        return add_sums(self._sums, out)
+        return self._sums | add_sums({name: self._sums[name] for name in kernels}, out)
 
 
 def _join(views: list[View]) -> View:
@@ -148,7 +185,7 @@ def _join(views: list[View]) -> View:
 
 @contextmanager
 @typed
-def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None) -> Iterator[Probe]:
+def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unembed: list[str] | None = None) -> Iterator[Probe]:
     """Sum over whatever the model is run on inside the block: a user's own loop, a training step, `generate`.
 
     Outputs, gradients and state stay as they are, and every hook is gone at the end, also after an exception. Positions that
@@ -159,6 +196,7 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None) -> It
         model: HookedTransformer, TransformerBridge or a Hugging Face model.
         analyzers: as in `analyze`; each token passes once, so those that need a first pass are refused.
         layers: paths of the blocks, for layouts that are not known.
+        unembed: paths of the final norm and the head, for models where they are not found.
 
     Yields:
         A `Probe`; call its `results()`.
@@ -175,7 +213,7 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None) -> It
         40
     """
     chosen = choose_analyzers(analyzers)
-    source = open_source(model, layers=layers)
+    source = open_source(model, layers=layers, unembed=unembed)
     if not isinstance(source, HookedSource):
         raise LayersimError(
             "Only a model whose modules run in this loop can be attached to.",
@@ -185,6 +223,20 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None) -> It
         )
     for analyzer in chosen.values():
         analyzer.check(source.model)
+        if analyzer.labels_from_data:
+            raise LayersimError(
+                f"{type(analyzer).__name__} takes its labels from the data, and a loop hands the model tokens alone.",
+                given=f"labels={analyzer.options().get('labels')!r}",
+                expected="labels='next_token'",
+                do="lsim.analyze(model, data, analyzers)",
+            )
+        if analyzer.needs_unembed and source.model.head is not None and source.model.head.reads != "every":
+            raise LayersimError(
+                f"The head of {source.model.name} classifies whole rows, and a loop does not say where a row ends.",
+                given=type(analyzer).__name__,
+                expected="a head that says something at every position",
+                do="lsim.analyze(model, data, analyzers)",
+            )
         if analyzer.first_kernel() is not None:
             raise LayersimError(
                 f"{type(analyzer).__name__} needs a first pass over the data, and a loop passes once.",
@@ -193,5 +245,5 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None) -> It
                 do=analyzer.one_pass,
             )
     probe = Probe(source, chosen)
-    with source.tapped(probe._see, probe._choose):
+    with source.tapped(probe._see, probe._choose, probe._compare if not probe._checked else None):
         yield probe

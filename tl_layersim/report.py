@@ -34,6 +34,7 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
                 "meaning": p.meaning,
             }
             for p in result.pictures
+            if result.to_frame(p.field).size
         ]
         provenance = {key: value for key, value in vars(result.provenance).items() if value is not None}
         provenance["seconds"] = round(result.provenance.seconds, 2)

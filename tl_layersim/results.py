@@ -86,11 +86,16 @@ class Result(ABC):
     """What an analyzer returns. Subclasses are frozen dataclasses whose tensor fields are declared with `axes(...)`.
 
     `numpy.asarray(result)` is `values`. Equality is identity; compare `values`.
+
+    Class attributes:
+        values_name: what `values` is called in tables and plots.
+        pictures: what a report draws.
     """
 
     layers: tuple[str, ...]
     provenance: Provenance
     values: Tensor
+    values_name: ClassVar[str] = "values"
     pictures: ClassVar[tuple[Picture, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -152,14 +157,14 @@ class Result(ABC):
                 table[name] = pandas.Categorical(table[name], categories=list(self.coordinates(axis)), ordered=True)
         for name, names in self.tensor_fields().items():
             if names == axis_names:
-                table[name] = getattr(self, name).numpy().reshape(-1)
+                table[self.values_name if name == "values" else name] = getattr(self, name).numpy().reshape(-1)
         return table
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """A plotly figure of a field: a heatmap over two layer axes, lines over one; axes carry layer names."""
         from .plotting import figure
 
-        return figure(self, field, self._axes_of(field))
+        return figure(self, self.values_name if field == "values" else field, self._axes_of(field))
 
     def headline(self) -> dict[str, float]:
         """The few numbers that a summary table shows."""
@@ -171,7 +176,9 @@ class Result(ABC):
         return write_file(path, "result", header, tensors)
 
     def _axes_of(self, field: str) -> tuple[str, ...]:
-        known = self.tensor_fields()
+        known = {self.values_name if name == "values" else name: names for name, names in self.tensor_fields().items()}
+        if field == "values":
+            field = self.values_name
         if field not in known:
             raise LayersimError(
                 f"{type(self).__name__} has no tensor field {field!r}.",

@@ -9,15 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .unembed import Head, Unembed
+
 if TYPE_CHECKING:
     from .data import Batch
 
+NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
 Kernel = Callable[..., dict[str, Tensor]]
 Reduced = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
@@ -32,12 +35,23 @@ class View:
         sequence: `token`, which row of the batch each token stands in, ascending. Under `attach` every forward pass has
             rows of its own, so a cached generation step is a row of one token.
         position: `token`, where in that row, ascending within a row.
+        next_token: `token`, the id that follows in the row, `NO_LABEL` where nothing attended does. None where a source leaves
+            it to be read off the counted tokens.
+        row: `token`, the number of its row in the whole data. None where a source does not count rows.
+        labels: `token`, the data's own label at that position, `NO_LABEL` where it has none. None if the data has no labels.
+        unembed: the model's own way from a residual to logits. None where there is none, or none that is known.
+        memo: what one kernel computed of this view and another may use.
     """
 
     residual: Tensor
     tokens: Tensor
     sequence: Tensor
     position: Tensor
+    next_token: Tensor | None = None
+    row: Tensor | None = None
+    labels: Tensor | None = None
+    unembed: Unembed | None = None
+    memo: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -120,6 +134,27 @@ def _set_precision(values: list[str] | None) -> list[str]:
     return before
 
 
+def tokens_alone(batch: Batch) -> View:
+    """A view of a batch that no model has run on: without layers."""
+    index = batch.counted.nonzero()
+    at = (index[:, 0], index[:, 1])
+    return View(
+        residual=torch.empty(0, len(index), 0),
+        tokens=batch.tokens[at],
+        sequence=index[:, 0],
+        position=index[:, 1],
+        next_token=batch.next_tokens[at],
+        row=index[:, 0] + batch.first,
+        labels=None if batch.labels is None else batch.labels[at],
+    )
+
+
+def row_ends(view: View) -> Tensor:
+    """Index of the last counted token of each row."""
+    lengths: Tensor = torch.unique_consecutive(view.sequence, return_counts=True)[1]
+    return lengths.cumsum(0) - 1
+
+
 @dataclass(frozen=True)
 class Model:
     """What is known of a model before it runs.
@@ -136,6 +171,7 @@ class Model:
         vocabulary: how many token ids there are, None where unknown.
         context: the longest row it takes, None where unknown.
         tokenizer: the model's own, None where it has none.
+        head: what stands between the last block and the logits; None where there is nothing, or nothing that is known.
     """
 
     name: str
@@ -149,6 +185,7 @@ class Model:
     vocabulary: int | None
     context: int | None
     tokenizer: Any
+    head: Head | None = None
 
 
 class Source(ABC):
@@ -169,6 +206,13 @@ class Source(ABC):
     @abstractmethod
     def collect(self, batch: Batch) -> View:
         """One forward pass over the batch, and the view itself. Refused where activations must stay."""
+
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        """Of the batch's first row, run through the whole model: `unembed_gap`, the lens at the last layer beside the logits.
+
+        Only asked of a source whose `model.head` is known.
+        """
+        raise NotImplementedError(f"{type(self).__name__} names a head and cannot compare it with the model's logits")
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A context in which the model runs without dropout and is left as it was found."""

@@ -16,7 +16,7 @@ from ..analyzer import Analyzer, Run, need_tokens
 from ..errors import LayersimError, LayersimWarning
 from ..hsic import MOMENTS, centred_grams, hsic_from_moments, moments
 from ..results import LayerMatrix, Picture, axes
-from ..source import Kernel, Model, View
+from ..source import Kernel, Model, View, row_ends
 from ..sums import Sums
 from ..typed import typed
 
@@ -242,10 +242,12 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     """`layer sample d_model`: every token, or one vector for each row of tokens."""
     if level == "token":
         return view.residual
-    _, lengths = torch.unique_consecutive(view.sequence, return_counts=True)
-    ends = lengths.cumsum(0)
+    ends = row_ends(view)
     if pool == "last":
-        return view.residual[:, ends - 1]
+        return view.residual[:, ends]
+    lengths = torch.diff(ends, prepend=ends.new_tensor([-1]))
+    if pool == "first":
+        return view.residual[:, ends - lengths + 1]
     return torch.stack([rows.mean(1) for rows in torch.split(view.residual, lengths.tolist(), dim=1)], dim=1)
 
 

@@ -13,7 +13,9 @@ ACCEPTED = (
 )
 
 
-def open_source(model: Any, *, layers: list[str] | None = None, remote: bool | str = False) -> Source:
+def open_source(
+    model: Any, *, layers: list[str] | None = None, unembed: list[str] | None = None, remote: bool | str = False
+) -> Source:
     """The source for a model that is already loaded.
 
     Raises:
@@ -22,18 +24,18 @@ def open_source(model: Any, *, layers: list[str] | None = None, remote: bool | s
     import torch
 
     if isinstance(model, Source):
-        if layers is not None or remote:
+        if layers is not None or unembed is not None or remote:
             raise LayersimError(
                 "A source has its own layers and its own place.",
-                given=f"{type(model).__name__} with layers={layers} and remote={remote!r}",
-                expected="neither",
+                given=f"{type(model).__name__} with layers={layers}, unembed={unembed} and remote={remote!r}",
+                expected="none of them",
                 do="leave them out",
             )
         return model
     if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
         from .nnsight import NNsightSource
 
-        return NNsightSource(model, layers, remote)
+        return NNsightSource(model, layers, unembed, remote)
     if remote:
         raise LayersimError(
             "Only nnsight models can be run elsewhere.",
@@ -44,7 +46,7 @@ def open_source(model: Any, *, layers: list[str] | None = None, remote: bool | s
     if isinstance(model, torch.nn.Module):
         from .hooked import HookedSource
 
-        return HookedSource(model, layers)
+        return HookedSource(model, layers, unembed)
     given = f"the text {model!r}" if isinstance(model, str) else type(model).__name__
     raise LayersimError(
         "This is no model that can be read.",

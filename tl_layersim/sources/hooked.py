@@ -6,18 +6,20 @@ All are read by torch forward hooks, on TransformerLens hook points where there 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..data import Batch
+from ..data import Batch, next_tokens
 from ..errors import LayersimError
-from ..layout import call_options, describe, find_blocks, hash_config, hash_weights
-from ..source import Kernel, Model, Reduced, Source, View, eval_mode, first_tensor, layer_names, place, reduce
+from ..layout import call_options, describe, find_blocks, hash_config, hash_weights, head_dtype, logit_scaling
+from ..source import NO_LABEL, Kernel, Model, Reduced, Source, View, eval_mode, first_tensor, layer_names, place, reduce
+from ..unembed import Head, Unembed, plain_linear, tensor_of, unembed_gap
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,35 @@ class Call:
     texts: int
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which positions of a forward pass count, and which the model attends to; both `batch pos`."""
+
+    counted: Tensor
+    attended: Tensor
+
+
 class _LastLayer(Exception):
     """Ends a forward pass once the last residual layer is read: neither final norm nor unembedding has to run."""
+
+
+@dataclass(frozen=True)
+class _Quiet:
+    """A module of the model, called without anybody's hooks and without dropout: a lens is no part of a user's run."""
+
+    module: torch.nn.Module
+
+    def __call__(self, x: Tensor) -> Any:
+        # Straight into the instance: TransformerBridge's components hand attributes on to what they wrap.
+        states = [module.__dict__ for module in self.module.modules()]
+        kept = [{name: state[name] for name in ("_forward_hooks", "_forward_pre_hooks", "training")} for state in states]
+        try:
+            for state in states:
+                state.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), training=False)
+            return self.module(x)
+        finally:
+            for state, before in zip(states, kept, strict=True):
+                state.update(before)
 
 
 class HookedSource(Source):
@@ -55,19 +84,20 @@ class HookedSource(Source):
     Args:
         model: HookedTransformer, TransformerBridge, or a Hugging Face model.
         layers: paths of the blocks of a plain model, where they are not found by themselves.
+        unembed: paths of its final norm and head, where they are not found by themselves.
     """
 
-    def __init__(self, model: torch.nn.Module, layers: list[str] | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self._module = model
         self._embed: torch.nn.Module | None
         self._is_transformer_lens = is_transformer_lens(model)
         if self._is_transformer_lens:
-            if layers is not None:
+            if layers is not None or unembed is not None:
                 raise LayersimError(
                     "TransformerLens models have their own layers.",
-                    given=f"layers={layers}",
-                    expected="layers=None for HookedTransformer and TransformerBridge",
-                    do="leave layers out, or pass the Hugging Face model",
+                    given=f"layers={layers}" if unembed is None else f"unembed={unembed}",
+                    expected="layers=None and unembed=None for HookedTransformer and TransformerBridge",
+                    do="leave them out, or pass the Hugging Face model",
                 )
             self._taps, self._embed, self._model = _open_transformer_lens(model)
         else:
@@ -76,7 +106,27 @@ class HookedSource(Source):
             self._taps = [_Tap(blocks[0], True), *(_Tap(block, False) for block in blocks)]
             find: Any = getattr(model, "get_input_embeddings", lambda: None)
             self._embed = find()
-            self._model = describe(model, paths, type(model).__name__, getattr(model, "tokenizer", None))
+            self._model = describe(model, paths, type(model).__name__, getattr(model, "tokenizer", None), unembed)
+        self.head, self.unembed = self._open_head()
+
+    def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
+        """The module that gives logits, before scale and soft-cap, and the lens."""
+        head = self._model.head
+        if head is None:
+            return None, None
+        parts = [self._module.get_submodule(path) for path in head.parts]
+        # What accelerate placed moves its inputs by itself; elsewhere a head may still live on another device than its norm.
+        weight = next(parts[-1].parameters(), None)
+        return parts[-1], Unembed(
+            norm=_Quiet(self._module.get_submodule(head.norm)) if head.norm else None,
+            parts=tuple(_Quiet(part) for part in parts),
+            reads=head.reads,
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            dtype=head_dtype(parts),
+            device=None if weight is None or weight.is_meta else weight.device,
+            linear=plain_linear(parts[-1]),
+        )
 
     @property
     def model(self) -> Model:
@@ -95,16 +145,13 @@ class HookedSource(Source):
             views.append(view)
             raise _LastLayer
 
-        device = next(self._module.parameters()).device
-        if self._embed is not None:
-            device = next(self._embed.parameters(), torch.empty(0, device=device)).device
-        options = call_options(self._module, batch)
-        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        with torch.no_grad(), self.tapped(stop, lambda _call: batch.counted):
+        with torch.no_grad(), self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)):
             try:
-                self._module(batch.tokens.to(device), **options)
+                self._call(batch)
             except _LastLayer:
-                return views[0]
+                view = views[0]
+                labels = None if batch.labels is None else batch.labels.to(view.sequence.device)[view.sequence, view.position]
+                return replace(view, row=view.sequence + batch.first, labels=labels)
         raise LayersimError(
             f"The forward pass of {self.model.name} did not go through its layers in order.",
             given=f"{len(self._taps)} residual layers",
@@ -112,15 +159,41 @@ class HookedSource(Source):
             do="pass layers=[...] with the blocks in the order in which they run",
         )
 
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        assert self.unembed is not None
+        row = batch.first_row
+        seen: list[Tensor] = []
+        last = self._taps[-1].module.register_forward_hook(lambda _m, _a, output: seen.append(first_tensor(output)))
+        try:
+            with torch.no_grad():
+                logits = tensor_of(self._call(row))
+                return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
+        finally:
+            last.remove()
+
+    def _call(self, batch: Batch) -> Any:
+        device = next(self._module.parameters()).device
+        if self._embed is not None:
+            device = next(self._embed.parameters(), torch.empty(0, device=device)).device
+        options = call_options(self._module, batch)
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+        return self._module(batch.tokens.to(device), **options)
+
     @contextmanager
-    def tapped(self, on_view: Callable[[View], None], choose: Callable[[Call], Tensor]) -> Iterator[None]:
+    def tapped(
+        self,
+        on_view: Callable[[View], None],
+        choose: Callable[[Call], Choice],
+        compare: Callable[[Tensor, torch.dtype], None] | None = None,
+    ) -> Iterator[None]:
         """Hooks on every residual layer; each whole forward pass gives one view. None is left behind, whatever happens.
 
         Args:
             on_view: called when the last layer is read.
-            choose: `batch pos`, which positions of a call to count.
+            choose: which positions of a call to count.
+            compare: called once, when the head has run, with the lens beside its logits (`unembed_gap`) and their dtype.
         """
-        recorder = _Recorder(len(self._taps), on_view, choose)
+        recorder = _Recorder(len(self._taps), self.unembed, on_view, choose)
         handles: list[Any] = []
         try:
             # A caller may run the model, or the stack of blocks inside it.
@@ -134,6 +207,8 @@ class HookedSource(Source):
                 handles.append(self._embed.register_forward_pre_hook(recorder.see_tokens, with_kwargs=True))
             for layer, tap in enumerate(self._taps):
                 handles.append(recorder.attach(tap, layer))
+            if compare is not None and self.head is not None:
+                handles += recorder.compare_once(self._taps[-1].module, self.head, compare)
             yield
         finally:
             for handle in handles:
@@ -143,10 +218,13 @@ class HookedSource(Source):
 class _Recorder:
     """Fills a view as layers are read in order; anything out of order, or inside a backward pass, is no forward pass."""
 
-    def __init__(self, n_layers: int, on_view: Callable[[View], None], choose: Callable[[Call], Tensor]) -> None:
-        self.n_layers, self.on_view, self.choose = n_layers, on_view, choose
+    def __init__(
+        self, n_layers: int, unembed: Unembed | None, on_view: Callable[[View], None], choose: Callable[[Call], Choice]
+    ) -> None:
+        self.n_layers, self.unembed, self.on_view, self.choose = n_layers, unembed, on_view, choose
         self.outermost: torch.nn.Module | None = None
         self.keep = torch.empty(0, dtype=torch.int64)
+        self.attended = torch.empty(0, dtype=torch.bool)
         self.shape = (0, 0)
         self._forget()
 
@@ -193,14 +271,36 @@ class _Recorder:
 
         return tap.module.register_forward_hook(after)
 
+    def compare_once(
+        self, last: torch.nn.Module, head: torch.nn.Module, compare: Callable[[Tensor, torch.dtype], None]
+    ) -> list[Any]:
+        """Hooks that set the lens at the end of the first row beside what the head gives, in the first pass that reaches it."""
+        seen: list[Tensor] = []
+
+        def before(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+            if torch._C._current_graph_task_id() == -1 and self.outermost is not None and self.unembed is not None:
+                seen[:] = [first_tensor(output)[0].detach()]
+
+        def after(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+            if not seen or self.unembed is None or self.outermost is None or torch._C._current_graph_task_id() != -1:
+                return
+            hidden, logits = seen.pop(), tensor_of(output)[0].detach()
+            with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
+                compare(unembed_gap(self.unembed, hidden, logits, len(hidden) - 1, finished=False), logits.dtype)
+            for handle in handles:
+                handle.remove()
+
+        handles = [last.register_forward_hook(before), head.register_forward_hook(after)]
+        return handles
+
     def see(self, layer: int, hidden: Tensor) -> None:
         # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing asks the same way.
         if torch._C._current_graph_task_id() != -1:
             return
         if layer == 0:
             self.shape = (hidden.shape[0], hidden.shape[1])
-            counted = self.choose(Call(self.shape, self.tokens, self.attention, self.texts))
-            self.keep = counted.reshape(-1).nonzero()[:, 0]
+            choice = self.choose(Call(self.shape, self.tokens, self.attention, self.texts))
+            self.keep, self.attended = choice.counted.reshape(-1).nonzero()[:, 0], choice.attended
             self.buffer, self.next = None, 0
         if layer != self.next:
             return
@@ -213,12 +313,17 @@ class _Recorder:
 
     def _view(self, residual: Tensor) -> View:
         keep = self.keep.to(residual.device)
-        tokens = self.tokens if self.tokens is not None else torch.zeros(self.shape, dtype=torch.int64)
+        tokens, following = torch.zeros(self.shape, dtype=torch.int64), torch.full(self.shape, NO_LABEL)
+        if self.tokens is not None:
+            tokens = self.tokens.expand(self.shape)
+            following = next_tokens(tokens, self.attended.to(tokens.device))
         return View(
             residual=residual,
-            tokens=tokens.to(residual.device).expand(self.shape).reshape(-1)[keep],
+            tokens=tokens.to(residual.device).reshape(-1)[keep],
             sequence=keep // self.shape[1],
             position=keep % self.shape[1],
+            next_token=following.to(residual.device).reshape(-1)[keep],
+            unembed=self.unembed,
         )
 
 
@@ -256,8 +361,21 @@ def _open_transformer_lens(model: Any) -> tuple[list[_Tap], torch.nn.Module, Mod
         vocabulary=cfg.d_vocab,
         context=cfg.n_ctx,
         tokenizer=model.tokenizer,
+        head=_transformer_lens_head(model),
     )
     return [_Tap(model.hook_dict[name], False) for name in names], model.embed, described
+
+
+def _transformer_lens_head(model: Any) -> Head | None:
+    """TransformerLens's own final norm and unembedding; a bridge's logits are scaled as its Hugging Face model scales them."""
+    names = {name for name, _ in model.named_children()}
+    if "unembed" not in names:
+        return None
+    scale, soft_cap = logit_scaling(getattr(getattr(model, "original_model", None), "config", None))
+    own = getattr(model.cfg, "output_logits_soft_cap", None)
+    # HookedTransformer writes -1 for none.
+    soft_cap = soft_cap or (own if own and own > 0 else None)
+    return Head("ln_final" if "ln_final" in names else "", ("unembed",), "every", scale, soft_cap)
 
 
 def _transformer_lens_basis(model: Any) -> str:

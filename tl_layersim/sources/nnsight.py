@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..data import Batch
 from ..errors import LayersimError
-from ..layout import call_options, describe, find_blocks
+from ..layout import call_options, describe, find_blocks, head_dtype
 from ..source import Kernel, Model, Reduced, Source, View, eval_mode, first_tensor, place, reduce
+from ..unembed import Unembed, tensor_of, unembed_gap
 
 
 class NNsightSource(Source):
@@ -25,10 +26,11 @@ class NNsightSource(Source):
     Args:
         model: the nnsight model.
         layers: paths of the blocks, where they are not found by themselves.
+        unembed: paths of the final norm and the head, where they are not found by themselves.
         remote: what `model.trace(remote=...)` takes; False runs here.
     """
 
-    def __init__(self, model: Any, layers: list[str] | None, remote: bool | str) -> None:
+    def __init__(self, model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> None:
         import nnsight
 
         # What a trace refers to travels by value: the server has never heard of this package, nor of a user's analyzers.
@@ -42,7 +44,24 @@ class NNsightSource(Source):
         paths = find_blocks(self._module, layers)
         self._blocks = [model.get(path) for path in paths]
         where = f" (remote={remote!r})" if remote else ""
-        self._model = describe(self._module, paths, type(model).__name__ + where, getattr(model, "tokenizer", None))
+        self._model = describe(self._module, paths, type(model).__name__ + where, getattr(model, "tokenizer", None), unembed)
+        self._unembed = self._open_head()
+
+    def _open_head(self) -> Unembed | None:
+        """The lens, made of nnsight's own handles on the modules: they resolve to the model wherever it is."""
+        head = self._model.head
+        if head is None:
+            return None
+        parts = [self._module.get_submodule(path) for path in head.parts]
+        return Unembed(
+            norm=self._envoy.get(head.norm) if head.norm else None,
+            parts=tuple(self._envoy.get(path) for path in head.parts),
+            reads=head.reads,
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            dtype=head_dtype(parts),
+            device=None,
+        )
 
     @property
     def model(self) -> Model:
@@ -68,11 +87,17 @@ class NNsightSource(Source):
         return _trace(
             self._envoy,
             self._blocks,
-            batch.tokens,
-            batch.counted,
+            batch,
+            self._unembed,
             self._where | call_options(self._module, batch),
             dict(kernels),
         )
+
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        assert self._unembed is not None
+        row = batch.first_row
+        options = self._where | call_options(self._module, row)
+        return _trace_gap(self._envoy, self._blocks[-1], self._unembed, row.tokens, options)
 
     def collect(self, batch: Batch) -> View:
         if self._remote:
@@ -83,7 +108,8 @@ class NNsightSource(Source):
                 do="run compare() on models that are loaded here",
             )
         _, out = self.run(batch, {"view": whole_view})
-        return View(**out["view"])
+        fields: dict[str, Any] = out["view"]
+        return View(**fields)
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
@@ -123,32 +149,58 @@ class _ModuleTree:
 
 def whole_view(view: View) -> dict[str, Tensor]:
     """The kernel that gives everything: for models that run here."""
-    return {"residual": view.residual, "tokens": view.tokens, "sequence": view.sequence, "position": view.position}
+    fields = ("residual", "tokens", "sequence", "position", "next_token", "row", "labels")
+    return {name: getattr(view, name) for name in fields if getattr(view, name) is not None}
 
 
 def _trace(
     model: Any,
     blocks: list[Any],
-    tokens: Tensor,
-    counted: Tensor,
+    batch: Batch,
+    unembed: Unembed | None,
     options: dict[str, Any],
     kernels: dict[str, Kernel],
 ) -> Reduced:
     """One trace. Its body is shipped: it refers to local names and to functions that need torch alone."""
     import nnsight
 
-    keep = counted.reshape(-1).nonzero()[:, 0]
-    pos = counted.shape[1]
+    keep = batch.counted.reshape(-1).nonzero()[:, 0]
+    pos = batch.counted.shape[1]
     total = len(blocks) + 1
+    tokens, first = batch.tokens, batch.first
+    given = {"tokens": tokens, "next_token": batch.next_tokens} | ({} if batch.labels is None else {"labels": batch.labels})
+    kept = {name: values.reshape(-1)[keep] for name, values in given.items()}
     with torch.no_grad(), model.trace(tokens, **options) as tracer:
         with torch.no_grad():
             buffer = place(None, 0, total, blocks[0].input, keep)
             for index, block in enumerate(blocks):
                 output = block.output
                 buffer = place(buffer, index + 1, total, first_tensor(output), keep)
+            here: dict[str, Any] = {name: values.to(buffer.device) for name, values in kept.items()}
             rows = keep.to(buffer.device)
-            view = View(buffer, tokens.to(buffer.device).reshape(-1)[rows], rows // pos, rows % pos)
+            view = View(
+                residual=buffer,
+                sequence=rows // pos,
+                position=rows % pos,
+                row=rows // pos + first,
+                unembed=unembed,
+                **here,
+            )
             found = reduce(kernels, view)
         out: Reduced = nnsight.save(found)
         tracer.stop()
     return out
+
+
+def _trace_gap(model: Any, block: Any, unembed: Unembed, tokens: Tensor, options: dict[str, Any]) -> Tensor:
+    """One trace of the whole model, as in `_trace`."""
+    import nnsight
+
+    last = tokens.shape[1] - 1
+    with torch.no_grad(), model.trace(tokens, **options):
+        with torch.no_grad():
+            hidden = first_tensor(block.output)[0]
+            logits = tensor_of(model.output)[0]
+            found = unembed_gap(unembed, hidden, logits, last)
+        gap: Tensor = nnsight.save(found)
+    return gap

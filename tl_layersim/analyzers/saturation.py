@@ -1,0 +1,181 @@
+"""Saturation: from which layer on a token's prediction stays what it will be in the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..analyzer import Analyzer, Run, need_head, need_tokens
+from ..errors import LayersimError
+from ..lens import read_positions, saturation_layers
+from ..results import Picture, Result, axes
+from ..source import Kernel, Model, View
+from ..sums import Sums
+from ..typed import typed
+from .cosine import mean_kernel
+from .logit_lens import unembedding
+
+SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events are Geva et al.'s, 2022)."
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SaturationResult(Result):
+    """What `Saturation` measures. All tensors are float64.
+
+    Attributes:
+        values: `layer`, the same as `counts`: how many tokens saturate at each block.
+        cumulative: `layer`, share of tokens that have saturated by then; 1 at the last block.
+        early_share: share of tokens that saturate before the last block.
+        cosine_to_last: `layer`, mean over the tokens that saturate at a block of the cosine between their residual there and
+            at the last block; NaN where none do.
+        correlation: Pearson correlation over blocks, the last left out, of `counts` and `cosine_to_last`; NaN if fewer than
+            three blocks have events or all are alike.
+        unembedding: what turned x into logits.
+    """
+
+    values_name: ClassVar[str] = "counts"
+    values: Float64[Tensor, " layer"] = axes("layer")
+    cumulative: Float64[Tensor, " layer"] = axes("layer")
+    early_share: Float64[Tensor, ""] = axes()
+    cosine_to_last: Float64[Tensor, " layer"] = axes("layer")
+    correlation: Float64[Tensor, ""] = axes()
+    unembedding: str
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "counts",
+            "Saturation events",
+            "How many tokens' predictions become final at each block " + SOURCE.format("figures 3 and 19"),
+        ),
+        Picture(
+            "cumulative",
+            "Cumulative saturation events",
+            "Share of tokens whose prediction is final by then " + SOURCE.format("figure 1 c"),
+        ),
+        Picture(
+            "cosine_to_last",
+            "Cosine to the last layer, by saturation layer",
+            "Of the tokens that saturate at a block, how near their residual already is to the last layer's "
+            + SOURCE.format("figures 3 and 6"),
+        ),
+    )
+
+    @property
+    def counts(self) -> Tensor:
+        """`layer`, the same as `values`."""
+        return self.values
+
+    def headline(self) -> dict[str, float]:
+        blocks = torch.arange(1, len(self.values) + 1, dtype=torch.float64)
+        found = {
+            "share of tokens that saturate before the last block": float(self.early_share),
+            f"mean saturation layer, of {len(self.values)}": float((self.values * blocks).sum() / self.values.sum()),
+        }
+        if not math.isnan(self.correlation):
+            found["correlation of events with the cosine to the last layer"] = float(self.correlation)
+        return found
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class Saturation(Analyzer):
+    r"""From which block on the first choice of each layer is the final prediction, and how near the last layer that is.
+
+    $$l_t = \min \{ l : \arg\max_v \mathrm{logits}^{(l)}_{t v} = \dots = \arg\max_v \mathrm{logits}^{(L)}_{t v} \}$$
+
+    Exact, and cheaper than the lens: from the last block down, only tokens that have agreed so far are asked. In one run with
+    a `LogitLens` or `ExitCurve` listed before it, with the same norm, it uses what they found. Of equal logits the lowest id
+    is the first choice.
+
+    Args:
+        norm: "final" applies the model's final norm to every layer, "none" to the last alone; see `LogitLens`.
+        center: of the cosine to the last layer: "none" for raw residuals; "dataset" subtracts each layer's mean over all
+            counted tokens, as `Cosine()` does, for a first pass over the data.
+        lens_memory_mb: for the logits of one chunk of tokens.
+
+    Source:
+        Geva et al. 2022; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.2, figures 1 c, 3, 6 and 19.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Saturation()])["saturation"]
+        >>> int(found.counts.sum()) == found.provenance.tokens, float(found.cumulative[-1])
+        (True, 1.0)
+    """
+
+    name: ClassVar[str] = "saturation"
+    needs_unembed: ClassVar[bool] = True
+    one_pass: ClassVar[str] = 'Saturation(center="none")'
+
+    norm: Literal["final", "none"] = "final"
+    center: Literal["none", "dataset"] = "none"
+    lens_memory_mb: int | float = 128
+
+    def check(self, *models: Model) -> None:
+        need_head(models[0], "Saturation")
+
+    def first_kernel(self) -> Kernel | None:
+        return mean_kernel if self.center == "dataset" else None
+
+    def kernel(self, first: Sums) -> Kernel:
+        mean = first["total"] / first["count"] if first else None
+        return partial(saturation_kernel, normed=self.norm == "final", mean=mean, memory_mb=float(self.lens_memory_mb))
+
+    def compute(self, sums: Sums, run: Run) -> SaturationResult:
+        counts = sums["counts"].double()
+        total = int(sums["counts"].sum())
+        need_tokens(total, 1, "Saturation", "positions that the head reads")
+        if int(sums["zero"]):
+            raise LayersimError(
+                "The cosine of a zero vector is not defined.",
+                given=f"{int(sums['zero'])} tokens whose residual{' after centring' if run.first else ''} is zero",
+                expected="residuals that differ from " + ("their mean" if run.first else "zero"),
+                do="leave those tokens out with skip_first= or a mask",
+            )
+        cosine = torch.where(counts > 0, sums["cosine"] / counts.clamp(min=1), math.nan).clamp(-1, 1)
+        # A token that saturates at the last block is compared with itself.
+        cosine[-1] = 1.0 if counts[-1] else math.nan
+        return SaturationResult(
+            values=counts,
+            cumulative=counts.cumsum(0) / total,
+            early_share=counts[:-1].sum() / total,
+            cosine_to_last=cosine,
+            correlation=_correlation(counts[:-1], cosine[:-1]),
+            unembedding=unembedding(run, self.norm),
+            layers=run.layers,
+            provenance=run.provenance,
+        )
+
+
+def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
+    known = counts > 0
+    x, y = counts[known], cosine[known]
+    if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
+        return torch.tensor(math.nan, dtype=torch.float64)
+    return torch.corrcoef(torch.stack([x, y]))[0, 1]
+
+
+def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_mb: float) -> dict[str, Tensor]:
+    """Tokens by saturation layer, and the sum of their cosines to the last layer."""
+    layer = saturation_layers(view, normed, memory_mb)
+    index = read_positions(view)
+    index = torch.arange(len(layer), device=layer.device) if index is None else index
+    blocks = view.residual.shape[0] - 1
+    here, last = view.residual[layer + 1, index].double(), view.residual[-1, index].double()
+    if mean is not None:
+        mean = mean.to(here)
+        here, last = here - mean[layer + 1], last - mean[-1]
+    norms = here.norm(dim=-1) * last.norm(dim=-1)
+    cosine = (here * last).sum(-1) / norms.where(norms > 0, 1)
+    return {
+        "counts": torch.bincount(layer, minlength=blocks),
+        "cosine": torch.zeros(blocks, dtype=torch.float64, device=layer.device).index_add(0, layer, cosine),
+        "zero": (norms == 0).sum(),
+    }

@@ -1,0 +1,311 @@
+"""Trajectories: the shape of a token's path through the layers: how straight, how evenly spaced, how fast it grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..analyzer import Analyzer, Run, need_tokens
+from ..errors import LayersimError
+from ..results import Picture, Result, axes, quantiles_from_histogram
+from ..source import Kernel, Model, View
+from ..sums import Sums
+from ..typed import typed
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+DECADES = (-6.0, 8.0)  # of the histograms of what has no upper bound
+SOURCE = "(Aubry et al. 2025, {})."
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number of each token: its mean over tokens, standard deviation (divided by N), and quantiles."""
+
+    mean: Tensor
+    std: Tensor
+    quantiles: Tensor
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TrajectoryResult(Result):
+    """What `Trajectory` measures. All tensors are float64; `lss`, `expodistance` and `equidistance` gather theirs.
+
+    Attributes:
+        values: `residual`, the same as `norm`: mean over tokens of |x^l|.
+        norm_std: `residual`, its standard deviation over tokens.
+        norm_quantiles: `quantile residual`.
+        update_norm: `layer`, mean over tokens of |x^l - x^{l-1}|, what block l adds.
+        update_norm_std: `layer`.
+        update_norm_quantiles: `quantile layer`.
+        growth: `layer`, mean over tokens of alpha^l = ln(|x^l| / |x^{l-1}|).
+        lss_mean: mean line-shape score, with `lss_std` and `lss_quantiles`.
+        lss_std: see `lss_mean`.
+        lss_quantiles: `quantile`.
+        expodistance_mean: mean expodistance, with `expodistance_std` and `expodistance_quantiles`. One token whose norm ends as
+            it began makes the mean huge: read the median.
+        expodistance_std: see `expodistance_mean`.
+        expodistance_quantiles: `quantile`.
+        equidistance_mean: mean coefficient of variation of the update norms, with its `std` and `quantiles`.
+        equidistance_std: see `equidistance_mean`.
+        equidistance_quantiles: `quantile`.
+        windowed_lss: `centre`, mean line-shape score of the `window` steps around each layer; empty without a window.
+        windowed_lss_std: `centre`.
+        window: how many steps, 0 for none.
+        quantiles: the levels of the quantile fields, which are read from histograms of 1 % width.
+    """
+
+    values_name: ClassVar[str] = "norm"
+    values: Float64[Tensor, " residual"] = axes("residual")
+    norm_std: Float64[Tensor, " residual"] = axes("residual")
+    norm_quantiles: Float64[Tensor, "quantile residual"] = axes("quantile", "residual")
+    update_norm: Float64[Tensor, " layer"] = axes("layer")
+    update_norm_std: Float64[Tensor, " layer"] = axes("layer")
+    update_norm_quantiles: Float64[Tensor, "quantile layer"] = axes("quantile", "layer")
+    growth: Float64[Tensor, " layer"] = axes("layer")
+    lss_mean: Float64[Tensor, ""] = axes()
+    lss_std: Float64[Tensor, ""] = axes()
+    lss_quantiles: Float64[Tensor, " quantile"] = axes("quantile")
+    expodistance_mean: Float64[Tensor, ""] = axes()
+    expodistance_std: Float64[Tensor, ""] = axes()
+    expodistance_quantiles: Float64[Tensor, " quantile"] = axes("quantile")
+    equidistance_mean: Float64[Tensor, ""] = axes()
+    equidistance_std: Float64[Tensor, ""] = axes()
+    equidistance_quantiles: Float64[Tensor, " quantile"] = axes("quantile")
+    windowed_lss: Float64[Tensor, " centre"] = axes("centre")
+    windowed_lss_std: Float64[Tensor, " centre"] = axes("centre")
+    window: int
+    quantiles: tuple[float, ...] = QUANTILES
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "norm_quantiles",
+            "Norm of the residual",
+            "How long a token's residual is at each layer, as quantiles over tokens " + SOURCE.format("figure 24, row 1"),
+        ),
+        Picture(
+            "update_norm_quantiles",
+            "Norm of what each block adds",
+            "Equal at every block where layers are equidistant, which trained language models' are not "
+            + SOURCE.format("figures 23 and 24, row 3"),
+        ),
+        Picture(
+            "growth",
+            "Growth of the residual",
+            "ln(|x| after / |x| before) of each block; the same at every block where norms grow exponentially "
+            + SOURCE.format("section 3.3"),
+        ),
+        Picture(
+            "windowed_lss",
+            "Line-shape score around each layer",
+            "1 for a straight line, larger for a path that bends; needs Trajectory(window=...) "
+            + SOURCE.format("figures 24 and 25"),
+        ),
+    )
+
+    @property
+    def norm(self) -> Tensor:
+        """`residual`, the same as `values`."""
+        return self.values
+
+    @property
+    def lss(self) -> Spread:
+        """The line-shape score over tokens."""
+        return Spread(self.lss_mean, self.lss_std, self.lss_quantiles)
+
+    @property
+    def expodistance(self) -> Spread:
+        """The expodistance over tokens."""
+        return Spread(self.expodistance_mean, self.expodistance_std, self.expodistance_quantiles)
+
+    @property
+    def equidistance(self) -> Spread:
+        """The equidistance over tokens."""
+        return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
+
+    @property
+    def centres(self) -> tuple[str, ...]:
+        """The layer in the middle of each window."""
+        if not self.window:
+            return ()
+        start = self.window // 2
+        return self.layers[start : start + len(self.layers) - self.window]
+
+    def headline(self) -> dict[str, float]:
+        median = self.quantiles.index(0.5)
+        return {
+            "line-shape score (1: a straight line)": float(self.lss_mean),
+            "expodistance, median (0: exponential growth)": float(self.expodistance_quantiles[median]),
+            "equidistance (0: equal steps)": float(self.equidistance_mean),
+            "norm at the last layer over norm of the embedding": float(self.values[-1] / self.values[0]),
+        }
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class Trajectory(Analyzer):
+    r"""The shape of a token's path through the layers: line-shape score, expodistance, equidistance, norms.
+
+    With the steps $u^l = x^l - x^{l-1}$ of a token over L blocks and $\alpha^l = \ln(|x^l| / |x^{l-1}|)$:
+
+    $$\mathrm{LSS} = \frac{L}{\big| \sum_l u^l / |u^l| \big|}, \qquad
+    \mathrm{ED} = \frac{\mathrm{Var}_l \, \alpha^l}{(\mathrm{mean}_l \, \alpha^l)^2}, \qquad
+    \mathrm{equidistance} = \frac{\mathrm{std}_l |u^l|}{\mathrm{mean}_l |u^l|}$$
+
+    with variances divided by L. LSS is 1 for a straight line; expodistance is 0 where norms grow exponentially, equidistance 0
+    where all steps are equally long.
+
+    Args:
+        window: steps of a windowed LSS as well, around each layer; None for the whole path alone.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), sections 3.2 and 3.3, equations 15 to 18, appendix A.3, figures 23 to 25; Gai and
+        Zhang 2021 for the line-shape score.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Trajectory(window=4)])["trajectory"]
+        >>> bool(found.lss.mean > 1), found.windowed_lss.shape, found.centres[0]
+        (True, torch.Size([5]), 'blocks.1.hook_resid_post')
+    """
+
+    name: ClassVar[str] = "trajectory"
+
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 2:
+            raise LayersimError(
+                "One step is always a straight line.",
+                given=f"window={self.window}",
+                expected="2 or more, or None",
+                do="window=8",
+            )
+
+    def check(self, *models: Model) -> None:
+        blocks = len(models[0].layers) - 1
+        if self.window is not None and self.window > blocks:
+            raise LayersimError(
+                "The window is longer than the path.",
+                given=f"window={self.window}",
+                expected=f"at most {blocks}, the blocks of {models[0].name}",
+                do=f"Trajectory(window={blocks})" if blocks > 1 else "Trajectory()",
+            )
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(trajectory_kernel, window=self.window or 0)
+
+    def compute(self, sums: Sums, run: Run) -> TrajectoryResult:
+        count = int(sums["count"])
+        need_tokens(count, 1, "Trajectory")
+        for what, names in (("residual", run.layers), ("update", run.layers[1:])):
+            zero = {name: int(n) for name, n in zip(names, sums[f"zero_{what}"], strict=True) if n}
+            if zero:
+                raise LayersimError(
+                    f"A path has no shape where a token's {what} is zero.",
+                    given=", ".join(f"{n} tokens at {name}" for name, n in list(zero.items())[:4]),
+                    expected=f"{what}s that are not zero",
+                    do="leave those tokens out with skip_first= or a mask",
+                )
+        if int(sums["flat"]):
+            raise LayersimError(
+                "The expodistance divides by the mean growth, and a token's norm ends exactly as it began.",
+                given=f"{int(sums['flat'])} tokens",
+                expected="norms that change from the first layer to the last",
+                do="leave those tokens out with skip_first= or a mask",
+            )
+
+        def spread(name: str) -> dict[str, Tensor]:
+            mean = sums[name] / count
+            std = (sums[f"{name}^2"] / count - mean**2).clamp(min=0).sqrt()
+            return {"mean": mean, "std": std}
+
+        def quantiles(name: str) -> Tensor:
+            return 10 ** quantiles_from_histogram(sums[f"{name} bins"], *DECADES, QUANTILES)
+
+        whole: dict[str, Any] = {
+            f"{name}_{part}": value
+            for name in ("lss", "expodistance", "equidistance")
+            for part, value in (spread(name) | {"quantiles": quantiles(name)}).items()
+        }
+        norm, update, windowed = spread("norm"), spread("update"), spread("windowed")
+        return TrajectoryResult(
+            values=norm["mean"],
+            norm_std=norm["std"],
+            norm_quantiles=quantiles("norm"),
+            update_norm=update["mean"],
+            update_norm_std=update["std"],
+            update_norm_quantiles=quantiles("update"),
+            growth=sums["growth"] / count,
+            windowed_lss=windowed["mean"],
+            windowed_lss_std=windowed["std"],
+            window=self.window or 0,
+            layers=run.layers,
+            provenance=run.provenance,
+            **whole,
+        )
+
+
+def trajectory_kernel(view: View, *, window: int) -> dict[str, Tensor]:
+    """Sums over tokens of the shape of their paths, of squares, and histograms over decades.
+
+    Tokens go through in chunks so that the working copy stays small beside the residual itself.
+    """
+    x = view.residual
+    tokens = x.shape[1]
+    columns: dict[str, list[Tensor]] = {}
+    for start in range(0, tokens, 256):
+        for name, value in _paths(x[:, start : start + 256], window).items():
+            columns.setdefault(name, []).append(value)
+    of = {name: torch.cat(parts, -1) for name, parts in columns.items()}
+    out = {
+        "count": torch.tensor(tokens),
+        "zero_residual": (of["norm"] == 0).sum(-1),
+        "zero_update": (of["update"] == 0).sum(-1),
+        "flat": (of["growth"].mean(0) == 0).sum(),
+        "growth": of["growth"].sum(-1),
+    }
+    for name in ("norm", "update", "lss", "expodistance", "equidistance", "windowed"):
+        out |= {name: of[name].sum(-1), f"{name}^2": of[name].square().sum(-1)}
+        if name != "windowed":
+            out[f"{name} bins"] = _log_histogram(of[name])
+    return out
+
+
+def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
+    """Of `layer token d_model`, float64: `layer token` or `token` each."""
+    step = x[1:] - x[:-1]
+    update = step.double().norm(dim=-1)
+    unit = step / update.clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)[..., None]
+    norm = torch.stack([layer.double().norm(dim=-1) for layer in x])
+    growth = (norm[1:] / norm[:-1]).log()
+    # A running sum of unit steps in float64: any stretch of the path is the difference of two of them.
+    travelled = torch.zeros(len(x), *x.shape[1:], dtype=torch.float64, device=x.device)
+    torch.cumsum(unit.double(), 0, out=travelled[1:])
+    blocks = len(step)
+    windowed = window / (travelled[window:] - travelled[: len(x) - window]).norm(dim=-1) if window else norm[:0]
+    return {
+        "norm": norm,
+        "update": update,
+        "growth": growth,
+        "lss": blocks / travelled[-1].norm(dim=-1),
+        "expodistance": growth.var(0, correction=0) / growth.mean(0).square(),
+        "equidistance": update.std(0, correction=0) / update.mean(0),
+        "windowed": windowed,
+    }
+
+
+def _log_histogram(values: Tensor) -> Tensor:
+    """Counts of `... token` in bins of a hundredth of a decade."""
+    low, high = DECADES
+    bins = int((high - low) * 100)
+    flat = values.reshape(-1, values.shape[-1])
+    index = ((flat.clamp(min=10**low).log10().nan_to_num(low) - low) * 100).long().clamp(0, bins - 1)
+    offset = bins * torch.arange(len(flat), device=values.device)[:, None]
+    counts = torch.bincount((index + offset).reshape(-1), minlength=bins * len(flat))
+    return counts.reshape(*values.shape[:-1], bins)

@@ -1,0 +1,221 @@
+"""What each layer would say: the logits of every layer, reduced in chunks to a few numbers a token, never held.
+
+Plain functions of torch: they travel with the kernels that call them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .source import NO_LABEL, View, row_ends
+from .unembed import Unembed
+
+GROUP = 256  # logits whose maximum is taken first: the top few are then found among a few groups
+CPU_BLOCK = 2**18  # logits at once on a CPU, so that the passes over them find them in its cache
+RANKED = 10
+
+
+def read_positions(view: View) -> Tensor | None:
+    """Indices of the tokens that the head classifies; None for all of them."""
+    if view.unembed is None or view.unembed.reads == "every":
+        return None
+    if view.unembed.reads == "first":
+        return (view.position == 0).nonzero()[:, 0]
+    return row_ends(view)
+
+
+def lens_residual(view: View) -> Tensor:
+    """`layer token d_model`: what leaves each block, at the positions that the head classifies."""
+    index = read_positions(view)
+    return view.residual[1:] if index is None else view.residual[1:, index]
+
+
+def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked: int, key: str) -> dict[str, Tensor]:
+    """What every layer says at every token, each `layer token`.
+
+    Analyzers of one run share it: the first to ask computes it.
+
+    Args:
+        view: with the model's unembedding.
+        target: `token`, the right answer at each position that the head classifies, NO_LABEL where there is none.
+        normed: whether the final norm is applied at every layer; at the last it always is.
+        memory_mb: for the logits of one chunk of tokens.
+        ranked: how many places of the order from the top are told apart.
+        key: names the target among what is remembered.
+
+    Returns:
+        `best`, the id with the largest logit (the lowest id among equals), and `best_log_prob`; `target_log_prob`; `before`,
+        how many ids come before the target, at most `ranked`; `entropy` and `kl` = KL(last layer || this layer), in nats.
+    """
+    key = f"lens normed={normed} target={key}"
+    if key in view.memo and view.memo[key]["ranked"] >= ranked:
+        found: dict[str, Tensor] = view.memo[key]["lens"]
+        return found
+    ranked = max(ranked, RANKED)
+    assert view.unembed is not None
+    x = lens_residual(view)
+    layers, tokens = x.shape[:2]
+    dtype = x.dtype
+    names = ("best_log_prob", "target_log_prob", "entropy", "kl")
+    out = {name: torch.zeros(layers, tokens, dtype=dtype, device=x.device) for name in names}
+    out |= {name: torch.zeros(layers, tokens, dtype=torch.int64, device=x.device) for name in ("best", "before")}
+    start, step, spare = 0, 1, None
+    while start < tokens:
+        span = slice(start, start + step)
+        # All layers of a few tokens in one product: the last layer's distribution then serves the others while it is near.
+        some = x[:, span].transpose(0, 1)
+        if not normed:
+            # The last layer always speaks as the model does.
+            some = torch.cat([some[:, :-1], view.unembed.normed(some[:, -1:]).to(some)], 1)
+        z = view.unembed(some, normed, spare)
+        for name, value in _read_chunk(z, target[span].to(z.device), ranked).items():
+            out[name][:, span] = value.T.to(x.device)
+        start += step
+        step, spare = _room(view.unembed, z, memory_mb, tokens - start) if spare is None else (step, spare)
+    view.memo[key] = {"ranked": ranked, "lens": out}
+    return out
+
+
+def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
+    """`read_lens` of some tokens' logits `token layer vocabulary`; each `token layer`."""
+    groups, log_sum, expected, cross = _moments(z, shift=False)
+    if not bool((log_sum.abs() < 60).all() & expected.isfinite().all() & cross.isfinite().all()):
+        if bool(z.isneginf().any()):
+            # Ids that cannot be said, with a logit of -inf: 0 times that is 0 here.
+            z = z.clamp(min=torch.finfo(z.dtype).min / 4)
+        groups, log_sum, expected, cross = _moments(z, shift=True)
+    wanted = target.where(target != NO_LABEL, 0)[:, None].expand(z.shape[:2])
+    said = z.gather(-1, wanted[..., None])[..., 0].to(log_sum.dtype)
+    return {
+        "best": top_id(z, groups),
+        "best_log_prob": groups.amax(-1) - log_sum,
+        "target_log_prob": said - log_sum,
+        "before": _before(z, groups, wanted, said, ranked),
+        "entropy": (log_sum - expected).clamp(min=0),
+        # Sum p log p - sum p log q, with p the last layer's: exactly 0 at the last layer.
+        "kl": ((cross[:, -1:] - log_sum[:, -1:]) - (cross - log_sum)).clamp(min=0),
+    }
+
+
+def _moments(z: Tensor, shift: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Maxima of groups of logits `token layer group`; and `token layer`: log sum exp z, and the mean of z under softmax(z) and
+    under the last layer's distribution.
+
+    Args:
+        z: `token layer vocabulary`.
+        shift: whether to subtract the largest logit first. Far from overflow that changes no digit, and costs a pass.
+    """
+    tokens, layers, vocabulary = z.shape
+    dtype = z.dtype if z.dtype in (torch.float32, torch.float64) else torch.float32
+    flat = z.flatten(0, 1)
+    groups = torch.empty(len(flat), -(-vocabulary // GROUP), dtype=dtype, device=z.device)
+    total, expected, cross = (torch.empty(len(flat), dtype=dtype, device=z.device) for _ in range(3))
+    size = max(1, CPU_BLOCK // vocabulary) if z.device.type == "cpu" else len(flat)
+    buffer = torch.empty(min(size, len(flat)), vocabulary, dtype=dtype, device=z.device)
+    top = flat.amax(-1, keepdim=True).to(dtype) if shift else None
+    final = torch.empty(tokens, vocabulary, dtype=dtype, device=z.device)
+    for start in range(0, len(flat), size):
+        rows = slice(start, start + size)
+        block = flat[rows].to(dtype)
+        spare = buffer[: len(block)]
+        torch.exp(block if top is None else torch.sub(block, top[rows], out=spare), out=spare)
+        _group_maxima(block, groups[rows])
+        torch.sum(spare, -1, out=total[rows])
+        ends = slice(start // layers, (start + len(block)) // layers)
+        final[ends] = spare[layers - 1 - start % layers :: layers]
+        torch.sum(spare.mul_(block), -1, out=expected[rows])
+    for token in range(tokens):
+        rows = slice(token * layers, (token + 1) * layers)
+        torch.mv(z[token].to(dtype), final[token], out=cross[rows])
+        cross[rows] /= total[rows][-1]
+    expected /= total
+    log_sum = total.log() if top is None else total.log() + top[:, 0]
+    log_sum, expected, cross = (values.view(tokens, layers) for values in (log_sum, expected, cross))
+    return groups.view(tokens, layers, -1), log_sum, expected, cross
+
+
+def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
+    """Largest of each GROUP neighbours in the rows of z, the last group perhaps smaller, into `out`."""
+    whole = z.shape[-1] // GROUP
+    if whole:
+        torch.amax(z[:, : whole * GROUP].reshape(len(z), whole, GROUP), -1, out=out[:, :whole])
+    if whole * GROUP < z.shape[-1]:
+        torch.amax(z[:, whole * GROUP :], -1, out=out[:, whole])
+    return out
+
+
+def _members(groups: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Ids of the members of groups `... group`, and whether they exist; both `... (group member)`."""
+    ids = (groups[..., None] * GROUP + torch.arange(GROUP, device=groups.device)).flatten(-2)
+    return ids.clamp(max=vocabulary - 1), ids < vocabulary
+
+
+def top_id(z: Tensor, groups: Tensor) -> Tensor:
+    """The id with the largest logit, the lowest of equals: argmax takes the first group, then the first member."""
+    ids, exist = _members(groups.argmax(-1)[..., None], z.shape[-1])
+    values = z.gather(-1, ids).masked_fill(~exist, -torch.inf)
+    return ids.gather(-1, values.argmax(-1, keepdim=True))[..., 0]
+
+
+def _before(z: Tensor, groups: Tensor, wanted: Tensor, said: Tensor, ranked: int) -> Tensor:
+    """How many ids come before the wanted one, at most `ranked`. Among equals the lower id comes first."""
+    before = torch.full(said.shape, ranked, device=z.device)
+    # Whatever comes before stands in a group whose maximum is at least what was said; that many larger groups are enough.
+    near = (groups > said[..., None]).sum(-1) < ranked
+    z, at = z.flatten(0, 1), near.flatten().nonzero()[:, 0]
+    groups, wanted, said = groups[near], wanted[near], said[near]
+    many = min(ranked, groups.shape[-1])
+    ids, exist = _members(groups.topk(many, -1).indices, z.shape[-1])
+    values = z[at[:, None], ids].to(said.dtype)
+    ahead = (values > said[:, None]) | ((values == said[:, None]) & (ids < wanted[:, None]))
+    count = (ahead & exist).sum(-1)
+    # More groups than were looked into: there are ties, and the whole row is counted.
+    for i in ((groups >= said[:, None]).sum(-1) > many).nonzero()[:, 0].tolist():
+        row = z[at[i]].to(said.dtype)
+        count[i] = (row > said[i]).sum() + (row[: int(wanted[i])] == said[i]).sum()
+    before[near] = count.clamp(max=ranked)
+    return before
+
+
+def saturation_layers(view: View, normed: bool, memory_mb: float) -> Tensor:
+    """`token`: index of the block from which on the layer's first choice is the last layer's. Without the full lens.
+
+    From the last layer down only those tokens are asked that have agreed so far.
+    """
+    for key, known in view.memo.items():
+        if key.startswith(f"lens normed={normed} "):
+            best: Tensor = known["lens"]["best"]
+            agree = (best == best[-1]).long()
+            return len(best) - agree.flip(0).cumprod(0).sum(0)
+    assert view.unembed is not None
+    x = lens_residual(view)
+    layers, tokens = x.shape[:2]
+    alive = torch.arange(tokens, device=x.device)
+    layer_of = torch.full((tokens,), layers - 1, device=x.device)
+    final = _choices(view, x[-1], True, memory_mb)
+    for layer in range(layers - 2, -1, -1):
+        alive = alive[_choices(view, x[layer, alive], normed, memory_mb) == final[alive]]
+        layer_of[alive] = layer
+    return layer_of
+
+
+def _choices(view: View, x: Tensor, normed: bool, memory_mb: float) -> Tensor:
+    """The first choice at each row of x, `token d_model`."""
+    assert view.unembed is not None
+    out = torch.empty(len(x), dtype=torch.int64, device=x.device)
+    start, step, spare = 0, 1, None
+    while start < len(x):
+        z = view.unembed(x[start : start + step], normed, spare)
+        groups = torch.empty(len(z), -(-z.shape[-1] // GROUP), dtype=z.dtype, device=z.device)
+        out[start : start + step] = top_id(z, _group_maxima(z, groups)).to(x.device)
+        start += step
+        step, spare = _room(view.unembed, z, memory_mb, len(x) - start) if spare is None else (step, spare)
+    return out
+
+
+def _room(unembed: Unembed, z: Tensor, memory_mb: float, left: int) -> tuple[int, Tensor | None]:
+    """How many tokens go through at once, and memory for their logits; from the logits of a first one, z."""
+    step = min(max(1, int(memory_mb * 2**20 / (z[0].numel() * z.element_size()))), max(left, 1))
+    rows = step * z[0].numel() // z.shape[-1]
+    return step, z.new_empty(rows, z.shape[-1]) if unembed.linear is not None else None
