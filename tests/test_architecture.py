@@ -25,7 +25,7 @@ FLOORS = [
     {"analyzers", "sources"},
     {"prepare"},
     {"engine"},
-    {"probe"},
+    {"probe", "prompt"},
     {"cli", "__init__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

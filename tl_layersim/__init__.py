@@ -9,15 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .analyzer import Analyzer, Run, need_tokens
+    from .analyzer import Analyzer, Run, need_head, need_tokens
     from .analyzers import find_analyzers
     from .analyzers.cka import CKA, CKAResult
+    from .analyzers.collapse import NeuralCollapse, NeuralCollapseResult
     from .analyzers.cosine import Cosine, CosineResult
+    from .analyzers.exit_curve import ExitCurve, ExitCurveResult, ExitPoint
+    from .analyzers.logit_lens import LogitLens, LogitLensResult
+    from .analyzers.saturation import Saturation, SaturationResult
+    from .analyzers.trajectory import Spread, Trajectory, TrajectoryResult
     from .data import Batch
     from .demo import demo_model, demo_text
     from .engine import analyze, compare
     from .errors import LayersimError, LayersimWarning
     from .probe import Probe, attach
+    from .prompt import PredictionGrid, TrajectoryPCA, prediction_grid, trajectory_pca
     from .results import (
         LayerCurve,
         LayerMatrix,
@@ -32,15 +38,17 @@ if TYPE_CHECKING:
     )
     from .source import Kernel, Model, Source, View, eval_mode, layer_names, place, reduce
     from .sums import Sums
+    from .unembed import Head, Unembed
 
 _HOME = {
     "engine": ("analyze", "compare"),
-    "analyzer": ("Analyzer", "Run", "need_tokens"),
+    "analyzer": ("Analyzer", "Run", "need_head", "need_tokens"),
     "analyzers": ("find_analyzers",),
     "data": ("Batch",),
     "demo": ("demo_model", "demo_text"),
     "errors": ("LayersimError", "LayersimWarning"),
     "probe": ("Probe", "attach"),
+    "prompt": ("PredictionGrid", "TrajectoryPCA", "prediction_grid", "trajectory_pca"),
     "results": (
         "LayerCurve",
         "LayerMatrix",
@@ -55,6 +63,7 @@ _HOME = {
     ),
     "source": ("Kernel", "Model", "Source", "View", "eval_mode", "layer_names", "place", "reduce"),
     "sums": ("Sums",),
+    "unembed": ("Head", "Unembed"),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -66,20 +75,36 @@ __all__ = [
     "CKAResult",
     "Cosine",
     "CosineResult",
+    "ExitCurve",
+    "ExitCurveResult",
+    "ExitPoint",
+    "Head",
     "Kernel",
     "LayerCurve",
     "LayerMatrix",
     "LayersimError",
     "LayersimWarning",
+    "LogitLens",
+    "LogitLensResult",
     "Model",
+    "NeuralCollapse",
+    "NeuralCollapseResult",
     "Picture",
+    "PredictionGrid",
     "Probe",
     "Provenance",
     "Report",
     "Result",
     "Run",
+    "Saturation",
+    "SaturationResult",
     "Source",
+    "Spread",
     "Sums",
+    "Trajectory",
+    "TrajectoryPCA",
+    "TrajectoryResult",
+    "Unembed",
     "View",
     "analyze",
     "attach",
@@ -92,10 +117,13 @@ __all__ = [
     "layer_names",
     "load",
     "load_report",
+    "need_head",
     "need_tokens",
     "place",
+    "prediction_grid",
     "quantiles_from_histogram",
     "reduce",
+    "trajectory_pca",
 ]
 
 
@@ -107,6 +135,7 @@ def __getattr__(name: str) -> Any:
         if _MODULE[name] == "results":
             # A file of results can only be read where the classes of results are known.
             importlib.import_module(".analyzers", __name__).find_analyzers()
+            importlib.import_module(".prompt", __name__)
     else:
         value = _from_analyzers(name)
     globals()[name] = value
@@ -114,14 +143,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _from_analyzers(name: str) -> Any:
-    """An analyzer, or the class of its results: a new file in `analyzers/` needs no line here."""
-    from .analyzer import Analyzer
+    """An analyzer, or a class of its file: a new file in `analyzers/` needs no line here."""
     from .analyzers import find_analyzers
-    from .results import Result
 
     for cls in find_analyzers().values():
         found = vars(importlib.import_module(cls.__module__)).get(name)
-        if isinstance(found, type) and issubclass(found, Analyzer | Result):
+        if isinstance(found, type) and found.__module__ == cls.__module__:
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

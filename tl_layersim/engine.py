@@ -230,27 +230,10 @@ def make_report(
             do="check the data" if tally.sequences == 0 else "check the attention mask and skip_first=",
         )
 
-    def both(values: list[str]) -> str:
-        return " | ".join(values)
-
     results = {}
     for name, analyzer in analyzers.items():
-        provenance = Provenance(
-            model=both([m.name for m in models]),
-            config_hash=both([m.config_hash for m in models]),
-            weights_hash=both([m.weights_hash for m in models]),
-            source=both([m.source for m in models]),
-            basis=both([m.basis for m in models]),
-            dtype=both([m.dtype for m in models]),
-            data=tally.digest,
-            tokens=tally.tokens,
-            sequences=tally.sequences,
-            batches=tally.batches,
-            seed=getattr(analyzer, "seed", None),
-            options={**analyzer.options(), **data_options},
-            versions=_versions(),
-            seconds=tally.seconds,
-        )
+        options = {**analyzer.options(), **data_options}
+        provenance = record(models, tally, options, getattr(analyzer, "seed", None))
         run = Run(models[0].layers, models[-1].layers, provenance, first.get(name, Sums()), models[0].head)
         result = analyzer.compute(sums[name], run)
         if not isinstance(result, Result):
@@ -262,6 +245,30 @@ def make_report(
             )
         results[name] = result
     return Report(results)
+
+
+def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:
+    """What was measured on what."""
+
+    def both(values: list[str]) -> str:
+        return " | ".join(values)
+
+    return Provenance(
+        model=both([m.name for m in models]),
+        config_hash=both([m.config_hash for m in models]),
+        weights_hash=both([m.weights_hash for m in models]),
+        source=both([m.source for m in models]),
+        basis=both([m.basis for m in models]),
+        dtype=both([m.dtype for m in models]),
+        data=tally.digest,
+        tokens=tally.tokens,
+        sequences=tally.sequences,
+        batches=tally.batches,
+        seed=seed,
+        options=dict(options),
+        versions=_versions(),
+        seconds=tally.seconds,
+    )
 
 
 def _pass(

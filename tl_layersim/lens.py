@@ -60,7 +60,7 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
     names = ("best_log_prob", "target_log_prob", "entropy", "kl")
     out = {name: torch.zeros(layers, tokens, dtype=dtype, device=x.device) for name in names}
     out |= {name: torch.zeros(layers, tokens, dtype=torch.int64, device=x.device) for name in ("best", "before")}
-    start, step, spare = 0, 1, None
+    start, step, spare, shift = 0, 1, None, False
     while start < tokens:
         span = slice(start, start + step)
         # All layers of a few tokens in one product: the last layer's distribution then serves the others while it is near.
@@ -69,7 +69,8 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
             # The last layer always speaks as the model does.
             some = torch.cat([some[:, :-1], view.unembed.normed(some[:, -1:]).to(some)], 1)
         z = view.unembed(some, normed, spare)
-        for name, value in _read_chunk(z, target[span].to(z.device), ranked).items():
+        values, shift = _read_chunk(z, target[span].to(z.device), ranked, shift)
+        for name, value in values.items():
             out[name][:, span] = value.T.to(x.device)
         start += step
         step, spare = _room(view.unembed, z, memory_mb, tokens - start) if spare is None else (step, spare)
@@ -77,14 +78,16 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
     return out
 
 
-def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
-    """`read_lens` of some tokens' logits `token layer vocabulary`; each `token layer`."""
-    groups, log_sum, expected, cross = _moments(z, shift=False)
-    if not bool((log_sum.abs() < 60).all() & expected.isfinite().all() & cross.isfinite().all()):
+def _read_chunk(z: Tensor, target: Tensor, ranked: int, shift: bool) -> tuple[dict[str, Tensor], bool]:
+    """`read_lens` of some tokens' logits `token layer vocabulary`, each `token layer`; and whether they had to be shifted."""
+    groups, log_sum, expected, cross = _moments(z, shift)
+    sound = (log_sum.abs() < 60) | shift
+    if not bool((sound & expected.isfinite() & cross.isfinite()).all()):
+        shift = True
         if bool(z.isneginf().any()):
             # Ids that cannot be said, with a logit of -inf: 0 times that is 0 here.
             z = z.clamp(min=torch.finfo(z.dtype).min / 4)
-        groups, log_sum, expected, cross = _moments(z, shift=True)
+        groups, log_sum, expected, cross = _moments(z, shift)
     wanted = target.where(target != NO_LABEL, 0)[:, None].expand(z.shape[:2])
     said = z.gather(-1, wanted[..., None])[..., 0].to(log_sum.dtype)
     return {
@@ -95,7 +98,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
         "entropy": (log_sum - expected).clamp(min=0),
         # Sum p log p - sum p log q, with p the last layer's: exactly 0 at the last layer.
         "kl": ((cross[:, -1:] - log_sum[:, -1:]) - (cross - log_sum)).clamp(min=0),
-    }
+    }, shift
 
 
 def _moments(z: Tensor, shift: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:

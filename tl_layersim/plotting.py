@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from typing import Any
 
@@ -124,6 +125,69 @@ def _lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: 
     fig.update_yaxes(title=value, rangemode="tozero" if whole else "normal")
     fig.update_layout(showlegend=len(series) > 1)
     return _style(fig, title, height=420, width=620)
+
+
+def word_grid(
+    words: tuple[tuple[str, ...], ...],
+    probability: Any,
+    saturation: list[int],
+    tokens: tuple[str, ...],
+    layers: tuple[str, ...],
+) -> go.Figure:
+    """Token by layer: the word that each layer would say, coloured by its probability; bold from where it is final."""
+    text = [
+        [_shown(row[layer], bold=layer >= saturation[token]) for token, row in enumerate(words)] for layer in range(len(layers))
+    ]
+    heat = go.Heatmap(
+        z=probability.T,
+        x=list(range(len(tokens))),
+        y=list(range(len(layers))),
+        text=text,
+        texttemplate="%{text}",
+        textfont={"size": 10},
+        zmin=0.0,
+        zmax=1.0,
+        colorscale="Blues",
+        customdata=[list(tokens) for _ in layers],
+        hovertemplate="after %{customdata}<br>block %{y}<br>%{text}: %{z:.3f}<extra></extra>",
+        colorbar={"title": "p"},
+    )
+    fig = go.Figure(heat)
+    for token, layer in enumerate(saturation):
+        box = {"x0": token - 0.48, "x1": token + 0.48, "y0": layer - 0.46, "y1": layer + 0.46}
+        fig.add_shape(type="rect", line={"color": "#c1440e", "width": 1.5}, **box)
+    _axis(fig.update_yaxes, layers, "block")
+    shown = [_shown(token) for token in tokens]
+    fig.update_xaxes(title="after token", tickmode="array", tickvals=list(range(len(tokens))), ticktext=shown, tickangle=-45)
+    width = max(620, 130 + 62 * len(tokens))
+    return _style(fig, "What each layer would say", height=max(320, 120 + 24 * len(layers)), width=width)
+
+
+def _shown(word: str, bold: bool = False) -> str:
+    """A token as text that plotly does not read as markup."""
+    plain = html.escape(word).replace("\n", "\\n") or "(empty)"
+    return f"<b>{plain}</b>" if bold else plain
+
+
+def paths(coordinates: Any, explained: list[float], tokens: tuple[str, ...], layers: tuple[str, ...]) -> go.Figure:
+    """`token layer 2` as lines, the last token in black."""
+    fig = go.Figure()
+    last = len(tokens) - 1
+    for i, token in enumerate(tokens):
+        fig.add_scatter(
+            x=coordinates[i, :, 0],
+            y=coordinates[i, :, 1],
+            mode="lines+markers",
+            name=_shown(token),
+            line={"color": "black" if i == last else FAINT.format(0.55), "width": 2.5 if i == last else 1.2},
+            marker={"size": 4},
+            customdata=list(layers),
+            hovertemplate="%{customdata}<extra>" + _shown(token) + "</extra>",
+        )
+    fig.update_layout(showlegend=False)
+    fig.update_xaxes(title=f"PC 1 ({explained[0]:.0%} of the last layer)")
+    fig.update_yaxes(title=f"PC 2 ({explained[1]:.0%})")
+    return _style(fig, "Paths of tokens through the layers", height=520, width=620)
 
 
 def _axis(update: Any, names: tuple[str, ...], title: str) -> None:

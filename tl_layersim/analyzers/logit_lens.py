@@ -78,7 +78,7 @@ class LogitLensResult(Result):
         ),
         Picture(
             "kl_to_final",
-            "KL divergence from the last layer's distribution",
+            "KL divergence from the last layer",
             "KL(last layer || this layer) in nats; the logit lens is nostalgebraist's (2020), this measure of it that of "
             "Belrose et al. 2023.",
         ),

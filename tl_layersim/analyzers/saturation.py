@@ -61,7 +61,7 @@ class SaturationResult(Result):
         ),
         Picture(
             "cosine_to_last",
-            "Cosine to the last layer, by saturation layer",
+            "Cosine to last, by saturation layer",
             "Of the tokens that saturate at a block, how near their residual already is to the last layer's "
             + SOURCE.format("figures 3 and 6"),
         ),

@@ -1,0 +1,285 @@
+"""Pictures of one prompt: what each layer would say at each token, and the path of each token through the layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from .analyzer import need_head
+from .checkpoint import Tally
+from .data import Batches, fingerprint, new_digest
+from .engine import record
+from .errors import LayersimError
+from .guards import refuse_not_finite, refuse_other_logits
+from .lens import read_lens, saturation_layers
+from .prepare import with_tokenizer
+from .results import Provenance, Result, axes
+from .source import NO_LABEL, Kernel, Model, View
+from .sources import open_source
+from .typed import typed
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PredictionGrid(Result):
+    """What each block would say after each token of a prompt. Tensors are float64.
+
+    Attributes:
+        values: `token layer`, the same as `probability`: of the layer's first choice.
+        saturation_layer: `token`, index of the block from which on the first choice is the final one.
+        words: `token layer`, the first choices as text.
+        tokens: the prompt's tokens as text.
+    """
+
+    values_name = "probability"
+    values: Float64[Tensor, "token layer"] = axes("token", "layer")
+    saturation_layer: Float64[Tensor, " token"] = axes("token")
+    words: tuple[tuple[str, ...], ...]
+    tokens: tuple[str, ...]
+
+    @property
+    def probability(self) -> Tensor:
+        """`token layer`, the same as `values`."""
+        return self.values
+
+    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
+        """The grid: a column for each token, a row for each block, the word and its probability; saturation framed.
+
+        Bold words are final: the block's choice and all later ones are the last block's (Jiang, Zhou and Zhu 2024, figure 20).
+        """
+        from .plotting import word_grid
+
+        if field not in ("values", "probability"):
+            return super().plot(field)
+        return word_grid(self.words, self.values.numpy(), self.saturation_layer.long().tolist(), self.tokens, self.layers[1:])
+
+    def headline(self) -> dict[str, float]:
+        early = self.saturation_layer < self.values.shape[1] - 1
+        return {"share of tokens that saturate before the last block": float(early.double().mean())}
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TrajectoryPCA(Result):
+    """The paths of a prompt's tokens in the plane of the last layer's first two principal components. Tensors are float64.
+
+    Attributes:
+        values: `token residual component`, coordinates; the last layer's mean is the origin.
+        explained: `component`, share of the last layer's variance along each.
+        tokens: the prompt's tokens as text.
+    """
+
+    values: Float64[Tensor, "token residual component"] = axes("token", "residual", "component")
+    explained: Float64[Tensor, " component"] = axes("component")
+    tokens: tuple[str, ...]
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Labels of the axis."""
+        return ("PC 1", "PC 2")
+
+    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
+        """One line for each token, from the embedding to the last block; the prompt's last token in black."""
+        from .plotting import paths
+
+        if field != "values":
+            return super().plot(field)
+        return paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
+
+    def headline(self) -> dict[str, float]:
+        return {"share of the last layer's variance in the plane": float(self.explained.sum())}
+
+
+@typed
+def prediction_grid(
+    model: Any,
+    prompt: Any,
+    *,
+    norm: Literal["final", "none"] = "final",
+    lens_memory_mb: int | float = 128,
+    layers: list[str] | None = None,
+    unembed: list[str] | None = None,
+    remote: bool | str = False,
+    tokenizer: Any = None,
+    prepend_bos: bool = True,
+) -> PredictionGrid:
+    """What each block would say after each token of one prompt, as a picture and a table.
+
+    Args:
+        model: as in `analyze`.
+        prompt: a text, or token ids `pos`.
+        norm: as in `LogitLens`.
+        lens_memory_mb: as in `LogitLens`.
+        layers: as in `analyze`.
+        unembed: as in `analyze`.
+        remote: as in `analyze`.
+        tokenizer: as in `analyze`; without one, words are ids.
+        prepend_bos: as in `analyze`.
+
+    Raises:
+        LayersimError: the model has no head that says words, or the prompt is longer than its context.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.1, figure 20.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> grid = lsim.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
+        >>> grid.words[-1][-1]
+        ' girl'
+    """
+
+    def check(described: Model) -> None:
+        need_head(described, "prediction_grid", targets=True)
+
+    kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb))
+    source = open_source(model, layers=layers, unembed=unembed, remote=remote)
+    out, tokens, word, provenance = _ask(source, prompt, kernel, check, tokenizer, prepend_bos, {"norm": norm})
+    return PredictionGrid(
+        values=out["probability"].double().T.contiguous(),
+        saturation_layer=out["saturation"].double(),
+        words=tuple(tuple(word(i) for i in row) for row in out["best"].T.tolist()),
+        tokens=tokens,
+        layers=source.model.layers,
+        provenance=provenance,
+    )
+
+
+@typed
+def trajectory_pca(
+    model: Any,
+    prompt: Any,
+    *,
+    layers: list[str] | None = None,
+    remote: bool | str = False,
+    tokenizer: Any = None,
+    prepend_bos: bool = True,
+    skip_first: int = 0,
+) -> TrajectoryPCA:
+    """The paths of one prompt's tokens through the layers, in the plane of the last layer's first two principal components.
+
+    Args:
+        model: as in `analyze`.
+        prompt: a text, or token ids `pos`.
+        layers: as in `analyze`.
+        remote: as in `analyze`.
+        tokenizer: as in `analyze`; without one, tokens are shown as ids.
+        prepend_bos: as in `analyze`.
+        skip_first: leave out the first positions: the first token's path is so much longer in many models that it is all one sees.
+
+    Raises:
+        LayersimError: there are fewer than three tokens.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> path = lsim.trajectory_pca(lsim.demo_model(), "Once upon a time there was a little girl", skip_first=1)
+        >>> path.values.shape[1:], bool(path.explained[0] > path.explained[1])
+        (torch.Size([9, 2]), True)
+    """
+
+    def check(described: Model) -> None:
+        return
+
+    source = open_source(model, layers=layers, remote=remote)
+    options = {"skip_first": skip_first}
+    out, tokens, _, provenance = _ask(source, prompt, pca_kernel, check, tokenizer, prepend_bos, options)
+    return TrajectoryPCA(
+        values=out["coordinates"].double(),
+        explained=out["explained"].double(),
+        tokens=tokens,
+        layers=source.model.layers,
+        provenance=provenance,
+    )
+
+
+def _ask(
+    source: Any,
+    prompt: Any,
+    kernel: Kernel,
+    check: Callable[[Model], None],
+    tokenizer: Any,
+    prepend_bos: bool,
+    options: dict[str, Any],
+) -> tuple[dict[str, Tensor], tuple[str, ...], Callable[[int], str], Provenance]:
+    """What a kernel finds in one prompt; its tokens as text; how an id is written; and the record."""
+    start = time.perf_counter()
+    described = with_tokenizer(source.model, tokenizer)
+    check(described)
+    skip_first = options.get("skip_first", 0)
+    batches = list(Batches(prompt, described, 1, described.context, False, None, skip_first, prepend_bos, None))
+    if len(batches) != 1:
+        raise LayersimError(
+            "This is a picture of one prompt.",
+            given=f"{len(batches)} rows of tokens",
+            expected=f"one row, of at most {described.context or 256} tokens",
+            do="one shorter prompt; lsim.analyze(model, texts, ...) for many",
+        )
+    batch = batches[0]
+    if int(batch.counted.sum()) < 3:
+        raise LayersimError(
+            "The prompt is too short for a picture.",
+            given=f"{int(batch.counted.sum())} tokens",
+            expected="three or more",
+            do="a longer prompt",
+        )
+    with source.evaluating():
+        if described.head is not None and kernel is not pca_kernel:
+            refuse_other_logits(source.unembed_gap(batch), described)
+        not_finite, out = source.run(batch, {"picture": kernel})
+    refuse_not_finite(not_finite, [described.layers], "this prompt")
+    digest = new_digest()
+    fingerprint(digest, batch)
+    counted = batch.tokens[batch.counted].tolist()
+    tally = Tally({}, 1, 1, len(counted), digest.hexdigest(), time.perf_counter() - start)
+
+    def word(token: int) -> str:
+        # One by one: what a token adds to a text, leading space and all.
+        return str(token) if described.tokenizer is None else str(described.tokenizer.decode([token]))
+
+    found = {name: value.cpu() for name, value in out["picture"].items()}
+    options = options | {"prepend_bos": prepend_bos, "tokenizer": batches_options(described)}
+    return found, tuple(word(t) for t in counted), word, record([described], tally, options, None)
+
+
+def batches_options(described: Model) -> str | None:
+    """The tokenizer, for the record."""
+    tokenizer = described.tokenizer
+    return None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
+
+
+def grid_kernel(view: View, *, normed: bool, memory_mb: float) -> dict[str, Tensor]:
+    """First choices `layer token`, their probabilities, and each token's saturation layer."""
+    nothing = torch.full_like(view.tokens, NO_LABEL)
+    lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
+    return {
+        "best": lens["best"],
+        "probability": lens["best_log_prob"].double().exp(),
+        "saturation": saturation_layers(view, normed, memory_mb),
+    }
+
+
+def pca_kernel(view: View) -> dict[str, Tensor]:
+    """Coordinates `token residual component` in the plane of the last layer's first two principal components."""
+    x = view.residual.double()
+    mean = x[-1].mean(0)
+    _, sigma, basis = torch.linalg.svd(x[-1] - mean, full_matrices=False)
+    plane = basis[:2]
+    # A component's sign is arbitrary: its largest entry is positive.
+    plane = plane * plane.gather(1, plane.abs().argmax(1, keepdim=True)).sign()
+    return {
+        "coordinates": torch.einsum("ltd,cd->tlc", x - mean, plane),
+        "explained": sigma[:2].square() / sigma.square().sum(),
+    }
