@@ -443,9 +443,9 @@ def test_labels_in_the_data_and_labels_in_a_tensor_are_one():
     shifted[:, :-1] = tokens[:, 1:]
     plain = lsim.analyze(model, tokens, [lsim.LogitLens(), lsim.ExitCurve()], batch_size=2)
     data = {"input_ids": tokens, "labels": shifted}
-    for labels, given in (("data", data), (shifted, tokens)):
+    for labels, what in (("data", data), (shifted, tokens)):
         every = [lsim.LogitLens(labels=labels), lsim.ExitCurve(labels=labels)]
-        found = lsim.analyze(model, given, every, batch_size=2)
+        found = lsim.analyze(model, what, every, batch_size=2)
         for name in plain:
             assert worst(found[name], plain[name]) == 0
     some = shifted.clone()

@@ -175,7 +175,7 @@ def trajectory_pca(
         remote: as in `analyze`.
         tokenizer: as in `analyze`; without one, tokens are shown as ids.
         prepend_bos: as in `analyze`.
-        skip_first: leave out the first positions: the first token's path is so much longer in many models that it is all one sees.
+        skip_first: leave out the first positions: in many models the first token's path is so long that it is all one sees.
 
     Raises:
         LayersimError: there are fewer than three tokens.

@@ -18,7 +18,20 @@ from torch import Tensor
 from ..data import Batch, next_tokens
 from ..errors import LayersimError
 from ..layout import call_options, describe, find_blocks, hash_config, hash_weights, head_dtype, logit_scaling
-from ..source import NO_LABEL, Kernel, Model, Reduced, Source, View, eval_mode, first_tensor, layer_names, place, reduce
+from ..source import (
+    NO_LABEL,
+    Kernel,
+    Model,
+    Reduced,
+    Source,
+    View,
+    eval_mode,
+    first_tensor,
+    layer_names,
+    place,
+    reduce,
+    tokens_alone,
+)
 from ..unembed import Head, Unembed, plain_linear, tensor_of, unembed_gap
 
 
@@ -150,8 +163,11 @@ class HookedSource(Source):
                 self._call(batch)
             except _LastLayer:
                 view = views[0]
-                labels = None if batch.labels is None else batch.labels.to(view.sequence.device)[view.sequence, view.position]
-                return replace(view, row=view.sequence + batch.first, labels=labels)
+                # The batch knows them all, also where the model's embedding is not known and cannot be watched.
+                known, device = tokens_alone(batch), view.residual.device
+                names = ("tokens", "next_token", "row", "labels")
+                given = {name: getattr(known, name) for name in names if getattr(known, name) is not None}
+                return replace(view, **{name: values.to(device) for name, values in given.items()})
         raise LayersimError(
             f"The forward pass of {self.model.name} did not go through its layers in order.",
             given=f"{len(self._taps)} residual layers",
@@ -247,6 +263,9 @@ class _Recorder:
         texts = given.get("input")
         if isinstance(texts, list) and texts and isinstance(texts[0], str):
             self.texts = len(texts)
+        if self.tokens is None:
+            first = given.get(names[0]) if names else None
+            self.tokens = first.detach() if isinstance(first, Tensor) and not first.is_floating_point() else None
         mask = given.get("attention_mask")
         # The outer model is given the plain mask, the stack inside it perhaps one that is made of it.
         if self.attention is None or (isinstance(mask, Tensor) and mask.dim() == 2):
