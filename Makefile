@@ -59,6 +59,7 @@ examples: $(VENV)/base ## Run every example
 bench: $(VENV)/dev ## Time and weigh the analyzers against their peers: make bench MODEL=folder TEXT=file
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r benchmarks/requirements.txt
 	$(VENV)/bin/python benchmarks/bench_analyze.py --model "$(MODEL)" --data "$(TEXT)"
+	$(VENV)/bin/python benchmarks/bench_lens.py --model "$(MODEL)" --data "$(TEXT)"
 
 format: $(VENV)/dev ## Format the code
 	$(VENV)/bin/ruff check --fix .

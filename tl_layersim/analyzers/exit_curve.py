@@ -192,7 +192,7 @@ class ExitCurve(Analyzer):
     name: ClassVar[str] = "exit_curve"
     needs_unembed: ClassVar[bool] = True
 
-    thresholds: tuple[float | int, ...] = THRESHOLDS
+    thresholds: tuple[float | int, ...] | list[float | int] = THRESHOLDS
     norm: Literal["final", "none"] = "final"
     labels: Literal["next_token", "data"] | Tensor = "next_token"
     lens_memory_mb: int | float = 128

@@ -158,7 +158,7 @@ class LogitLens(Analyzer):
     needs_unembed: ClassVar[bool] = True
 
     norm: Literal["final", "none"] = "final"
-    top_k: tuple[int, ...] = (1, 5)
+    top_k: tuple[int, ...] | list[int] = (1, 5)
     labels: Literal["next_token", "data"] | Tensor = "next_token"
     lens_memory_mb: int | float = 128
 
@@ -181,7 +181,11 @@ class LogitLens(Analyzer):
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(
-            lens_kernel, normed=self.norm == "final", ks=self.top_k, labels=self.labels, memory_mb=float(self.lens_memory_mb)
+            lens_kernel,
+            normed=self.norm == "final",
+            ks=tuple(self.top_k),
+            labels=self.labels,
+            memory_mb=float(self.lens_memory_mb),
         )
 
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
@@ -200,7 +204,7 @@ class LogitLens(Analyzer):
             kl_to_final=sums["kl"] / count,
             entropy=sums["entropy"] / count,
             monotone_share=sums["rising"].double() / targets,
-            ks=self.top_k,
+            ks=tuple(self.top_k),
             positions=count,
             targets=targets,
             unembedding=unembedding(run, self.norm),
