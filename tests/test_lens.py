@@ -686,3 +686,19 @@ def test_own_heads_are_checked_in_the_oracles_tests_too():
     spare = torch.empty(40, oracles.WORDS, dtype=torch.float64)
     with torch.no_grad():
         np.testing.assert_allclose(unembed(x, True, spare), expected, atol=1e-12)
+
+
+def test_a_label_that_cannot_be_said_has_no_probability():
+    logits = np.zeros((2, 3, 40))
+    logits[:, 0, 7] = -np.inf
+    found = read_logits(logits, torch.tensor([7, 7]))
+    assert found["target_log_prob"][0].isneginf().all()
+    np.testing.assert_allclose(found["target_log_prob"][1:], -np.log(40))
+    np.testing.assert_allclose(found["entropy"][0], np.log(39))
+
+
+@pytest.mark.parametrize("label", [100, -1])
+def test_labels_outside_the_head_are_refused(label):
+    labels = torch.full((4, 12), label)
+    with pytest.raises(ValueError, match=rf"labels go from {label} to {label}, and the head says 0 to 99"):
+        lsim.analyze(tiny_llama(), random_tokens(4, 12), lsim.LogitLens(labels=labels))

@@ -80,6 +80,14 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
 
 def _read_chunk(z: Tensor, target: Tensor, ranked: int, shift: bool) -> tuple[dict[str, Tensor], bool]:
     """`read_lens` of some tokens' logits `token layer vocabulary`, each `token layer`; and whether they had to be shifted."""
+    known = target != NO_LABEL
+    wanted = target.where(known, 0)[:, None].expand(z.shape[:2])
+    if bool(((wanted < 0) | (wanted >= z.shape[-1])).any()):
+        raise ValueError(
+            f"labels go from {int(target[known].min())} to {int(target[known].max())}, and the head says 0 to {z.shape[-1] - 1}; "
+            f"a position without a label has {NO_LABEL}"
+        )
+    said = z.gather(-1, wanted[..., None])[..., 0]
     groups, log_sum, expected, cross = _moments(z, shift)
     sound = (log_sum.abs() < 60) | shift
     if not bool((sound & expected.isfinite() & cross.isfinite()).all()):
@@ -88,8 +96,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int, shift: bool) -> tuple[di
             # Ids that cannot be said, with a logit of -inf: 0 times that is 0 here.
             z = z.clamp(min=torch.finfo(z.dtype).min / 4)
         groups, log_sum, expected, cross = _moments(z, shift)
-    wanted = target.where(target != NO_LABEL, 0)[:, None].expand(z.shape[:2])
-    said = z.gather(-1, wanted[..., None])[..., 0].to(log_sum.dtype)
+    said = said.to(log_sum.dtype)
     return {
         "best": top_id(z, groups),
         "best_log_prob": groups.amax(-1) - log_sum,
