@@ -433,3 +433,48 @@ def test_labels_of_the_data_are_no_part_of_a_loop():
             lsim.attach(model, lsim.LogitLens(labels=labels)),
         ):
             pass
+
+
+def test_next_tokens_survive_the_gathering_of_views():
+    """Every other position counts; what follows it is attended to, and counts as its next token, in one pass or in two."""
+    model, tokens = tiny_llama(), random_tokens(4, 20) % 5 + 3
+    runs = []
+    for parts in ([tokens], list(tokens.split(2))):
+        with torch.no_grad(), lsim.attach(model, lsim.NeuralCollapse(classes=(3, 4, 5))) as probe:
+            for part in parts:
+                probe.mask = torch.arange(20)[None].expand(len(part), -1) % 2 == 0
+                model(part, attention_mask=torch.ones_like(part))
+        runs.append(probe.results()["neural_collapse"])
+    assert worst(*runs) < 1e-9
+    assert runs[0].samples.sum() == sum(int((tokens[:, 1::2] == c).sum()) for c in (3, 4, 5))
+
+
+def transformer_lens_models():
+    from .test_sources import hooked_transformer
+
+    return {"TransformerBridge": lambda: bridge(tiny_gpt2()), "HookedTransformer": lambda: hooked_transformer(tiny_gpt2())}
+
+
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+@pytest.mark.parametrize("kind", ["TransformerBridge", "HookedTransformer"])
+@pytest.mark.parametrize("way", ["run_with_hooks", "run_with_cache", "forward"])
+def test_every_way_to_run_a_transformer_lens_model_is_read(kind, way):
+    """Some of them call `forward` past the model's own hooks."""
+    model, tokens = transformer_lens_models()[kind](), random_tokens(2, 8)
+    run = {
+        "run_with_hooks": lambda: model.run_with_hooks(tokens, fwd_hooks=[]),
+        "run_with_cache": lambda: model.run_with_cache(tokens),
+        "forward": lambda: model(tokens, return_type="loss"),
+    }[way]
+    with torch.no_grad(), lsim.attach(model, lsim.LogitLens()) as probe:
+        run()
+    found = probe.results()["logit_lens"]
+    assert (found.positions, found.targets) == (16, 14)
+
+
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+def test_a_hooked_transformer_generates_under_the_lens():
+    model, tokens = transformer_lens_models()["HookedTransformer"](), random_tokens(2, 8)
+    with torch.no_grad(), lsim.attach(model, lsim.Saturation()) as probe:
+        model.generate(tokens, max_new_tokens=4, stop_at_eos=False, verbose=False)
+    assert probe.results()["saturation"].counts.sum() == 2 * (8 + 3)

@@ -109,3 +109,21 @@ def test_what_it_cannot_do_is_refused():
     with torch.no_grad(), lsim.attach(model, lsim.NeuralCollapse(classes=ids)) as probe:
         model(tokens)
     assert worst(probe.results()["neural_collapse"], once["neural_collapse"]) < 1e-9
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+@pytest.mark.parametrize("width", [3, 8, 64])
+def test_a_common_offset_says_nothing(offset, width):
+    rng = np.random.default_rng(0)
+    label = np.repeat(np.arange(4), 20)
+    x = rng.normal(size=(2, 4, width))[:, label] * 2 + 0.5 * rng.normal(size=(2, 80, width))
+    expected = oracles.oracle_neural_collapse([x], label.tolist(), 4)
+    found = of(x + offset * rng.normal(size=width), torch.as_tensor(label))
+    np.testing.assert_allclose(found.nc1, expected["values"], rtol=1e-3 if offset > 1e4 else 1e-6)
+
+
+def test_classes_with_one_mean_have_no_collapse():
+    same = np.ones((2, 20, 8)) * np.array([1.0, 7.3])[:, None, None]
+    found = of(same, torch.arange(20) % 2)
+    assert found.nc1.isnan().all()
+    assert (found.between == 0).all()

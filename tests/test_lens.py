@@ -116,6 +116,7 @@ def lively(model, seed=0):
     return model
 
 
+@pytest.mark.filterwarnings("ignore:.*trained to say the token at a masked")
 @pytest.mark.parametrize("family", HEADS)
 def test_the_last_layer_says_what_the_model_says(family):
     """Loss of the last layer, against the model's own; and every known layout is found without help."""
@@ -130,6 +131,7 @@ def test_the_last_layer_says_what_the_model_says(family):
     assert (found.kl_to_final[:-1] > 0).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*trained to say the token at a masked")
 @pytest.mark.parametrize("family", ["Gemma2 with soft-cap", "Cohere", "OPT", "Bert", "GPTNeoX"])
 def test_nnsight_reads_the_same_heads(family):
     tokens = random_tokens(4, 12)
@@ -360,10 +362,11 @@ def test_walking_down_finds_what_the_full_lens_finds(seed, memory, levels):
         where = torch.arange(20)
         return lsim.View(residual, where, where * 0, where, unembed=unembed)
 
-    walked = saturation_layers(fresh(), True, memory)
+    walked, bad = saturation_layers(fresh(), True, memory)
+    assert not bad.any()
     full = fresh()
     read_lens(full, torch.full((20,), NO_LABEL), True, memory, 5, "t")
-    assert torch.equal(walked, saturation_layers(full, True, memory))
+    assert torch.equal(walked, saturation_layers(full, True, memory)[0])
     said = logits.argmax(-1)
     assert walked.tolist() == [min(k for k in range(5) if (row[k:] == row[-1]).all()) for row in said]
 
@@ -499,9 +502,12 @@ def test_columns_of_labels_are_read_from_tables():
 
     frame = lsim.analyze(model, pandas.DataFrame({"text": texts, "label": label}), analyzer)["neural_collapse"]
     assert worst(found, frame) == 0
-    for other in (["a", "b"] * 6, [0.5, 1.5] * 6):
-        with pytest.raises(lsim.LayersimError, match="The data has no labels"):
-            lsim.analyze(model, datasets.Dataset.from_dict({"text": texts, "label": other}), analyzer)
+    for other in (["a", "b"] * 6, [0.5, 1.5] * 6, [[0, 3], [1]] * 6):
+        odd = datasets.Dataset.from_dict({"text": texts, "label": other})
+        with pytest.raises(lsim.LayersimError, match=r"no labels that are classes|labels do not fit"):
+            lsim.analyze(model, odd, analyzer)
+        # Nobody who does not ask for labels is bothered with them.
+        assert lsim.analyze(model, odd, lsim.Cosine(center="none"))
     with pytest.raises(lsim.LayersimError, match=r"labels do not fit the data(.|\n)*2 labels for 3 texts"):
         lsim.analyze(model, {"text": texts[:3], "label": [0, 1]}, analyzer)
     with pytest.raises(lsim.LayersimError, match=r"The data has no labels(.|\n)*pack=True"):
@@ -702,3 +708,141 @@ def test_labels_outside_the_head_are_refused(label):
     labels = torch.full((4, 12), label)
     with pytest.raises(ValueError, match=rf"labels go from {label} to {label}, and the head says 0 to 99"):
         lsim.analyze(tiny_llama(), random_tokens(4, 12), lsim.LogitLens(labels=labels))
+
+
+def test_labels_follow_the_rows_and_positions_of_the_users_data():
+    """Rows without tokens, padding on the left and rows that are split do not shift labels by row."""
+    model = tiny_llama()
+    model.tokenizer = tiny_tokenizer()
+    texts, label = ["w3 w4 w5", "w6 w7", "w8 w9 w10 w11", "w3 w9"] * 3, torch.tensor([0, 1, 0, 1] * 3)
+    plain = lsim.analyze(model, texts, lsim.NeuralCollapse(labels=label))["neural_collapse"]
+    empty = torch.cat([torch.tensor([5]), label])
+    assert worst(lsim.analyze(model, ["", *texts], lsim.NeuralCollapse(labels=empty))["neural_collapse"], plain) == 0
+
+    tokens = random_tokens(3, 8)
+    shifted = torch.full_like(tokens, NO_LABEL)
+    shifted[:, :-1] = tokens[:, 1:]
+    plain = lsim.analyze(model, tokens, lsim.LogitLens(labels=shifted))["logit_lens"]
+    pad, none = torch.zeros(3, 4).long(), torch.full((3, 4), NO_LABEL)
+    mask = torch.cat([pad, torch.ones(3, 8).long()], 1)
+    left = {"input_ids": torch.cat([pad, tokens], 1), "attention_mask": mask}
+    for what, labels in (
+        (left, torch.cat([none, shifted], 1)),
+        (
+            {"input_ids": torch.cat([tokens[:1], tokens]), "attention_mask": torch.tensor([[0] * 8] + [[1] * 8] * 3)},
+            torch.cat([shifted[:1], shifted]),
+        ),
+    ):
+        assert worst(lsim.analyze(model, what, lsim.LogitLens(labels=labels))["logit_lens"], plain) < 1e-12
+        assert worst(lsim.analyze(nnsight(model), what, lsim.LogitLens(labels=labels))["logit_lens"], plain) < 1e-5
+    split = lsim.analyze(model, tokens, lsim.LogitLens(labels=shifted), seq_len=4)["logit_lens"]
+    assert split.targets == plain.targets
+    with pytest.raises(lsim.LayersimError, match=r"joined have no row"):
+        lsim.analyze(model, texts, lsim.LogitLens(labels=label), pack=True)
+
+
+def test_a_missing_label_is_none_whatever_the_batch():
+    model = tiny_llama()
+    model.tokenizer = tiny_tokenizer()
+    data = [{"text": t, "label": y} for t, y in zip(["w3 w4 w5", "w6 w7", "w8 w9", "w3 w9"], [0, None, 1, 1], strict=True)]
+    found = [
+        lsim.analyze(model, data, lsim.NeuralCollapse(labels="data"), batch_size=b)["neural_collapse"].samples.tolist()
+        for b in (1, 2, 4)
+    ]
+    assert found == [[2, 1]] * 3
+
+
+def test_a_sure_layer_is_never_surer_than_one():
+    rng = np.random.default_rng(0)
+    logits = (rng.normal(size=(200, 3, 300)) - 25).astype(np.float32)
+    logits[np.arange(200)[:, None], np.arange(3), rng.integers(0, 300, size=(200, 3))] = rng.uniform(-1, 1, size=(200, 3))
+    lens = read_logits(logits, torch.zeros(200).long())
+    assert (lens["best_log_prob"] <= 0).all()
+    assert (lens["target_log_prob"] <= 0).all()
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nnsight], ids=["hooked", "nnsight"])
+def test_every_lens_refuses_logits_that_are_not_finite(wrap):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    for lens in LENSES:
+        with pytest.raises(lsim.LayersimError, match=r"Logits are NaN or infinite"):
+            lsim.analyze(wrap(model), random_tokens(4, 12), lens())
+    with pytest.raises(lsim.LayersimError, match=r"Logits are NaN or infinite"):
+        lsim.prediction_grid(wrap(model), random_tokens(1, 12)[0])
+
+
+def test_a_layer_that_excludes_what_the_last_allows_is_infinitely_far():
+    logits = np.zeros((2, 3, 40))
+    logits[:, 0, 7] = -np.inf
+    assert read_logits(logits, torch.tensor([1, 1]))["kl"].tolist() == [[math.inf] * 2, [0.0] * 2, [0.0] * 2]
+
+
+@pytest.mark.parametrize("factor", [1.05, 0.9])
+def test_in_half_precision_a_head_that_is_five_percent_off_is_refused(factor):
+    model, tokens = tiny_llama(dtype=torch.bfloat16), random_tokens(2, 12)
+    assert lsim.analyze(model, tokens, lsim.Saturation())
+    model.lm_head.register_forward_hook(lambda _m, _x, out: factor * out)
+    with pytest.raises(lsim.LayersimError, match="does not give the model's own logits"):
+        lsim.analyze(model, tokens, lsim.Saturation())
+
+
+@pytest.mark.parametrize("family", ["Bert", "Llama", "GPT2"])
+def test_token_classifiers_are_read_at_every_token(family):
+    torch.manual_seed(0)
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**(LAYOUTS[family] | {"num_labels": 3}))
+    model = lively(getattr(transformers, f"{family}ForTokenClassification")(config)).eval()
+    rows = [torch.tensor([5]), *random_tokens(2, 9)]
+    labels = torch.randint(0, 3, (3, 9), generator=torch.Generator().manual_seed(0))
+    found = lsim.analyze(model, rows, lsim.LogitLens(labels=labels, top_k=(1,)))["logit_lens"]
+    with torch.no_grad():
+        logits = torch.cat([model(row[None]).logits[0] for row in rows]).double()
+    own = torch.nn.functional.cross_entropy(logits, torch.cat([labels[0, :1], labels[1], labels[2]]))
+    np.testing.assert_allclose(found.cross_entropy[-1], own, rtol=1e-5)
+    assert found.positions == 19
+
+
+def test_a_head_that_cannot_be_called_as_found_is_refused():
+    torch.manual_seed(0)
+    model = transformers.BertForPreTraining(transformers.BertConfig(**LAYOUTS["Bert"])).eval()
+    with pytest.raises(lsim.LayersimError, match=r"own logits(.|\n)*cannot be called so(.|\n)*pooled_output(.|\n)*unembed="):
+        lsim.analyze(model, random_tokens(2, 9), lsim.Saturation())
+    assert lsim.analyze(model, random_tokens(2, 9), lsim.Saturation(), unembed=["cls.predictions"])
+
+
+def test_the_opt_that_projects_out_without_a_norm():
+    torch.manual_seed(0)
+    more = {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**(LAYOUTS["OPT"] | more))).eval()
+    found = lsim.analyze(lively(model), random_tokens(2, 9), lsim.LogitLens())["logit_lens"]
+    assert found.unembedding == "lm_head(model.decoder.project_out(x))"
+
+
+def test_a_norm_in_another_dtype_than_the_head():
+    model = tiny_gpt2().to(torch.bfloat16)
+    head = model.lm_head
+
+    class Upcast(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(head.weight.detach().float())
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x.float(), self.weight)
+
+    model.lm_head = Upcast()
+    assert lsim.analyze(model, random_tokens(2, 9), lsim.LogitLens())
+
+
+def test_masked_models_are_not_asked_for_the_next_token_in_silence():
+    model = build("Bert")
+    with pytest.warns(lsim.LayersimWarning, match="trained to say the token at a masked position"):
+        lsim.analyze(model, random_tokens(2, 9), lsim.LogitLens())
+
+
+@pytest.mark.parametrize("memory", [0, -1, math.inf, math.nan])
+def test_a_budget_that_is_none_is_refused(memory):
+    for lens in LENSES:
+        with pytest.raises(lsim.LayersimError, match="Logits need some memory"):
+            lens(lens_memory_mb=memory)

@@ -85,6 +85,8 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
 
 def test_what_is_no_picture_is_refused():
     model = tiny_llama()
+    with pytest.raises(lsim.LayersimError, match=r"no plane(.|\n)*1 of them different"):
+        lsim.trajectory_pca(model, torch.full((6,), 9))
     with pytest.raises(lsim.LayersimError, match=r"picture of one prompt(.|\n)*2 rows"):
         lsim.prediction_grid(model, random_tokens(2, 9))
     with pytest.raises(lsim.LayersimError, match="too short for a picture"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .data import Batch
-from .errors import LayersimError
+from .errors import LayersimError, LayersimWarning
 from .results import Provenance, Result
 from .source import Kernel, Model
 from .sums import Sums
@@ -64,9 +65,9 @@ class Analyzer(ABC):
         return False
 
     @property
-    def labels_from_data(self) -> bool:
-        """Whether it needs labels that come with the data or by row number, which a loop of the user's own does not give."""
-        return False
+    def label_source(self) -> str:
+        """Where it has labels from: "" for nowhere, "data" for a column of the data, "rows" for a table by row of the data."""
+        return ""
 
     def first_kernel(self) -> Kernel | None:
         """The kernel of a first pass over the same data, where the main one needs its sums; None where one pass will do."""
@@ -155,12 +156,30 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
             expected="a model with a final norm and a head that gives logits",
             do="load it with its head, for example AutoModelForCausalLM; or unembed=['path.of.final_norm', 'path.of.head']",
         )
+    if targets and not own_labels and "MaskedLM" in model.source:
+        warnings.warn(
+            f"{model.name} was trained to say the token at a masked position, not the next one, and it has seen the next one. "
+            f"{analyzer}(labels=...) takes what it should say.",
+            LayersimWarning,
+            stacklevel=2,
+        )
     if targets and not own_labels and model.head.reads != "every":
         raise LayersimError(
             f"The head of {model.name} classifies whole rows, so it has no next token to say.",
             given="labels='next_token'",
             expected="a class for each row",
             do=f"{analyzer}(labels='data'), with a column `label` beside the texts; or {analyzer}(labels=tensor)",
+        )
+
+
+def check_memory(lens_memory_mb: float) -> None:
+    """Refuse a budget that is none."""
+    if not 0 < lens_memory_mb < float("inf"):
+        raise LayersimError(
+            "Logits need some memory.",
+            given=f"lens_memory_mb={lens_memory_mb}",
+            expected="megabytes, above 0",
+            do="lens_memory_mb=128",
         )
 
 

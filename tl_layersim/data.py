@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Batch:
         counted: `batch pos`, what analyzers see: attended and not among the first `skip_first` positions of its row.
         first: the number of its first row, counted from the start of the data.
         labels: `batch pos`, the data's own labels, `NO_LABEL` where a position has none; None if the data has no labels.
+        origins: for each row, which row of the data it came from (-1 for several) and at which position of it it starts.
     """
 
     tokens: Tensor
@@ -40,6 +41,14 @@ class Batch:
     counted: Tensor
     first: int
     labels: Tensor | None = None
+    origins: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sources(self) -> tuple[Tensor, Tensor]:
+        """`batch pos` twice: which row and which position of the data each token came from; the row is -1 for several."""
+        origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
+        row, start = torch.tensor(origins).unbind(1)
+        return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
 
     @property
     def padded(self) -> bool:
@@ -55,7 +64,7 @@ class Batch:
     def first_row(self) -> Batch:
         """Its first row alone, without padding."""
         span = (slice(0, 1), slice(0, int(self.attention[0].nonzero()[-1]) + 1))
-        return Batch(self.tokens[span], self.attention[span], self.counted[span], self.first)
+        return Batch(self.tokens[span], self.attention[span], self.counted[span], self.first, origins=self.origins[:1])
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,7 @@ class Batches:
         skip_first: positions at the start of each row that are not counted.
         prepend_bos: start each row that comes from text with the tokenizer's BOS, as TransformerLens does.
         column: of a data set, where the texts or tokens are; None to find it.
+        labelled: whether an analyzer wants the data's own labels.
     """
 
     data: Any
@@ -83,6 +93,7 @@ class Batches:
     skip_first: int
     prepend_bos: bool
     column: str | None
+    labelled: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("seq_len", 2), ("max_tokens", 1), ("skip_first", 0)):
@@ -140,7 +151,7 @@ class Batches:
                     labels[i, : len(row.labels)] = row.labels
         counted = attention.clone()
         counted[:, : self.skip_first] = False
-        return Batch(tokens, attention, counted, first, labels)
+        return Batch(tokens, attention, counted, first, labels, tuple((row.source, row.start) for row in rows))
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Rows until `max_tokens` are counted; the last one is cut so that the number is met exactly."""
@@ -201,14 +212,14 @@ class Batches:
         """Whether the tokenizer adds its special tokens by itself: [CLS] models, and those without a BOS."""
         return self.model.tokenizer.bos_token_id is None or self.model.tokenizer.cls_token_id is not None
 
-    def _windows(self, ids: list[int], label: int | None = None) -> Iterator[Row]:
+    def _windows(self, ids: list[int], label: int | None = None, source: int = -1) -> Iterator[Row]:
         """A text's tokens as rows; a long text goes on in further rows, nothing is cut off."""
         bos = self._bos()
         step = self._text_length() - len(bos)
         for start in range(0, len(ids), step):
             tokens = torch.tensor(bos + ids[start : start + step])
             labels = None if label is None else torch.full_like(tokens, label)
-            yield Row(tokens, torch.ones(len(tokens), dtype=torch.bool), labels)
+            yield Row(tokens, torch.ones(len(tokens), dtype=torch.bool), labels, source, start)
 
     def _split(self, row: Row) -> Iterator[Row]:
         return (part for part in row.split(self.seq_len or len(row.tokens)) if part.attention.any())
@@ -233,25 +244,25 @@ class Batches:
         if held:
             yield from self._windows(held)
 
-    def _encoded(self) -> Iterator[tuple[list[int], int | None] | Row]:
-        """Token ids and class of each text, without BOS, in order among rows that came as tokens; encoded many at a time."""
-        waiting: list[Text] = []
-        for item in Reader(self.column, self.model.tokenizer).items(self.data):
+    def _encoded(self) -> Iterator[tuple[list[int], int | None, int] | Row]:
+        """Token ids, class and number of each text, without BOS, in order among rows of tokens; encoded many at a time."""
+        waiting: list[tuple[int, Text]] = []
+        for number, item in enumerate(Reader(self.column, self.labelled, self.model.tokenizer).items(self.data)):
             if isinstance(item, Text):
-                waiting.append(item)
+                waiting.append((number, item))
                 if len(waiting) == TEXTS_AT_ONCE:
                     yield from self._encode(waiting)
                     waiting = []
             else:
                 yield from self._encode(waiting)
                 waiting = []
-                yield item
+                yield replace(item, source=number)
         yield from self._encode(waiting)
 
-    def _encode(self, items: list[Text]) -> Iterator[tuple[list[int], int | None]]:
+    def _encode(self, items: list[tuple[int, Text]]) -> Iterator[tuple[list[int], int | None, int]]:
         if not items:
             return
-        texts = [item.text for item in items]
+        texts = [item.text for _, item in items]
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             raise LayersimError(
@@ -263,7 +274,8 @@ class Batches:
         # BOS is ours to add, once per row, so that every source sees the same tokens: TransformerLens changes the tokenizers
         # that it loads to add their own.
         ids = tokenizer(texts, add_special_tokens=self._own_specials(), verbose=False)["input_ids"]
-        yield from zip(ids, (item.label for item in items), strict=True)
+        for tokens, (number, item) in zip(ids, items, strict=True):
+            yield tokens, item.label, number
 
 
 def next_tokens(tokens: Tensor, attention: Tensor) -> Tensor:

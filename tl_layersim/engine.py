@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +20,7 @@ from .checkpoint import SECONDS_BETWEEN_SAVES, Checkpoint, Tally
 from .data import Batch, Batches, fingerprint, new_digest
 from .distributed import add_over_ranks, rank_and_size
 from .errors import LayersimError
-from .guards import refuse_not_finite, refuse_other_logits
+from .guards import gap_or_refusal, refuse_not_finite, refuse_other_logits
 from .prepare import choose_analyzers, shared_tokens, with_tokenizer
 from .results import Provenance, Report, Result
 from .source import Kernel, Model, Reduced, Source, reduce, tokens_alone
@@ -91,7 +92,8 @@ def analyze(
     chosen = choose_analyzers(analyzers)
     source = open_source(model, layers=layers, unembed=unembed, remote=remote)
     described = with_tokenizer(source.model, tokenizer)
-    batches = Batches(data, described, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
+    labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
+    batches = Batches(data, described, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, labelled)
     return _run([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed})
 
 
@@ -314,7 +316,9 @@ def _pass(
                     for analyzer in analyzers.values():
                         analyzer.check_batch(batch)
                     if unsure:
-                        refuse_other_logits(sources[0].unembed_gap(batch), sources[0].model)
+                        source = sources[0]
+                        gap = gap_or_refusal(source.model, partial(source.unembed_gap, batch))
+                        refuse_other_logits(gap, source.model)
                         unsure = False
                     not_finite, out = _on_both(sources, batch, kernels)
                     refuse_not_finite(not_finite, [s.model.layers for s in sources], f"batch {index}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,22 +13,38 @@ from .source import Model
 from .unembed import rounding
 
 
+def gap_or_refusal(model: Model, measure: Callable[[], Tensor]) -> Tensor:
+    """What `measure` gives; a head that cannot even be called as it was found is refused like one that says something else."""
+    try:
+        return measure()
+    except (RuntimeError, TypeError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise other_logits(model, f"cannot be called so: {first[:160]}", "modules that follow one another") from error
+
+
 def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch.float32) -> None:
     """Refuse a lens that does not say at the last layer what the model says.
 
     Args:
-        gap: the largest difference, and the largest logit.
+        gap: what `unembed_gap` gives.
         model: whose they are.
         computed: the coarsest dtype that the model's own logits went through, where that is not the dtype of its weights.
     """
-    difference, largest = gap.tolist()
+    difference, size = gap.tolist()
     own = getattr(torch, model.dtype.removeprefix("torch."), torch.float32)
-    if difference <= rounding(own, computed) * max(1.0, largest):
+    allowed = rounding(own, computed)
+    if difference <= allowed * max(size, 1e-3):
         return
-    raise LayersimError(
+    off = "logits of another shape" if math.isnan(size) else f"off by {difference / max(size, 1e-3):.2g} of their size"
+    raise other_logits(model, off, f"the model's logits to rounding, {allowed:.1g} of their size")
+
+
+def other_logits(model: Model, given: str, expected: str) -> LayersimError:
+    """The refusal of a lens that is not the model's."""
+    return LayersimError(
         "The lens at the last layer does not give the model's own logits.",
-        given=f"{model.head}: off by {difference:.3g} where logits go up to {largest:.3g}",
-        expected="the model's logits to rounding",
+        given=f"{model.head}: {given}",
+        expected=expected,
         do="unembed=['path.of.final_norm', 'path.of.head'], the modules in order; a head whose output is changed by a hook, or "
         "by code around it, cannot be read",
     )
@@ -51,3 +68,20 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
                 expected="finite activations",
                 do="load the model in float32 or bfloat16, and check its weights from the first layer named on",
             )
+
+
+def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
+    """Name the layers whose logits are not finite, instead of averaging them in.
+
+    Args:
+        bad: `layer`, at how many positions.
+        layers: the residual layers, what enters block 0 first.
+    """
+    where = {name: int(n) for name, n in zip(layers[1:], bad, strict=True) if n}
+    if where:
+        raise LayersimError(
+            "Logits are NaN or infinite.",
+            given=", ".join(f"{name}: at {n} positions" for name, n in list(where.items())[:4]),
+            expected="finite logits; -inf for ids that cannot be said",
+            do="load the model in float32 or bfloat16: float16 overflows above 65504",
+        )

@@ -14,8 +14,9 @@ def targets(view: View, labels: str | Tensor) -> Tensor:
     """`token`: the right answer at each position, NO_LABEL where there is none. Travels with the kernels that call it."""
     if isinstance(labels, Tensor):
         assert view.row is not None
-        labels = labels.to(view.row.device)
-        return labels[view.row] if labels.dim() == 1 else labels[view.row, view.position]
+        assert view.column is not None
+        labels = labels.long().to(view.row.device)
+        return labels[view.row] if labels.dim() == 1 else labels[view.row, view.column]
     if labels == "data":
         assert view.labels is not None
         return view.labels
@@ -28,6 +29,11 @@ def targets(view: View, labels: str | Tensor) -> Tensor:
     return following
 
 
+def label_source(labels: str | Tensor) -> str:
+    """Where they come from, as `Analyzer.label_source` says it."""
+    return "rows" if isinstance(labels, Tensor) else "data" if labels == "data" else ""
+
+
 def label_key(labels: str | Tensor) -> str:
     """A name for what `targets` gives, equal for equal labels."""
     return labels if isinstance(labels, str) else f"tensor {id(labels)}"
@@ -35,7 +41,7 @@ def label_key(labels: str | Tensor) -> str:
 
 def check_labels(labels: str | Tensor) -> None:
     """Refuse a tensor that is no table of labels."""
-    if isinstance(labels, Tensor) and (labels.dim() not in (1, 2) or labels.is_floating_point()):
+    if isinstance(labels, Tensor) and (labels.dim() not in (1, 2) or labels.is_floating_point() or labels.dtype == torch.bool):
         raise LayersimError(
             "Labels are whole numbers, one for each row of the data or for each of its positions.",
             given=f"{labels.dtype} of shape {tuple(labels.shape)}",
@@ -47,16 +53,24 @@ def check_labels(labels: str | Tensor) -> None:
 def check_batch_labels(labels: str | Tensor, batch: Batch) -> None:
     """Refuse a batch for which there are no labels, or whose labels are plainly of another convention."""
     if isinstance(labels, Tensor):
-        rows, pos = batch.first + len(batch.tokens), batch.tokens.shape[1]
+        row, column = batch.sources
+        if bool((row < 0).any()):
+            raise LayersimError(
+                "Texts that are joined have no row of their own.",
+                given="labels by row, and pack=True",
+                expected="a row for each text",
+                do="pack=False",
+            )
+        rows, pos = int(row.max()) + 1, int(column[batch.attention].max()) + 1
         if rows > len(labels) or (labels.dim() == 2 and pos > labels.shape[1]):
             raise LayersimError(
                 "There are fewer labels than the data has rows or positions.",
                 given=f"labels of shape {tuple(labels.shape)}",
                 expected=f"at least {rows} rows" + (f" of {pos} positions" if labels.dim() == 2 else ""),
-                do="a seq_len= that cuts no text in two; or labels beside the texts in the data, and labels='data'",
+                do="one row of labels for each row of the data, as long as it; or labels='data', with labels beside the data",
             )
-        rows_here = torch.arange(batch.first, rows)
-        found = labels[rows_here][:, None].expand(-1, pos) if labels.dim() == 1 else labels[rows_here][:, :pos]
+        column = column.clamp(max=labels.shape[-1] - 1)
+        found = labels[row].expand_as(row) if labels.dim() == 1 else labels[row, column]
     elif labels == "data":
         if batch.labels is None:
             raise LayersimError(

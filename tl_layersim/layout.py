@@ -101,7 +101,8 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     # Where there are several, the final one is registered last.
     norm = norms[-1] if norms else ""
     # The 350M OPT leaves its narrow embedding's width behind and comes back to it.
-    before = [path for path in _above(blocks[0], names) if path.endswith("project_out")]
+    project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
+    before = [project] if project in names else []
     parts, reads = _classifier(module, blocks, names)
     return Head(norm, (*before, *parts), reads, scale, soft_cap) if parts else None
 
@@ -115,6 +116,8 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
         # BERT's and RoBERTa's heads transform before they decode: the whole head is what the model calls.
         top = path.split(".")[0]
         return [path if blocks[0].startswith(f"{top}.") else top], "every"
+    if "TokenClassification" in type(module).__name__:
+        return ["score" if "score" in names else "classifier"], "every"
     if "score" in names:
         return ["score"], "last"
     if "classifier" in names:
@@ -146,7 +149,8 @@ def logit_scaling(config: Any) -> tuple[float, float | None]:
     times, over = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere; Granite
     scale = float(times) if isinstance(times, int | float) else 1.0
     scale = scale / over if isinstance(over, int | float) else scale
-    return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
+    # Gemma 2 and 3; RecurrentGemma.
+    return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
 def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:

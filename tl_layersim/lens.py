@@ -84,27 +84,31 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int, shift: bool) -> tuple[di
     wanted = target.where(known, 0)[:, None].expand(z.shape[:2])
     if bool(((wanted < 0) | (wanted >= z.shape[-1])).any()):
         raise ValueError(
-            f"labels go from {int(target[known].min())} to {int(target[known].max())}, and the head says 0 to {z.shape[-1] - 1}; "
-            f"a position without a label has {NO_LABEL}"
+            f"labels go from {int(target[known].min())} to {int(target[known].max())}, and the head says 0 to "
+            f"{z.shape[-1] - 1}; a position without a label has {NO_LABEL}"
         )
     said = z.gather(-1, wanted[..., None])[..., 0]
     groups, log_sum, expected, cross = _moments(z, shift)
     sound = (log_sum.abs() < 60) | shift
+    excludes = torch.zeros_like(log_sum, dtype=torch.bool)
     if not bool((sound & expected.isfinite() & cross.isfinite()).all()):
         shift = True
         if bool(z.isneginf().any()):
-            # Ids that cannot be said, with a logit of -inf: 0 times that is 0 here.
+            # Ids that cannot be said, with a logit of -inf: 0 times that is 0 here, and a layer is infinitely far from a last
+            # one that says what it cannot.
+            excludes = (z.isneginf() & (torch.softmax(z[:, -1].float(), -1) > 0)[:, None]).any(-1)
             z = z.clamp(min=torch.finfo(z.dtype).min / 4)
         groups, log_sum, expected, cross = _moments(z, shift)
     said = said.to(log_sum.dtype)
     return {
         "best": top_id(z, groups),
-        "best_log_prob": groups.amax(-1) - log_sum,
-        "target_log_prob": said - log_sum,
+        # Rounding may carry a sure choice past 1.
+        "best_log_prob": (groups.amax(-1) - log_sum).clamp(max=0),
+        "target_log_prob": (said - log_sum).clamp(max=0),
         "before": _before(z, groups, wanted, said, ranked),
         "entropy": (log_sum - expected).clamp(min=0),
         # Sum p log p - sum p log q, with p the last layer's: exactly 0 at the last layer.
-        "kl": ((cross[:, -1:] - log_sum[:, -1:]) - (cross - log_sum)).clamp(min=0),
+        "kl": ((cross[:, -1:] - log_sum[:, -1:]) - (cross - log_sum)).clamp(min=0).masked_fill(excludes, torch.inf),
     }, shift
 
 
@@ -188,40 +192,49 @@ def _before(z: Tensor, groups: Tensor, wanted: Tensor, said: Tensor, ranked: int
     return before
 
 
-def saturation_layers(view: View, normed: bool, memory_mb: float) -> Tensor:
+def bad_logits(lens: dict[str, Tensor]) -> Tensor:
+    """`layer`, at how many positions logits were not finite."""
+    return (~(lens["best_log_prob"].isfinite() & lens["entropy"].isfinite())).sum(1)
+
+
+def saturation_layers(view: View, normed: bool, memory_mb: float) -> tuple[Tensor, Tensor]:
     """`token`: index of the block from which on the layer's first choice is the last layer's. Without the full lens.
 
-    From the last layer down only those tokens are asked that have agreed so far.
+    From the last layer down only those tokens are asked that have agreed so far. Beside it `layer`, at how many positions the
+    logits that were seen are not finite.
     """
     for key, known in view.memo.items():
         if key.startswith(f"lens normed={normed} "):
             best: Tensor = known["lens"]["best"]
             agree = (best == best[-1]).long()
-            return len(best) - agree.flip(0).cumprod(0).sum(0)
+            return len(best) - agree.flip(0).cumprod(0).sum(0), bad_logits(known["lens"])
     assert view.unembed is not None
     x = lens_residual(view)
     layers, tokens = x.shape[:2]
     alive = torch.arange(tokens, device=x.device)
     layer_of = torch.full((tokens,), layers - 1, device=x.device)
-    final = _choices(view, x[-1], True, memory_mb)
+    bad = torch.zeros(layers, dtype=torch.int64, device=x.device)
+    final, bad[-1] = _choices(view, x[-1], True, memory_mb)
     for layer in range(layers - 2, -1, -1):
-        alive = alive[_choices(view, x[layer, alive], normed, memory_mb) == final[alive]]
+        said, bad[layer] = _choices(view, x[layer, alive], normed, memory_mb)
+        alive = alive[said == final[alive]]
         layer_of[alive] = layer
-    return layer_of
+    return layer_of, bad
 
 
-def _choices(view: View, x: Tensor, normed: bool, memory_mb: float) -> Tensor:
-    """The first choice at each row of x, `token d_model`."""
+def _choices(view: View, x: Tensor, normed: bool, memory_mb: float) -> tuple[Tensor, Tensor]:
+    """The first choice at each row of x, `token d_model`; and at how many rows the largest logit is not finite."""
     assert view.unembed is not None
-    out = torch.empty(len(x), dtype=torch.int64, device=x.device)
+    out, bad = torch.empty(len(x), dtype=torch.int64, device=x.device), torch.tensor(0, device=x.device)
     start, step, spare = 0, 1, None
     while start < len(x):
         z = view.unembed(x[start : start + step], normed, spare)
         groups = torch.empty(len(z), -(-z.shape[-1] // GROUP), dtype=z.dtype, device=z.device)
         out[start : start + step] = top_id(z, _group_maxima(z, groups)).to(x.device)
+        bad += (~groups.amax(-1).isfinite()).sum().to(x.device)
         start += step
         step, spare = _room(view.unembed, z, memory_mb, len(x) - start) if spare is None else (step, spare)
-    return out
+    return out, bad
 
 
 def _room(unembed: Unembed, z: Tensor, memory_mb: float, left: int) -> tuple[int, Tensor | None]:

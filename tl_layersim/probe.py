@@ -180,6 +180,7 @@ def _join(views: list[View]) -> View:
         tokens=torch.cat([v.tokens for v in views]),
         sequence=torch.cat(rows),
         position=torch.cat([v.position for v in views]),
+        next_token=torch.cat([v.next_token for v in views if v.next_token is not None]),
     )
 
 
@@ -223,7 +224,7 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unemb
         )
     for analyzer in chosen.values():
         analyzer.check(source.model)
-        if analyzer.labels_from_data:
+        if analyzer.label_source:
             raise LayersimError(
                 f"{type(analyzer).__name__} takes its labels from the data, and a loop hands the model tokens alone.",
                 given=f"labels={analyzer.options().get('labels')!r}",

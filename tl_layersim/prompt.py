@@ -17,7 +17,7 @@ from .checkpoint import Tally
 from .data import Batches, fingerprint, new_digest
 from .engine import record
 from .errors import LayersimError
-from .guards import refuse_not_finite, refuse_other_logits
+from .guards import gap_or_refusal, refuse_bad_logits, refuse_not_finite, refuse_other_logits
 from .lens import read_lens, saturation_layers
 from .prepare import with_tokenizer
 from .results import Provenance, Result, axes
@@ -145,6 +145,7 @@ def prediction_grid(
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb))
     source = open_source(model, layers=layers, unembed=unembed, remote=remote)
     out, tokens, word, provenance = _ask(source, prompt, kernel, check, tokenizer, prepend_bos, {"norm": norm})
+    refuse_bad_logits(out["bad"], source.model.layers)
     return PredictionGrid(
         values=out["probability"].double().T.contiguous(),
         saturation_layer=out["saturation"].double(),
@@ -196,6 +197,13 @@ def trajectory_pca(
     source = open_source(model, layers=layers, remote=remote)
     options = {"skip_first": skip_first}
     out, tokens, _, provenance = _ask(source, prompt, pca_kernel, check, tokenizer, prepend_bos, options)
+    if not bool(out["explained"].isfinite().all()):
+        raise LayersimError(
+            "The last layer has no plane: it is the same at every token.",
+            given=f"{len(tokens)} tokens, {len(set(tokens))} of them different",
+            expected="tokens that differ",
+            do="another prompt",
+        )
     return TrajectoryPCA(
         values=out["coordinates"].double(),
         explained=out["explained"].double(),
@@ -237,7 +245,7 @@ def _ask(
         )
     with source.evaluating():
         if described.head is not None and kernel is not pca_kernel:
-            refuse_other_logits(source.unembed_gap(batch), described)
+            refuse_other_logits(gap_or_refusal(described, partial(source.unembed_gap, batch)), described)
         not_finite, out = source.run(batch, {"picture": kernel})
     refuse_not_finite(not_finite, [described.layers], "this prompt")
     digest = new_digest()
@@ -264,10 +272,12 @@ def grid_kernel(view: View, *, normed: bool, memory_mb: float) -> dict[str, Tens
     """First choices `layer token`, their probabilities, and each token's saturation layer."""
     nothing = torch.full_like(view.tokens, NO_LABEL)
     lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
+    saturation, bad = saturation_layers(view, normed, memory_mb)
     return {
+        "bad": bad,
         "best": lens["best"],
         "probability": lens["best_log_prob"].double().exp(),
-        "saturation": saturation_layers(view, normed, memory_mb),
+        "saturation": saturation,
     }
 
 
@@ -281,5 +291,6 @@ def pca_kernel(view: View) -> dict[str, Tensor]:
     plane = plane * plane.gather(1, plane.abs().argmax(1, keepdim=True)).sign()
     return {
         "coordinates": torch.einsum("ltd,cd->tlc", x - mean, plane),
-        "explained": sigma[:2].square() / sigma.square().sum(),
+        # Rounding alone, where all tokens are alike, is no plane.
+        "explained": torch.where(sigma[0] > 1e-5 * x[-1].norm(), sigma[:2].square() / sigma.square().sum(), torch.nan),
     }

@@ -36,19 +36,23 @@ class Row:
         tokens: `pos`.
         attention: `pos`, what the model attends to.
         labels: `pos`, the data's labels, a class of the whole row at each of its positions; None where there are none.
+        source: which row of the data it came from; -1 where it came from several.
+        start: at which position of that row it starts.
     """
 
     tokens: Tensor
     attention: Tensor
-    labels: Tensor | None
+    labels: Tensor | None = None
+    source: int = -1
+    start: int = 0
 
     def __getitem__(self, span: slice) -> Row:
         labels = None if self.labels is None else self.labels[span]
-        return Row(self.tokens[span], self.attention[span], labels)
+        return Row(self.tokens[span], self.attention[span], labels, self.source, self.start + (span.start or 0))
 
     def split(self, length: int) -> Iterator[Row]:
         """Pieces of at most that length."""
-        for start in range(0, len(self.tokens), length):
+        for start in range(0, len(self.tokens), max(length, 1)):
             yield self[start : start + length]
 
 
@@ -58,10 +62,12 @@ class Reader:
 
     Args:
         column: of a data set, where the texts or tokens are; None to find it.
+        labelled: whether labels are wanted: a column of that name may hold anything.
         tokenizer: whose padding token is not taken for text; None where there is none.
     """
 
     column: str | None
+    labelled: bool
     tokenizer: Any
 
     def items(self, data: Any) -> Iterator[Text | Row]:
@@ -118,15 +124,15 @@ class Reader:
             for text, label in zip(texts, self._classes(data, len(texts)), strict=True):
                 yield Text(text, label)
         else:
-            rows = self._token_rows(_tensor(values), data.get("attention_mask"), _labels(data), ragged=values)
-            yield from rows
+            labels = _labels(data) if self.labelled else None
+            yield from self._token_rows(_tensor(values), data.get("attention_mask"), labels, ragged=values)
 
     def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
-        """One class for each text."""
-        labels = _labels(data)
+        """One class for each text; None where the data has no labels at all."""
+        labels = _labels(data) if self.labelled else None
         if labels is None:
             return [None] * count
-        classes = torch.as_tensor(labels).reshape(-1).tolist()
+        classes = _whole_numbers(labels).reshape(-1).tolist()
         if len(classes) != count:
             raise _misfit(f"{len(classes)} labels for {count} texts", "one label for each text")
         return classes
@@ -142,6 +148,8 @@ class Reader:
                 yield from self._token_rows(torch.as_tensor(row), row_mask, row_labels)
             return
         if tokens.numel() == 0:
+            # Nothing to read, and still a row of the data.
+            yield from (_NOTHING for _ in range(len(tokens) if tokens.dim() == 2 else 1))
             return
         if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise LayersimError(
@@ -160,7 +168,7 @@ class Reader:
             raise _misfit(f"attention_mask {tuple(attention.shape)} for tokens {tuple(rows.shape)}", "the same shape")
         targets = None
         if labels is not None:
-            targets = torch.as_tensor(labels).detach().cpu().long()
+            targets = _whole_numbers(labels)
             if targets.shape not in (rows.shape, rows.shape[:-1]):
                 raise _misfit(f"labels {tuple(targets.shape)} for tokens {tuple(rows.shape)}", "one for each token or each row")
             if targets.dim() < rows.dim():
@@ -171,9 +179,8 @@ class Reader:
         for i, (row, row_mask) in enumerate(zip(rows, attention, strict=True)):
             # Padding on either side goes: rows are padded again on the right, so positions do not depend on the side.
             attended = row_mask.nonzero()[:, 0]
-            if len(attended):
-                whole = Row(row, row_mask, targets[i] if targets is not None else None)
-                yield whole[int(attended[0]) : int(attended[-1]) + 1]
+            whole = Row(row, row_mask, targets[i] if targets is not None else None)
+            yield whole[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else _NOTHING
 
 
 def refuse_bare_padding(rows: Tensor, tokenizer: Any) -> None:
@@ -210,17 +217,32 @@ def _misfit(given: str, expected: str) -> LayersimError:
     )
 
 
+_NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
+
+
 def _labels(data: Mapping[str, Any]) -> Any:
-    """The labels of a batch or an example, where it has any that are classes; None for scores and for words."""
-    found = next((data[name] for name in LABELS if data.get(name) is not None), None)
-    inner = found
-    while isinstance(inner, list | tuple) and inner:
-        inner = inner[0]
-    if found is None or isinstance(inner, str | float | list | tuple):
-        return None
-    if isinstance(inner, Tensor | np.ndarray):
-        return None if torch.as_tensor(inner).is_floating_point() else found
-    return found
+    """The column of labels, None where there is none; an example's own None is a label that is missing."""
+    return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
+
+
+def _whole_numbers(labels: Any) -> Tensor:
+    """Labels as int64; a label that is missing is none."""
+    if isinstance(labels, list | tuple):
+        labels = [NO_LABEL if x is None or x != x else x for x in labels]
+    elif labels is None:
+        labels = NO_LABEL
+    try:
+        found = torch.as_tensor(labels).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or found.is_floating_point() or found.dtype == torch.bool:
+        raise LayersimError(
+            "The data has no labels that are classes.",
+            given=f"{labels!r}"[:80],
+            expected="whole numbers in the column `labels` or `label`, one for each row or each token",
+            do="map them to whole numbers first, or hand them over as labels=tensor",
+        )
+    return found.long()
 
 
 def _is_text(value: Any) -> bool:

@@ -37,7 +37,8 @@ class View:
         position: `token`, where in that row, ascending within a row.
         next_token: `token`, the id that follows in the row, `NO_LABEL` where nothing attended does. None where a source leaves
             it to be read off the counted tokens.
-        row: `token`, the number of its row in the whole data. None where a source does not count rows.
+        row: `token`, which row of the data it came from. None where a source does not know.
+        column: `token`, which position of that row it was, padding and what was cut off before it included.
         labels: `token`, the data's own label at that position, `NO_LABEL` where it has none. None if the data has no labels.
         unembed: the model's own way from a residual to logits. None where there is none, or none that is known.
         memo: what one kernel computed of this view and another may use.
@@ -49,6 +50,7 @@ class View:
     position: Tensor
     next_token: Tensor | None = None
     row: Tensor | None = None
+    column: Tensor | None = None
     labels: Tensor | None = None
     unembed: Unembed | None = None
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -144,7 +146,8 @@ def tokens_alone(batch: Batch) -> View:
         sequence=index[:, 0],
         position=index[:, 1],
         next_token=batch.next_tokens[at],
-        row=index[:, 0] + batch.first,
+        row=batch.sources[0][at],
+        column=batch.sources[1][at],
         labels=None if batch.labels is None else batch.labels[at],
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..analyzer import Analyzer, Run
 from ..data import Batch
 from ..errors import LayersimError
-from ..labels import check_batch_labels, check_labels, targets
+from ..labels import check_batch_labels, check_labels, label_source, targets
 from ..results import Picture, Result, axes
 from ..source import NO_LABEL, Kernel, Model, View, row_ends
 from ..sums import Sums
@@ -30,7 +30,8 @@ class NeuralCollapseResult(Result):
     """What `NeuralCollapse` measures. All tensors are float64.
 
     Attributes:
-        values: `residual`, the same as `nc1`; 0 where every class is a single point.
+        values: `residual`, the same as `nc1`; 0 where every class is a single point, NaN where all classes have the same mean,
+            as at the embedding where all samples end in the same token.
         within: `residual`, tr(S_W), the mean squared distance of a sample from its class's mean.
         between: `residual`, tr(S_B), the mean over classes of their mean's squared distance from the mean of all samples.
         samples: `label`, how many of each class.
@@ -59,11 +60,8 @@ class NeuralCollapseResult(Result):
         return self.values
 
     def headline(self) -> dict[str, float]:
-        return {
-            "NC1 of the embedding": float(self.values[0]),
-            "NC1 of the last layer": float(self.values[-1]),
-            "classes": float(len(self.labels)),
-        }
+        found = {"NC1 of the embedding": float(self.values[0]), "NC1 of the last layer": float(self.values[-1])}
+        return {name: v for name, v in found.items() if not math.isnan(v)} | {"classes": float(len(self.labels))}
 
 
 @typed
@@ -116,8 +114,8 @@ class NeuralCollapse(Analyzer):
             )
 
     @property
-    def labels_from_data(self) -> bool:
-        return not isinstance(self.labels, str) or self.labels == "data"
+    def label_source(self) -> str:
+        return label_source(self.labels)
 
     @property
     def whole_rows(self) -> bool:
@@ -193,7 +191,13 @@ def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Ten
     within = (second - (means * counts[:, None]).T @ means) / n
     # S_B = away' away / K has the rank of `away`: its pseudo-inverse follows from a small singular value decomposition.
     _, sigma, basis = torch.linalg.svd(away / math.sqrt(k), full_matrices=False)
-    kept = sigma > sigma.max() * max(away.shape) * torch.finfo(torch.float64).eps
+    # Means less the mean of all samples span k - 1 directions; what rounding of the means themselves leaves is none of them.
+    floor = max(float(sigma.max()), float(means.norm(dim=1).max())) * max(away.shape) * torch.finfo(torch.float64).eps
+    kept = (sigma > floor) & (torch.arange(len(sigma)) < k - 1)
+    if not bool(kept.any()):
+        # All classes have one mean: nothing is between them.
+        undefined = torch.tensor(math.nan, dtype=torch.float64)
+        return undefined, within.diagonal().sum().clamp(min=0), torch.zeros((), dtype=torch.float64)
     basis, sigma = basis[kept], sigma[kept]
     spread = torch.einsum("rd,de,re->r", basis, within, basis).clamp(min=0)
     return (spread / sigma**2).sum() / k, within.diagonal().sum().clamp(min=0), (away**2).sum() / k

@@ -11,16 +11,17 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, need_head, need_tokens
+from ..analyzer import Analyzer, Run, check_memory, need_head, need_tokens
 from ..data import Batch
 from ..errors import LayersimError
-from ..labels import check_batch_labels, check_labels, label_key, with_labels
-from ..lens import RANKED, read_lens, read_positions
+from ..guards import refuse_bad_logits
+from ..labels import check_batch_labels, check_labels, label_key, label_source, with_labels
+from ..lens import RANKED, bad_logits, read_lens, read_positions
 from ..results import Picture, Result, axes
 from ..source import NO_LABEL, Kernel, Model, View
 from ..sums import Sums
 from ..typed import typed
-from .logit_lens import bad_logits, refuse_bad_logits, unembedding
+from .logit_lens import unembedding
 
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
 SOURCE = "(Jiang, Zhou and Zhu 2024, section 3 and figure 7)."
@@ -199,6 +200,7 @@ class ExitCurve(Analyzer):
 
     def __post_init__(self) -> None:
         check_labels(self.labels)
+        check_memory(self.lens_memory_mb)
         if not self.thresholds or min(self.thresholds) < 0 or max(self.thresholds) > 1:
             raise LayersimError(
                 "A threshold is a probability.",
@@ -208,11 +210,11 @@ class ExitCurve(Analyzer):
             )
 
     @property
-    def labels_from_data(self) -> bool:
-        return not isinstance(self.labels, str) or self.labels == "data"
+    def label_source(self) -> str:
+        return label_source(self.labels)
 
     def check(self, *models: Model) -> None:
-        need_head(models[0], "ExitCurve", targets=True, own_labels=self.labels_from_data)
+        need_head(models[0], "ExitCurve", targets=True, own_labels=bool(self.label_source))
 
     def check_batch(self, batch: Batch) -> None:
         check_batch_labels(self.labels, batch)
@@ -233,7 +235,7 @@ class ExitCurve(Analyzer):
     def compute(self, sums: Sums, run: Run) -> ExitCurveResult:
         count, targets = int(sums["count"]), int(sums["targets"])
         need_tokens(count, 1, "ExitCurve", "positions that the head reads")
-        refuse_bad_logits(sums["bad"], run)
+        refuse_bad_logits(sums["bad"], run.layers)
         need_tokens(targets, 1, "ExitCurve", "positions with a target")
         exits = sums["exits"].double()
         layers = exits.shape[1]

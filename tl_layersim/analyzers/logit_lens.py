@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, need_head, need_tokens
+from ..analyzer import Analyzer, Run, check_memory, need_head, need_tokens
 from ..data import Batch
 from ..errors import LayersimError
-from ..labels import check_batch_labels, check_labels, label_key, with_labels
-from ..lens import read_lens, read_positions
+from ..guards import refuse_bad_logits
+from ..labels import check_batch_labels, check_labels, label_key, label_source, with_labels
+from ..lens import bad_logits, read_lens, read_positions
 from ..results import Picture, Result, axes
 from ..source import NO_LABEL, Kernel, Model, View
 from ..sums import Sums
@@ -164,17 +165,18 @@ class LogitLens(Analyzer):
 
     def __post_init__(self) -> None:
         check_labels(self.labels)
+        check_memory(self.lens_memory_mb)
         if not self.top_k or min(self.top_k) < 1:
             raise LayersimError(
                 "k counts from 1.", given=f"top_k={self.top_k}", expected="one or more, each above 0", do="top_k=(1, 5)"
             )
 
     @property
-    def labels_from_data(self) -> bool:
-        return not isinstance(self.labels, str) or self.labels == "data"
+    def label_source(self) -> str:
+        return label_source(self.labels)
 
     def check(self, *models: Model) -> None:
-        need_head(models[0], "LogitLens", targets=True, own_labels=self.labels_from_data)
+        need_head(models[0], "LogitLens", targets=True, own_labels=bool(self.label_source))
 
     def check_batch(self, batch: Batch) -> None:
         check_batch_labels(self.labels, batch)
@@ -191,7 +193,7 @@ class LogitLens(Analyzer):
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
         count, targets = int(sums["count"]), int(sums["targets"])
         need_tokens(count, 1, "LogitLens", "positions that the head reads")
-        refuse_bad_logits(sums["bad"], run)
+        refuse_bad_logits(sums["bad"], run.layers)
         need_tokens(targets, 1, "LogitLens", "positions with a target")
         cross_entropy = -sums["log_prob"] / targets
         return LogitLensResult(
@@ -219,18 +221,6 @@ def unembedding(run: Run, norm: str) -> str:
     return text.replace(f"{run.head.norm}(x)", "x") if run.head and run.head.norm and norm == "none" else text
 
 
-def refuse_bad_logits(bad: Tensor, run: Run) -> None:
-    """Name the layers whose logits are not finite, instead of averaging them in."""
-    where = {name: int(n) for name, n in zip(run.layers[1:], bad, strict=True) if n}
-    if where:
-        raise LayersimError(
-            "Logits are NaN or infinite.",
-            given=", ".join(f"{name}: at {n} positions" for name, n in list(where.items())[:4]),
-            expected="finite logits; -inf for ids that cannot be said",
-            do="load the model in float32 or bfloat16: float16 overflows above 65504",
-        )
-
-
 def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | Tensor, memory_mb: float) -> dict[str, Tensor]:
     """Sums over positions of what every layer says."""
     target = with_labels(view, labels, read_positions(view))
@@ -250,8 +240,3 @@ def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | 
         "entropy": lens["entropy"].double().sum(1),
         "bad": bad_logits(lens),
     }
-
-
-def bad_logits(lens: dict[str, Tensor]) -> Tensor:
-    """`layer`, at how many positions logits were not finite."""
-    return (~(lens["best_log_prob"].isfinite() & lens["entropy"].isfinite())).sum(1)

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, need_head, need_tokens
+from ..analyzer import Analyzer, Run, check_memory, need_head, need_tokens
 from ..errors import LayersimError
+from ..guards import refuse_bad_logits
 from ..lens import read_positions, saturation_layers
 from ..results import Picture, Result, axes
 from ..source import Kernel, Model, View
@@ -118,6 +119,9 @@ class Saturation(Analyzer):
     center: Literal["none", "dataset"] = "none"
     lens_memory_mb: int | float = 128
 
+    def __post_init__(self) -> None:
+        check_memory(self.lens_memory_mb)
+
     def check(self, *models: Model) -> None:
         need_head(models[0], "Saturation")
 
@@ -132,6 +136,7 @@ class Saturation(Analyzer):
         counts = sums["counts"].double()
         total = int(sums["counts"].sum())
         need_tokens(total, 1, "Saturation", "positions that the head reads")
+        refuse_bad_logits(sums["bad"], run.layers)
         if int(sums["zero"]):
             raise LayersimError(
                 "The cosine of a zero vector is not defined.",
@@ -164,7 +169,7 @@ def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
 
 def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_mb: float) -> dict[str, Tensor]:
     """Tokens by saturation layer, and the sum of their cosines to the last layer."""
-    layer = saturation_layers(view, normed, memory_mb)
+    layer, bad = saturation_layers(view, normed, memory_mb)
     index = read_positions(view)
     index = torch.arange(len(layer), device=layer.device) if index is None else index
     blocks = view.residual.shape[0] - 1
@@ -178,4 +183,5 @@ def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_m
         "counts": torch.bincount(layer, minlength=blocks),
         "cosine": torch.zeros(blocks, dtype=torch.float64, device=layer.device).index_add(0, layer, cosine),
         "zero": (norms == 0).sum(),
+        "bad": bad,
     }

@@ -305,7 +305,7 @@ def _log_histogram(values: Tensor) -> Tensor:
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.reshape(-1, values.shape[-1])
-    index = ((flat.clamp(min=10**low).log10().nan_to_num(low) - low) * 100).long().clamp(0, bins - 1)
+    index = ((flat.clamp(min=10**low).log10().nan_to_num(low, posinf=high) - low) * 100).long().clamp(0, bins - 1)
     offset = bins * torch.arange(len(flat), device=values.device)[:, None]
     counts = torch.bincount((index + offset).reshape(-1), minlength=bins * len(flat))
     return counts.reshape(*values.shape[:-1], bins)

@@ -139,6 +139,7 @@ class HookedSource(Source):
             dtype=head_dtype(parts),
             device=None if weight is None or weight.is_meta else weight.device,
             linear=plain_linear(parts[-1]),
+            norm_dtype=head_dtype([self._module.get_submodule(head.norm)]) if head.norm else None,
         )
 
     @property
@@ -165,7 +166,7 @@ class HookedSource(Source):
                 view = views[0]
                 # The batch knows them all, also where the model's embedding is not known and cannot be watched.
                 known, device = tokens_alone(batch), view.residual.device
-                names = ("tokens", "next_token", "row", "labels")
+                names = ("tokens", "next_token", "row", "column", "labels")
                 given = {name: getattr(known, name) for name in names if getattr(known, name) is not None}
                 return replace(view, **{name: values.to(device) for name, values in given.items()})
         raise LayersimError(
@@ -209,7 +210,7 @@ class HookedSource(Source):
             choose: which positions of a call to count.
             compare: called once, when the head has run, with the lens beside its logits (`unembed_gap`) and their dtype.
         """
-        recorder = _Recorder(len(self._taps), self.unembed, on_view, choose)
+        recorder = _Recorder(len(self._taps), self.unembed, on_view, choose, self._is_transformer_lens)
         handles: list[Any] = []
         try:
             # A caller may run the model, or the stack of blocks inside it.
@@ -235,9 +236,16 @@ class _Recorder:
     """Fills a view as layers are read in order; anything out of order, or inside a backward pass, is no forward pass."""
 
     def __init__(
-        self, n_layers: int, unembed: Unembed | None, on_view: Callable[[View], None], choose: Callable[[Call], Choice]
+        self,
+        n_layers: int,
+        unembed: Unembed | None,
+        on_view: Callable[[View], None],
+        choose: Callable[[Call], Choice],
+        direct: bool,
     ) -> None:
         self.n_layers, self.unembed, self.on_view, self.choose = n_layers, unembed, on_view, choose
+        # TransformerLens's run_with_hooks and generate call the model's `forward` past its own hooks.
+        self.direct = direct
         self.outermost: torch.nn.Module | None = None
         self.keep = torch.empty(0, dtype=torch.int64)
         self.attended = torch.empty(0, dtype=torch.bool)
@@ -250,6 +258,9 @@ class _Recorder:
         self.texts = 0
         self.buffer: Tensor | None = None
         self.next = 0
+
+    def _running(self) -> bool:
+        return self.direct or self.outermost is not None
 
     def end(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
         if module is self.outermost:
@@ -274,7 +285,7 @@ class _Recorder:
     def see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
         # A user may embed tokens outside of any forward pass.
-        if given and self.outermost is not None and torch._C._current_graph_task_id() == -1:
+        if given and self._running() and torch._C._current_graph_task_id() == -1:
             self.tokens = given[0].detach()
 
     def attach(self, tap: _Tap, layer: int) -> Any:
@@ -297,11 +308,11 @@ class _Recorder:
         seen: list[Tensor] = []
 
         def before(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() == -1 and self.outermost is not None and self.unembed is not None:
+            if torch._C._current_graph_task_id() == -1 and self._running() and self.unembed is not None:
                 seen[:] = [first_tensor(output)[0].detach()]
 
         def after(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-            if not seen or self.unembed is None or self.outermost is None or torch._C._current_graph_task_id() != -1:
+            if not seen or self.unembed is None or not self._running() or torch._C._current_graph_task_id() != -1:
                 return
             hidden, logits = seen.pop(), tensor_of(output)[0].detach()
             with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):

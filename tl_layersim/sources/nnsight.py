@@ -61,6 +61,7 @@ class NNsightSource(Source):
             soft_cap=head.soft_cap,
             dtype=head_dtype(parts),
             device=None,
+            norm_dtype=head_dtype([self._module.get_submodule(head.norm)]) if head.norm else None,
         )
 
     @property
@@ -149,7 +150,7 @@ class _ModuleTree:
 
 def whole_view(view: View) -> dict[str, Tensor]:
     """The kernel that gives everything: for models that run here."""
-    fields = ("residual", "tokens", "sequence", "position", "next_token", "row", "labels")
+    fields = ("residual", "tokens", "sequence", "position", "next_token", "row", "column", "labels")
     return {name: getattr(view, name) for name in fields if getattr(view, name) is not None}
 
 
@@ -167,8 +168,10 @@ def _trace(
     keep = batch.counted.reshape(-1).nonzero()[:, 0]
     pos = batch.counted.shape[1]
     total = len(blocks) + 1
-    tokens, first = batch.tokens, batch.first
-    given = {"tokens": tokens, "next_token": batch.next_tokens} | ({} if batch.labels is None else {"labels": batch.labels})
+    tokens = batch.tokens
+    row, column = batch.sources
+    given = {"tokens": tokens, "next_token": batch.next_tokens, "row": row, "column": column}
+    given |= {} if batch.labels is None else {"labels": batch.labels}
     kept = {name: values.reshape(-1)[keep] for name, values in given.items()}
     with torch.no_grad(), model.trace(tokens, **options) as tracer:
         with torch.no_grad():
@@ -182,7 +185,6 @@ def _trace(
                 residual=buffer,
                 sequence=rows // pos,
                 position=rows % pos,
-                row=rows // pos + first,
                 unembed=unembed,
                 **here,
             )
