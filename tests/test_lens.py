@@ -323,6 +323,18 @@ def test_ties_go_to_the_lower_id(seed, words, levels):
             assert found["before"][layer, t] == min(order.index(int(target[t])), 10)
 
 
+@pytest.mark.parametrize("top", [1, 4, 11, 12, 30])
+def test_ties_over_more_groups_than_are_looked_into(top):
+    """The largest logit stands once in each of many groups of 256; the target is one of them."""
+    logits = np.zeros((2, 3, 256 * 40))
+    places = 256 * np.arange(top) + 3
+    logits[..., places] = 5.0
+    for at in {0, top // 2, top - 1}:
+        found = read_logits(logits, torch.tensor([places[at], places[at]]))
+        assert (found["before"] == min(at, 10)).all()
+        assert (found["best"] == places[0]).all()
+
+
 def read_logits(logits: np.ndarray, target: torch.Tensor, memory_mb: float = 128.0) -> dict[str, torch.Tensor]:
     """`read_lens` of given logits: the residual is an index, and the head looks it up."""
     tokens, layers, words = logits.shape
