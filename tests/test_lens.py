@@ -858,3 +858,13 @@ def test_a_budget_that_is_none_is_refused(memory):
     for lens in LENSES:
         with pytest.raises(lsim.LayersimError, match="Logits need some memory"):
             lens(lens_memory_mb=memory)
+
+
+@pytest.mark.parametrize("offset", [-95.0, -75.0, 70.0, 85.0])
+def test_float32_keeps_its_digits_near_overflow_and_underflow(offset):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5, 3, 200))
+    target = torch.arange(5)
+    exact, found = read_logits(logits, target), read_logits((logits + offset).astype(np.float32), target)
+    for name in ("best_log_prob", "target_log_prob", "entropy", "kl"):
+        np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)
