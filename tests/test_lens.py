@@ -868,3 +868,36 @@ def test_float32_keeps_its_digits_near_overflow_and_underflow(offset):
     exact, found = read_logits(logits, target), read_logits((logits + offset).astype(np.float32), target)
     for name in ("best_log_prob", "target_log_prob", "entropy", "kl"):
         np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)
+
+
+def test_what_is_shared_is_what_each_would_find_alone():
+    """More ranks than another asked for, another norm, other labels: none of them is taken from what is not theirs."""
+    model, tokens = lively(tiny_llama()), random_tokens(4, 12)
+    every = [lsim.ExitCurve(), lsim.LogitLens(top_k=(1, 20), norm="none"), lsim.Saturation(norm="none")]
+    together = lsim.analyze(model, tokens, every)
+    swapped = lsim.analyze(model, tokens, [lsim.ExitCurve(), lsim.LogitLens(top_k=(1, 20)), lsim.Saturation()])
+    for analyzer in every:
+        alone = lsim.analyze(model, tokens, analyzer)[analyzer.name]
+        assert worst(together[analyzer.name], alone) < 1e-5
+    assert worst(swapped["logit_lens"], lsim.analyze(model, tokens, lsim.LogitLens(top_k=(1, 20)))["logit_lens"]) < 1e-5
+    mixed = lsim.analyze(model, tokens, [lsim.LogitLens(), lsim.Saturation(norm="none")])["saturation"]
+    assert torch.equal(mixed.counts, together["saturation"].counts)
+    assert not torch.equal(mixed.counts, swapped["saturation"].counts)
+
+
+def test_a_probability_that_stays_does_not_rise():
+    x = np.repeat(residuals(1)[-1:], 4, axis=0)
+    found = from_views(lsim.LogitLens(), [view(x)])
+    assert found.monotone_share == 0
+    assert (found.agreement == 1).all()
+
+
+def test_a_lucky_threshold_below_a_bad_one_is_not_chosen():
+    curve = from_views(lsim.ExitCurve(thresholds=(0.1, 0.5, 1.0)), [view(residuals(6))])
+    import dataclasses
+
+    agreement, accuracy = (torch.tensor(x, dtype=torch.float64) for x in ([0.96, 0.5, 1.0], [0.3, 0.4, 0.2]))
+    odd = dataclasses.replace(curve, agreement=agreement, accuracy=accuracy)
+    assert odd.threshold_for(agreement=0.95) == 1.0
+    assert odd.threshold_for(agreement=0.4) == 0.1
+    assert odd.threshold_for(agreement=0.4, accuracy=0.2) == 0.1
