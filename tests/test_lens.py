@@ -901,3 +901,34 @@ def test_a_lucky_threshold_below_a_bad_one_is_not_chosen():
     assert odd.threshold_for(agreement=0.95) == 1.0
     assert odd.threshold_for(agreement=0.4) == 0.1
     assert odd.threshold_for(agreement=0.4, accuracy=0.2) == 0.1
+
+
+def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
+    from tl_layersim.sources.hooked import _Quiet
+
+    head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).train()
+    x, calls = torch.ones(3, 8), []
+    head[1].register_forward_hook(lambda *_: calls.append(1))
+    state = torch.get_rng_state()
+    first, again = _Quiet(head)(x), _Quiet(head)(x)
+    assert torch.equal(first, again)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not calls
+    assert head[0].training
+    head(x)
+    assert calls == [1]
+    head[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    _Quiet(head)(x)
+    with pytest.raises(RuntimeError):
+        _Quiet(head)(torch.ones(3, 7))
+    assert head[0].training
+    with pytest.raises(ZeroDivisionError):
+        head(x)
+
+
+def test_a_source_that_names_no_next_token_is_read_from_neighbours():
+    from tl_layersim.labels import targets
+
+    tokens, row = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 0, 0, 1, 1])
+    one = lsim.View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
+    assert targets(one, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]
