@@ -69,6 +69,8 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
             # The last layer always speaks as the model does.
             some = torch.cat([some[:, :-1], view.unembed.normed(some[:, -1:]).to(some)], 1)
         z = view.unembed(some, normed, spare)
+        # Exponentials of logits this low are denormal numbers, which a CPU multiplies a hundred times slower.
+        shift = shift or (start == 0 and float(z.min()) < -80)
         values, shift = _read_chunk(z, target[span].to(z.device), ranked, shift)
         for name, value in values.items():
             out[name][:, span] = value.T.to(x.device)
@@ -127,13 +129,14 @@ def _moments(z: Tensor, shift: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total, expected, cross = (torch.empty(len(flat), dtype=dtype, device=z.device) for _ in range(3))
     size = max(1, CPU_BLOCK // vocabulary) if z.device.type == "cpu" else len(flat)
     buffer = torch.empty(min(size, len(flat)), vocabulary, dtype=dtype, device=z.device)
-    top = flat.amax(-1, keepdim=True).to(dtype) if shift else None
+    top, least = flat.amax(-1, keepdim=True).to(dtype) if shift else None, -80.0 if dtype == torch.float32 else -700.0
     final = torch.empty(tokens, vocabulary, dtype=dtype, device=z.device)
     for start in range(0, len(flat), size):
         rows = slice(start, start + size)
         block = flat[rows].to(dtype)
         spare = buffer[: len(block)]
-        torch.exp(block if top is None else torch.sub(block, top[rows], out=spare), out=spare)
+        # What is so far below the largest logit weighs nothing beside it.
+        torch.exp(block if top is None else torch.sub(block, top[rows], out=spare).clamp_(min=least), out=spare)
         _group_maxima(block, groups[rows])
         torch.sum(spare, -1, out=total[rows])
         ends = slice(start // layers, (start + len(block)) // layers)
