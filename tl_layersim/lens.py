@@ -99,7 +99,7 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int, shift: bool) -> tuple[di
             # Ids that cannot be said, with a logit of -inf: 0 times that is 0 here, and a layer is infinitely far from a last
             # one that says what it cannot.
             excludes = (z.isneginf() & (torch.softmax(z[:, -1].float(), -1) > 0)[:, None]).any(-1)
-            z = z.clamp(min=torch.finfo(z.dtype).min / 4)
+            z = torch.where(z.isneginf(), z.amax(-1, keepdim=True) - 1000, z)
         groups, log_sum, expected, cross = _moments(z, shift)
     said = said.to(log_sum.dtype)
     return {
