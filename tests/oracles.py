@@ -221,7 +221,7 @@ def oracle_exit_curve(
     norm: bool = True,
     head: np.ndarray = HEAD,
 ) -> dict[str, np.ndarray]:
-    thresholds = thresholds or (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
+    thresholds = thresholds or (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
     table = lens_by_token(batches, targets or next_of(batches), norm, head)
     blocks = len(table[0])
     out: dict[str, list] = {"values": [], "accuracy": [], "agreement": [], "perplexity": [], "speedup": []}

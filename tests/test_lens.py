@@ -495,8 +495,11 @@ def test_labels_that_do_not_fit_are_refused(labels, data, message):
     for cls in (lsim.LogitLens, lsim.ExitCurve, lsim.NeuralCollapse):
         with pytest.raises(lsim.LayersimError, match=message):
             lsim.analyze(tiny_llama(), data, cls(labels=labels))
-    with pytest.raises(lsim.LayersimError, match="Labels are whole numbers"):
-        lsim.LogitLens(labels=torch.zeros(3))
+    for bad in (torch.zeros(3), ["a"], object(), torch.zeros(2, 2, 2).long(), [0.5]):
+        with pytest.raises(lsim.LayersimError, match=r"Labels are whole numbers(.|\n)*torch.tensor\(labels\)"):
+            lsim.LogitLens(labels=bad)
+    with pytest.raises(lsim.LayersimError, match=r"no place to take labels from(.|\n)*labels='data'"):
+        lsim.LogitLens(labels="label")
 
 
 def test_columns_of_labels_are_read_from_tables():
@@ -717,11 +720,14 @@ def test_a_label_that_cannot_be_said_has_no_probability():
 
 @pytest.mark.parametrize("label", [100, -1])
 def test_labels_outside_the_head_are_refused(label):
-    labels = torch.full((4, 12), label)
-    with pytest.raises(ValueError, match=rf"labels go from {label} to {label}, and the head says 0 to 99"):
+    labels = torch.full((4, 12), 5)
+    labels[:, ::2] = label
+    labels[:, 1::4] = label
+    with pytest.raises(lsim.LayersimError, match=rf"head cannot say(.|\n)*from {label} to {label}(.|\n)*0 to 99"):
         lsim.analyze(tiny_llama(), random_tokens(4, 12), lsim.LogitLens(labels=labels))
 
 
+@pytest.mark.filterwarnings("ignore:labels has")
 def test_labels_follow_the_rows_and_positions_of_the_users_data():
     """Rows without tokens, padding on the left and rows that are split do not shift labels by row."""
     model = tiny_llama()
@@ -932,3 +938,38 @@ def test_a_source_that_names_no_next_token_is_read_from_neighbours():
     tokens, row = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 0, 0, 1, 1])
     one = lsim.View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
     assert targets(one, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]
+
+
+def test_labels_options_and_classes_as_users_have_them():
+    import pandas
+
+    wanted = torch.tensor([[1, 2], [3, 4]])
+    for what in (wanted.tolist(), wanted.numpy(), pandas.DataFrame(wanted.numpy()), wanted):
+        assert torch.equal(lsim.LogitLens(labels=what).labels, wanted)
+    assert lsim.LogitLens(top_k=5).top_k == (5,)
+    assert lsim.LogitLens(top_k=[1, 3]).top_k == (1, 3)
+    assert lsim.ExitCurve(thresholds=0.9).thresholds == (0.9,)
+    assert lsim.NeuralCollapse(classes=[1, 2]).classes == (1, 2)
+
+
+def test_a_class_of_a_row_is_no_token():
+    model, tokens = tiny_llama(), random_tokens(4, 12)
+    for analyzer in (lsim.LogitLens, lsim.ExitCurve):
+        with pytest.raises(lsim.LayersimError, match=r"one class for a whole row(.|\n)*AutoModelForSequenceClassification"):
+            lsim.analyze(model, tokens, analyzer(labels=[0, 1, 0, 1]))
+    assert lsim.analyze(model, tokens, lsim.NeuralCollapse(labels=[0, 1, 0, 1]))
+
+
+def test_a_table_of_labels_that_is_too_long_is_mentioned():
+    tokens = random_tokens(4, 12)
+    with pytest.warns(lsim.LayersimWarning, match="labels has 5 rows, and 4 rows of data were read"):
+        lsim.analyze(tiny_llama(), tokens, lsim.NeuralCollapse(labels=[0, 1, 0, 1, 1]))
+
+
+def test_a_grid_as_a_table():
+    grid = lsim.prediction_grid(tiny_llama(), random_tokens(1, 9)[0])
+    table = grid.to_frame()
+    assert list(table.columns) == ["position", "token", "layer", "probability", "word", "final"]
+    assert table[table.layer == "blocks.2.hook_resid_post"].final.all()
+    assert table.word.tolist() == [word for row in grid.words for word in row]
+    assert list(grid.to_frame("saturation_layer").columns) == ["token", "saturation_layer"]

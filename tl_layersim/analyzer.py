@@ -92,7 +92,7 @@ class Analyzer(ABC):
             LayersimError: with the setting to change.
         """
 
-    def check_batch(self, batch: Batch) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
+    def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
         """Refuse, before the model runs on it, a batch that lacks what the analyzer needs.
 
         Raises:

@@ -314,7 +314,7 @@ def _pass(
                 sums = dict(tally.sums)
                 if index % size == rank and bool(batch.counted.any()):
                     for analyzer in analyzers.values():
-                        analyzer.check_batch(batch)
+                        analyzer.check_batch(batch, batches.model)
                     if unsure:
                         source = sources[0]
                         gap = gap_or_refusal(source.model, partial(source.unembed_gap, batch))

@@ -45,8 +45,8 @@ def other_logits(model: Model, given: str, expected: str) -> LayersimError:
         "The lens at the last layer does not give the model's own logits.",
         given=f"{model.head}: {given}",
         expected=expected,
-        do="unembed=['path.of.final_norm', 'path.of.head'], the modules in order; a head whose output is changed by a hook, or "
-        "by code around it, cannot be read",
+        do="unembed=['path.of.final_norm', 'path.of.head'], the modules in order; if they are right: blocks named with layers= "
+        "must hand on the whole stream, the last one included, and no hook or code may change what the head gives",
     )
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from .data import Batch
-from .errors import LayersimError
-from .source import NO_LABEL, View
+from .errors import LayersimError, LayersimWarning
+from .results import Provenance
+from .source import NO_LABEL, Model, View
+
+CLASSIFIERS = ("score", "classifier")
 
 
 def targets(view: View, labels: str | Tensor) -> Tensor:
@@ -39,19 +46,43 @@ def label_key(labels: str | Tensor) -> str:
     return labels if isinstance(labels, str) else f"tensor {id(labels)}"
 
 
-def check_labels(labels: str | Tensor) -> None:
-    """Refuse a tensor that is no table of labels."""
-    if isinstance(labels, Tensor) and (labels.dim() not in (1, 2) or labels.is_floating_point() or labels.dtype == torch.bool):
+def as_labels(labels: Any) -> str | Tensor:
+    """Labels as a user hands them over, as one of two words or a tensor.
+
+    Raises:
+        LayersimError: they are neither, or no table of whole numbers.
+    """
+    if isinstance(labels, str):
+        if labels not in ("next_token", "data"):
+            raise LayersimError(
+                "This is no place to take labels from.",
+                given=f"labels={labels!r}",
+                expected="'next_token', 'data' (the data's column `labels` or `label`), or the labels themselves",
+                do="rename the column to `label` and pass labels='data'",
+            )
+        return labels
+    try:
+        table: Tensor = labels if isinstance(labels, Tensor) else torch.as_tensor(np.array(labels))
+    except (TypeError, ValueError, RuntimeError):
+        table = torch.zeros(0, 0, 0)
+    if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:
         raise LayersimError(
             "Labels are whole numbers, one for each row of the data or for each of its positions.",
-            given=f"{labels.dtype} of shape {tuple(labels.shape)}",
+            given=f"{type(labels).__name__}: {table.dtype} of shape {tuple(table.shape)}",
             expected=f"int64 of shape (row,) or (row, pos), {NO_LABEL} where there is none",
-            do="labels=labels.long()",
+            do="labels=torch.tensor(labels), of classes as whole numbers; labels.squeeze(1) for a single column",
         )
+    return table
 
 
-def check_batch_labels(labels: str | Tensor, batch: Batch) -> None:
-    """Refuse a batch for which there are no labels, or whose labels are plainly of another convention."""
+def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
+    """Refuse a batch for which there are no labels, or whose labels are plainly of another convention.
+
+    Args:
+        labels: as `as_labels` gives them.
+        batch: what the model is about to read.
+        model: where labels are compared with what its head says.
+    """
     if isinstance(labels, Tensor):
         row, column = batch.sources
         if bool((row < 0).any()):
@@ -83,6 +114,16 @@ def check_batch_labels(labels: str | Tensor, batch: Batch) -> None:
     else:
         return
     counted = batch.counted & (found.cpu() != NO_LABEL)
+    if model is not None and model.head is not None and model.head.reads == "every" and model.head.parts[-1] not in CLASSIFIERS:
+        # One and the same token cannot be what should be said at every position of a row.
+        classes = [labels_of[own] for labels_of, own in zip(found.cpu(), counted, strict=True) if int(own.sum()) > 2]
+        if len(classes) > 1 and all(bool((row == row[0]).all()) for row in classes):
+            raise LayersimError(
+                "These labels are one class for a whole row, and the head says a token at every position.",
+                given=f"{len(classes)} rows of one label each",
+                expected=f"a label for each position, {NO_LABEL} where there is none, or a model with a classifier head",
+                do="AutoModelForSequenceClassification; or NeuralCollapse(labels=...), which takes classes of rows",
+            )
     if int(counted.sum()) > 2 and bool((found.cpu() == batch.tokens)[counted].all()):
         raise LayersimError(
             "These labels are the tokens themselves, at the same positions.",
@@ -97,3 +138,14 @@ def with_labels(view: View, labels: str | Tensor, index: Tensor | None) -> Tenso
     """`targets` at some of the tokens, None for all."""
     found = targets(view, labels)
     return found if index is None else found[index]
+
+
+def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
+    """Say where a table of labels is longer than the data: one row too many at its start would shift them all."""
+    if isinstance(labels, Tensor) and run.options.get("max_tokens") is None and len(labels) > run.sequences:
+        warnings.warn(
+            f"labels has {len(labels)} rows, and {run.sequences} rows of data were read (those without tokens are not). Row i "
+            "of the labels is taken for row i of the data.",
+            LayersimWarning,
+            stacklevel=3,
+        )

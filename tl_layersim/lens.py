@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .errors import LayersimError
 from .source import NO_LABEL, View, row_ends
 from .unembed import Unembed
 
@@ -85,9 +86,11 @@ def _read_chunk(z: Tensor, target: Tensor, ranked: int, shift: bool) -> tuple[di
     known = target != NO_LABEL
     wanted = target.where(known, 0)[:, None].expand(z.shape[:2])
     if bool(((wanted < 0) | (wanted >= z.shape[-1])).any()):
-        raise ValueError(
-            f"labels go from {int(target[known].min())} to {int(target[known].max())}, and the head says 0 to "
-            f"{z.shape[-1] - 1}; a position without a label has {NO_LABEL}"
+        raise LayersimError(
+            "There are labels that the head cannot say.",
+            given=f"labels from {int(target[known].min())} to {int(target[known].max())}",
+            expected=f"0 to {z.shape[-1] - 1}, and {NO_LABEL} where there is none",
+            do="labels of the model's own vocabulary or classes",
         )
     said = z.gather(-1, wanted[..., None])[..., 0]
     groups, log_sum, expected, cross = _moments(z, shift)

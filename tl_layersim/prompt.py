@@ -26,6 +26,7 @@ from .sources import open_source
 from .typed import typed
 
 if TYPE_CHECKING:
+    import pandas
     import plotly.graph_objects
 
 
@@ -36,7 +37,7 @@ class PredictionGrid(Result):
 
     Attributes:
         values: `token layer`, the same as `probability`: of the layer's first choice.
-        saturation_layer: `token`, index of the block from which on the first choice is the final one.
+        saturation_layer: `token`, index from 0 of the block from which on the first choice is the final one.
         words: `token layer`, the first choices as text.
         tokens: the prompt's tokens as text.
     """
@@ -62,6 +63,17 @@ class PredictionGrid(Result):
         if field not in ("values", "probability"):
             return super().plot(field)
         return word_grid(self.words, self.values.numpy(), self.saturation_layer.long().tolist(), self.tokens, self.layers[1:])
+
+    def to_frame(self, field: str = "values") -> pandas.DataFrame:
+        """Of `probability`, with the word, the token's position and whether the word is final beside it."""
+        table = super().to_frame(field)
+        if field in ("values", "probability"):
+            blocks = self.values.shape[1]
+            table.insert(0, "position", [t for t in range(len(self.tokens)) for _ in range(blocks)])
+            table["word"] = [word for row in self.words for word in row]
+            final = torch.arange(blocks)[None] >= self.saturation_layer[:, None]
+            table["final"] = final.reshape(-1).numpy()
+        return table
 
     def headline(self) -> dict[str, float]:
         early = self.saturation_layer < self.values.shape[1] - 1

@@ -79,7 +79,7 @@ def _refusal(message: str, name: str) -> LayersimError:
     which = f"{found['name']}=" if found["name"] else "its result"
     return LayersimError(
         f"{name} does not take this for {which[:-1]}." if found["name"] else f"{name} returned something else.",
-        given=f"{which}{found['given']}" if found["name"] else found["given"],
+        given=f"{which}{found['given']}"[:300] if found["name"] else found["given"][:300],
         expected=found["expected"].removeprefix("<class '").removesuffix("'>"),
         do=f"help({name}) says what each argument means",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..analyzer import Analyzer, Run
 from ..data import Batch
 from ..errors import LayersimError
-from ..labels import check_batch_labels, check_labels, label_source, targets
+from ..labels import as_labels, check_batch_labels, label_source, targets, warn_of_unused
 from ..results import Picture, Result, axes
 from ..source import NO_LABEL, Kernel, Model, View, row_ends
 from ..sums import Sums
@@ -79,7 +79,7 @@ class NeuralCollapse(Analyzer):
 
     Args:
         labels: "next_token" takes the token that follows as the class of a position; "data" the data's own column `labels`
-            or `label`; or a tensor `row` or `row pos`. -100 is no class.
+            or `label`; or labels themselves, `row` or `row pos`. -100 is no class.
         classes: how many, the most frequent ones, which a first look at the data (without the model) finds; or their ids.
         level: what a sample is: each "token", or each row ("sequence"); "auto" is "token" for next tokens, else "sequence".
         pool: for rows, the "last" counted token, the "first", or the "mean" of all.
@@ -99,14 +99,16 @@ class NeuralCollapse(Analyzer):
     one_pass: ClassVar[str] = "NeuralCollapse(classes=(id, id, ...)) with the ids of the classes"
     first_without_model: ClassVar[bool] = True
 
-    labels: Literal["next_token", "data"] | Tensor = "next_token"
-    classes: int | tuple[int, ...] = 10
+    labels: Any = "next_token"
+    classes: int | tuple[int, ...] | list[int] = 10
     level: Literal["auto", "token", "sequence"] = "auto"
     pool: Literal["last", "first", "mean"] = "last"
     max_memory_gb: int | float = 4.0
 
     def __post_init__(self) -> None:
-        check_labels(self.labels)
+        object.__setattr__(self, "labels", as_labels(self.labels))
+        if isinstance(self.classes, list):
+            object.__setattr__(self, "classes", tuple(self.classes))
         least = self.classes if isinstance(self.classes, int) else len(set(self.classes))
         if least < 2:
             raise LayersimError(
@@ -140,7 +142,7 @@ class NeuralCollapse(Analyzer):
                 do=f"NeuralCollapse(max_memory_gb={math.ceil(need)})",
             )
 
-    def check_batch(self, batch: Batch) -> None:
+    def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch)
 
     def first_kernel(self) -> Kernel | None:
@@ -160,6 +162,7 @@ class NeuralCollapse(Analyzer):
         return order[counts[order] > 0]
 
     def compute(self, sums: Sums, run: Run) -> NeuralCollapseResult:
+        warn_of_unused(self.labels, run.provenance)
         counts, classes = sums["samples"].double(), self._classes(run.first)
         if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
             raise LayersimError(

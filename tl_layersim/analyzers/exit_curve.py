@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float64
@@ -15,7 +15,7 @@ from ..analyzer import Analyzer, Run, check_memory, need_head, need_tokens
 from ..data import Batch
 from ..errors import LayersimError
 from ..guards import refuse_bad_logits
-from ..labels import check_batch_labels, check_labels, label_key, label_source, with_labels
+from ..labels import as_labels, check_batch_labels, label_key, label_source, warn_of_unused, with_labels
 from ..lens import RANKED, bad_logits, read_lens, read_positions
 from ..results import Picture, Result, axes
 from ..source import NO_LABEL, Kernel, Model, View
@@ -23,7 +23,7 @@ from ..sums import Sums
 from ..typed import typed
 from .logit_lens import unembedding
 
-THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 1.0)
+THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
 SOURCE = "(Jiang, Zhou and Zhu 2024, section 3 and figure 7)."
 
 
@@ -125,6 +125,9 @@ class ExitCurveResult(Result):
     def threshold_for(self, *, agreement: float | None = None, accuracy: float | None = None) -> float:
         """The lowest measured threshold, and so the fastest, from which on both are at least this.
 
+        At threshold 1 no position exits early: where that is the answer, no lower one that was measured is enough; measure more
+        of them close to 1.
+
         Raises:
             LayersimError: neither was asked for, or no threshold gives it.
         """
@@ -193,15 +196,17 @@ class ExitCurve(Analyzer):
     name: ClassVar[str] = "exit_curve"
     needs_unembed: ClassVar[bool] = True
 
-    thresholds: tuple[float | int, ...] | list[float | int] = THRESHOLDS
+    thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS
     norm: Literal["final", "none"] = "final"
-    labels: Literal["next_token", "data"] | Tensor = "next_token"
+    labels: Any = "next_token"
     lens_memory_mb: int | float = 128
 
     def __post_init__(self) -> None:
-        check_labels(self.labels)
+        object.__setattr__(self, "labels", as_labels(self.labels))
         check_memory(self.lens_memory_mb)
-        if not self.thresholds or min(self.thresholds) < 0 or max(self.thresholds) > 1:
+        several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
+        object.__setattr__(self, "thresholds", several)
+        if not several or min(several) < 0 or max(several) > 1:
             raise LayersimError(
                 "A threshold is a probability.",
                 given=f"thresholds={self.thresholds}",
@@ -216,8 +221,8 @@ class ExitCurve(Analyzer):
     def check(self, *models: Model) -> None:
         need_head(models[0], "ExitCurve", targets=True, own_labels=bool(self.label_source))
 
-    def check_batch(self, batch: Batch) -> None:
-        check_batch_labels(self.labels, batch)
+    def check_batch(self, batch: Batch, model: Model) -> None:
+        check_batch_labels(self.labels, batch, model)
 
     def kernel(self, first: Sums) -> Kernel:
         levels = torch.tensor(self._ascending(), dtype=torch.float64)
@@ -230,9 +235,10 @@ class ExitCurve(Analyzer):
         )
 
     def _ascending(self) -> tuple[float, ...]:
-        return tuple(sorted({float(t) for t in self.thresholds}))
+        return tuple(sorted({float(t) for t in cast(tuple[float, ...], self.thresholds)}))
 
     def compute(self, sums: Sums, run: Run) -> ExitCurveResult:
+        warn_of_unused(self.labels, run.provenance)
         count, targets = int(sums["count"]), int(sums["targets"])
         need_tokens(count, 1, "ExitCurve", "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)

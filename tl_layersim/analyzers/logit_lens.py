@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float64
@@ -14,7 +14,7 @@ from ..analyzer import Analyzer, Run, check_memory, need_head, need_tokens
 from ..data import Batch
 from ..errors import LayersimError
 from ..guards import refuse_bad_logits
-from ..labels import check_batch_labels, check_labels, label_key, label_source, with_labels
+from ..labels import as_labels, check_batch_labels, label_key, label_source, warn_of_unused, with_labels
 from ..lens import bad_logits, read_lens, read_positions
 from ..results import Picture, Result, axes
 from ..source import NO_LABEL, Kernel, Model, View
@@ -140,8 +140,8 @@ class LogitLens(Analyzer):
         norm: "final" applies the model's final norm to every layer (Geva et al. 2022, and what is usually meant); "none" to the
             last alone, where the model has it (Jiang, Zhou and Zhu's code). The choice changes everything: see the docs.
         top_k: the k of top-k accuracy.
-        labels: "next_token"; "data" for the data's own column `labels` or `label`; or a tensor `row` or `row pos`. A label is
-            what the model should say at that position: nothing is shifted. -100 has no target.
+        labels: "next_token"; "data" for the data's own column `labels` or `label`; or labels themselves, `row` or `row pos`. A
+            label is what the model should say at that position: nothing is shifted. -100 has no target.
         lens_memory_mb: for the logits of one chunk, at least those of one token at all layers.
 
     Source:
@@ -159,14 +159,16 @@ class LogitLens(Analyzer):
     needs_unembed: ClassVar[bool] = True
 
     norm: Literal["final", "none"] = "final"
-    top_k: tuple[int, ...] | list[int] = (1, 5)
-    labels: Literal["next_token", "data"] | Tensor = "next_token"
+    top_k: int | tuple[int, ...] | list[int] = (1, 5)
+    labels: Any = "next_token"
     lens_memory_mb: int | float = 128
 
     def __post_init__(self) -> None:
-        check_labels(self.labels)
+        object.__setattr__(self, "labels", as_labels(self.labels))
         check_memory(self.lens_memory_mb)
-        if not self.top_k or min(self.top_k) < 1:
+        ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
+        object.__setattr__(self, "top_k", ks)
+        if not ks or min(ks) < 1:
             raise LayersimError(
                 "k counts from 1.", given=f"top_k={self.top_k}", expected="one or more, each above 0", do="top_k=(1, 5)"
             )
@@ -178,19 +180,23 @@ class LogitLens(Analyzer):
     def check(self, *models: Model) -> None:
         need_head(models[0], "LogitLens", targets=True, own_labels=bool(self.label_source))
 
-    def check_batch(self, batch: Batch) -> None:
-        check_batch_labels(self.labels, batch)
+    def check_batch(self, batch: Batch, model: Model) -> None:
+        check_batch_labels(self.labels, batch, model)
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(
             lens_kernel,
             normed=self.norm == "final",
-            ks=tuple(self.top_k),
+            ks=self._ks(),
             labels=self.labels,
             memory_mb=float(self.lens_memory_mb),
         )
 
+    def _ks(self) -> tuple[int, ...]:
+        return cast(tuple[int, ...], self.top_k)
+
     def compute(self, sums: Sums, run: Run) -> LogitLensResult:
+        warn_of_unused(self.labels, run.provenance)
         count, targets = int(sums["count"]), int(sums["targets"])
         need_tokens(count, 1, "LogitLens", "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)
@@ -206,7 +212,7 @@ class LogitLens(Analyzer):
             kl_to_final=sums["kl"] / count,
             entropy=sums["entropy"] / count,
             monotone_share=sums["rising"].double() / targets,
-            ks=tuple(self.top_k),
+            ks=self._ks(),
             positions=count,
             targets=targets,
             unembedding=unembedding(run, self.norm),

@@ -74,10 +74,10 @@ class SaturationResult(Result):
         return self.values
 
     def headline(self) -> dict[str, float]:
-        blocks = torch.arange(1, len(self.values) + 1, dtype=torch.float64)
+        blocks = torch.arange(len(self.values), dtype=torch.float64)
         found = {
             "share of tokens that saturate before the last block": float(self.early_share),
-            f"mean saturation layer, of {len(self.values)}": float((self.values * blocks).sum() / self.values.sum()),
+            f"mean saturation block, of 0 to {len(self.values) - 1}": float((self.values * blocks).sum() / self.values.sum()),
         }
         if not math.isnan(self.correlation):
             found["correlation of events with the cosine to the last layer"] = float(self.correlation)
