@@ -193,8 +193,8 @@ def main() -> None:
     if {"lens", "saturation"} <= set(ratio):
         lines.append(f"\n- Saturation takes {ratio['saturation'] / ratio['lens']:.2f} of the full lens.")
         view = case.fresh()
-        walked, _ = saturation_layers(case.fresh(), True, MEMORY_MB)
         with torch.no_grad():
+            walked, _ = saturation_layers(case.fresh(), True, MEMORY_MB)
             read_lens(view, torch.full_like(view.tokens, -100), True, MEMORY_MB, 5, "none")
         same = (walked == saturation_layers(view, True, MEMORY_MB)[0]).sum()
         lines.append(f"- Saturation layers found by both ways agree at {int(same)} of {len(walked)} tokens.")
