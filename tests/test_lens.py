@@ -973,3 +973,13 @@ def test_a_grid_as_a_table():
     assert table[table.layer == "blocks.2.hook_resid_post"].final.all()
     assert table.word.tolist() == [word for row in grid.words for word in row]
     assert list(grid.to_frame("saturation_layer").columns) == ["token", "saturation_layer"]
+
+
+def test_a_later_token_with_low_logits_is_read_as_well_as_the_first():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5, 3, 200))
+    low = logits.copy()
+    low[1:] -= 101
+    exact, found = read_logits(logits, torch.arange(5)), read_logits(low.astype(np.float32), torch.arange(5))
+    for name in ("best_log_prob", "target_log_prob", "entropy", "kl"):
+        np.testing.assert_allclose(found[name], exact[name], atol=2e-4, err_msg=name)
