@@ -253,11 +253,8 @@ def warm(work: Work, tokens: Tensor) -> None:
     work(tokens[:8, :16])
 
 
-def peak_above_model(name: str, args: argparse.Namespace) -> dict[str, float | None]:
-    """In a process of its own: highest resident size during one run, less what stood there before, in MB; and a CKA."""
-    models, tokens = load(args)
-    work = VARIANTS[name][2](models)
-    warm(work, tokens)
+def with_peak(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` gives, and the highest resident size while it ran, less what stood there before, in MB."""
     gc.collect()
     # Freed memory that malloc still holds would hide as much of the run's own.
     with contextlib.suppress(OSError, AttributeError):
@@ -265,10 +262,19 @@ def peak_above_model(name: str, args: argparse.Namespace) -> dict[str, float | N
     before = psutil.Process().memory_info().rss
     # Linux resets its own high-water mark on this; sampling in a thread would miss short peaks.
     Path("/proc/self/clear_refs").write_text("5")
-    values = work(tokens)
+    values = work()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     peak = int(status["VmHWM"].split()[0]) * 1024
-    return {"peak": (peak - before) / 1e6, "corner": None if values is None else float(values[0, -1])}
+    return values, (peak - before) / 1e6
+
+
+def peak_above_model(name: str, args: argparse.Namespace) -> dict[str, float | None]:
+    """In a process of its own: highest resident size during one run, less what stood there before, in MB; and a CKA."""
+    models, tokens = load(args)
+    work = VARIANTS[name][2](models)
+    warm(work, tokens)
+    values, peak = with_peak(lambda: work(tokens))
+    return {"peak": peak, "corner": None if values is None else float(values[0, -1])}
 
 
 def measure_memory(rows: dict[str, Row]) -> None:

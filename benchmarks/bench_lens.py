@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_analyze import Models, load, machine
+from bench_analyze import Models, load, machine, with_peak
 from torch import Tensor
 
 import tl_layersim as lsim
@@ -131,20 +131,10 @@ VARIANTS: dict[str, tuple[str, Callable[[Case], None], bool]] = {
 
 def peak(name: str, args: argparse.Namespace) -> float:
     """In a process of its own: highest resident size during one run, less what stood there before, in MB."""
-    import ctypes
-
-    import psutil
-
     case = Case(*load(args))
     if VARIANTS[name][2]:
         case.forward_bridge()
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before = psutil.Process().memory_info().rss
-    Path("/proc/self/clear_refs").write_text("5")
-    VARIANTS[name][1](case)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return (int(status["VmHWM"].split()[0]) * 1024 - before) / 1e6
+    return with_peak(lambda: VARIANTS[name][1](case))[1]
 
 
 def main() -> None:

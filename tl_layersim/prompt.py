@@ -239,7 +239,8 @@ def _ask(
     described = with_tokenizer(source.model, tokenizer)
     check(described)
     skip_first = options.get("skip_first", 0)
-    batches = list(Batches(prompt, described, 1, described.context, False, None, skip_first, prepend_bos, None))
+    rows = Batches(prompt, described, 1, described.context, False, None, skip_first, prepend_bos, None)
+    batches = list(rows)
     if len(batches) != 1:
         raise LayersimError(
             "This is a picture of one prompt.",
@@ -270,14 +271,8 @@ def _ask(
         return str(token) if described.tokenizer is None else str(described.tokenizer.decode([token]))
 
     found = {name: value.cpu() for name, value in out["picture"].items()}
-    options = options | {"prepend_bos": prepend_bos, "tokenizer": batches_options(described)}
+    options = rows.options() | options
     return found, tuple(word(t) for t in counted), word, record([described], tally, options, None)
-
-
-def batches_options(described: Model) -> str | None:
-    """The tokenizer, for the record."""
-    tokenizer = described.tokenizer
-    return None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
 
 
 def grid_kernel(view: View, *, normed: bool, memory_mb: float) -> dict[str, Tensor]:

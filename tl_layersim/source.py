@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .errors import LayersimError
 from .unembed import Head, Unembed
 
 if TYPE_CHECKING:
@@ -215,7 +216,12 @@ class Source(ABC):
 
         Only asked of a source whose `model.head` is known.
         """
-        raise NotImplementedError(f"{type(self).__name__} names a head and cannot compare it with the model's logits")
+        raise LayersimError(
+            f"{type(self).__name__} names a head and does not compare it with the model's logits.",
+            given=f"head={self.model.head}",
+            expected="a source with unembed_gap(batch)",
+            do="implement unembed_gap, or leave model.head as None",
+        )
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A context in which the model runs without dropout and is left as it was found."""
