@@ -15,7 +15,7 @@ import tl_layersim as lsim
 PACKAGE = Path(lsim.__file__).parent
 # A room may import rooms of its own floor and of those below. Results draw and print themselves only when asked to.
 FLOORS = [
-    {"errors", "sums", "hsic", "unembed"},
+    {"errors", "sums", "pairs", "hsic", "unembed"},
     {"storage", "typed"},
     {"results"},
     {"source", "plotting", "distributed"},
@@ -23,7 +23,9 @@ FLOORS = [
     {"data"},
     {"analyzer", "labels", "layout"},
     {"analyzers", "sources"},
-    {"prepare"},
+    {"prepare", "outcome", "exchange"},
+    {"passes"},
+    {"jobs"},
     {"engine"},
     {"probe", "prompt"},
     {"cli", "__init__"},

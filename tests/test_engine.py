@@ -223,7 +223,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tl_layersim.storage.save_file", full)
-    monkeypatch.setattr(engine, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(passes, "SECONDS_BETWEEN_SAVES", 0.0)
     path = tmp_path / "run.safetensors"
     with pytest.warns(RuntimeWarning, match=r"goes on without a new checkpoint(.|\n)*No space left"):
         report = lsim.analyze(tiny_llama(), random_tokens(8, 11), "cka", checkpoint=path)

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .analyzer import Analyzer, Run, need_head, need_tokens
+    from .analyzer import Analyzer, Exchange, Run, need_head, need_tokens
     from .analyzers import find_analyzers
     from .analyzers.cka import CKA, CKAResult
     from .analyzers.collapse import NeuralCollapse, NeuralCollapseResult
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .demo import demo_model, demo_text
     from .engine import analyze, compare
     from .errors import LayersimError, LayersimWarning
+    from .jobs import RemoteRun, load_run
     from .probe import Probe, attach
     from .prompt import PredictionGrid, TrajectoryPCA, prediction_grid, trajectory_pca
     from .results import (
@@ -36,16 +37,17 @@ if TYPE_CHECKING:
         load_report,
         quantiles_from_histogram,
     )
-    from .source import Kernel, Model, Source, View, eval_mode, layer_names, place, reduce
+    from .source import Kernel, Model, Offer, Part, Source, View, eval_mode, layer_names, place, reduce
     from .sums import Sums
     from .unembed import Head, Unembed
 
 _HOME = {
     "engine": ("analyze", "compare"),
-    "analyzer": ("Analyzer", "Run", "need_head", "need_tokens"),
+    "analyzer": ("Analyzer", "Exchange", "Run", "need_head", "need_tokens"),
     "analyzers": ("find_analyzers",),
     "data": ("Batch",),
     "demo": ("demo_model", "demo_text"),
+    "jobs": ("RemoteRun", "load_run"),
     "errors": ("LayersimError", "LayersimWarning"),
     "probe": ("Probe", "attach"),
     "prompt": ("PredictionGrid", "TrajectoryPCA", "prediction_grid", "trajectory_pca"),
@@ -61,7 +63,7 @@ _HOME = {
         "load_report",
         "quantiles_from_histogram",
     ),
-    "source": ("Kernel", "Model", "Source", "View", "eval_mode", "layer_names", "place", "reduce"),
+    "source": ("Kernel", "Model", "Offer", "Part", "Source", "View", "eval_mode", "layer_names", "place", "reduce"),
     "sums": ("Sums",),
     "unembed": ("Head", "Unembed"),
 }
@@ -75,6 +77,7 @@ __all__ = [
     "CKAResult",
     "Cosine",
     "CosineResult",
+    "Exchange",
     "ExitCurve",
     "ExitCurveResult",
     "ExitPoint",
@@ -89,10 +92,13 @@ __all__ = [
     "Model",
     "NeuralCollapse",
     "NeuralCollapseResult",
+    "Offer",
+    "Part",
     "Picture",
     "PredictionGrid",
     "Probe",
     "Provenance",
+    "RemoteRun",
     "Report",
     "Result",
     "Run",
@@ -117,6 +123,7 @@ __all__ = [
     "layer_names",
     "load",
     "load_report",
+    "load_run",
     "need_head",
     "need_tokens",
     "place",

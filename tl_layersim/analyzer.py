@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -35,6 +36,21 @@ class Run:
     provenance: Provenance
     first: Sums
     head: Head | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How two models that are in different places are related: each gives something small, and the two are joined here.
+
+    Attributes:
+        kernel: takes the view of one model and gives what crosses, which may depend on the batch.
+        join: takes what both gave on one batch and gives what the analyzer's kernel gives on both views.
+        size: bytes that cross from one model, of a batch of so many counted tokens and a model of so many residual layers.
+    """
+
+    kernel: Kernel
+    join: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
+    size: Callable[[int, int], int]
 
 
 class Analyzer(ABC):
@@ -76,6 +92,10 @@ class Analyzer(ABC):
     @abstractmethod
     def kernel(self, first: Sums) -> Kernel:
         """The kernel of the main pass. `first` holds the sums of the first pass, empty where there was none."""
+
+    def exchange(self) -> Exchange | None:
+        """For an analyzer that compares: how, where the two models are in different places; None where it cannot."""
+        return None
 
     @abstractmethod
     def compute(self, sums: Sums, run: Run) -> Result:
@@ -183,4 +203,4 @@ def check_memory(lens_memory_mb: float) -> None:
         )
 
 
-__all__ = ["Analyzer", "Kernel", "Run", "need_head", "need_tokens"]
+__all__ = ["Analyzer", "Exchange", "Kernel", "Run", "need_head", "need_tokens"]

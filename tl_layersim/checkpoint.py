@@ -31,6 +31,8 @@ class Tally:
         digest: SHA-256 of their rows.
         seconds: wall time.
         done: whether the data ended.
+        pending: sums of the last batches that are not in `sums` yet, with how many batches each holds: see `pairs.py`.
+        measured: on how many batches the model ran.
     """
 
     sums: Mapping[str, Sums] = field(default_factory=dict)
@@ -40,6 +42,8 @@ class Tally:
     digest: str = ""
     seconds: float = 0.0
     done: bool = False
+    pending: tuple[tuple[int, Mapping[str, Sums]], ...] = ()
+    measured: int = 0
 
 
 class Checkpoint:
@@ -80,12 +84,10 @@ class Checkpoint:
             )
         tallies = {}
         for label, plain in header["passes"].items():
-            sums = {name: Sums() for name in plain.pop("names")}
-            for key, tensor in tensors.items():
-                where, name, field_name = key.split("/", 2)
-                if where == label:
-                    sums[name] = Sums({**sums[name].fields, field_name: tensor})
-            tallies[label] = replace(Tally(**plain), sums=sums)
+            names, counts = plain.pop("names"), plain.pop("pending")
+            held = [_unpack(f"{label}{number or ''}", names, tensors) for number in range(len(counts) + 1)]
+            pending = tuple(zip(counts, held[1:], strict=True))
+            tallies[label] = replace(Tally(**plain), sums=held[0], pending=pending)
         return tallies
 
     def save(self, tallies: Mapping[str, Tally]) -> bool:
@@ -95,13 +97,25 @@ class Checkpoint:
         passes: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for label, tally in tallies.items():
-            names = ("batches", "sequences", "tokens", "digest", "seconds", "done")
-            passes[label] = {name: getattr(tally, name) for name in names} | {"names": list(tally.sums)}
-            for name, sums in tally.sums.items():
-                tensors |= {f"{label}/{name}/{key}": tensor for key, tensor in sums.fields.items()}
+            plain = ("measured", "batches", "sequences", "tokens", "digest", "seconds", "done")
+            passes[label] = {name: getattr(tally, name) for name in plain}
+            passes[label] |= {"names": list(tally.sums), "pending": [count for count, _ in tally.pending]}
+            for number, held in enumerate((tally.sums, *(sums for _, sums in tally.pending))):
+                for name, sums in held.items():
+                    tensors |= {f"{label}{number or ''}/{name}/{key}": tensor for key, tensor in sums.fields.items()}
         header = {"identity": self._identity, "passes": passes}
         write(self.path, "checkpoint", header, tensors)
         return True
+
+
+def _unpack(where: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
+    """The sums by analyzer name that `save` wrote under one heading."""
+    fields: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for key, tensor in tensors.items():
+        heading, name, field_name = key.split("/", 2)
+        if heading == where:
+            fields[name][field_name] = tensor
+    return {name: Sums(found) for name, found in fields.items()}
 
 
 def _differences(now: Any, then: Any) -> tuple[str, str]:

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import os
-import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from .analyzer import Analyzer, Run
+from .analyzer import Analyzer
 from .analyzers import find_analyzers
-from .checkpoint import SECONDS_BETWEEN_SAVES, Checkpoint, Tally
-from .data import Batch, Batches, fingerprint, new_digest
+from .checkpoint import Checkpoint
+from .data import Batches
 from .distributed import add_over_ranks, rank_and_size
 from .errors import LayersimError
-from .guards import gap_or_refusal, refuse_not_finite, refuse_other_logits
+from .exchange import crossing
+from .jobs import start
+from .outcome import make_report
+from .passes import one_pass, survey
 from .prepare import choose_analyzers, shared_tokens, with_tokenizer
-from .results import Provenance, Report, Result
-from .source import Kernel, Model, Reduced, Source, reduce, tokens_alone
+from .results import Report
+from .source import Source
 from .sources import open_source
+from .sources.remote import RemoteSource
 from .sums import Sums
 from .typed import typed
-
-PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
 
 
 @typed
@@ -49,7 +49,9 @@ def analyze(
     prepend_bos: bool = True,
     column: str | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-) -> Report:
+    tokens_per_request: int | None = None,
+    blocking: bool = True,
+) -> Any:
     """Run analyzers over data on one model, in one pass (two where a dataset mean is needed).
 
     Nothing but sums is kept. The model runs in evaluation mode, without gradients, and is left as it was found. In an
@@ -64,7 +66,8 @@ def analyze(
         layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
         unembed: paths of the final norm and of what follows it up to the logits, for models where they are not found; the norm
             first, if there is one.
-        remote: for nnsight models, what `model.trace(remote=...)` takes.
+        remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
+            for nnsight's simulation of a server. The model stays there, and sums come back.
         tokenizer: in place of the model's own.
         batch_size: rows in a forward pass.
         seq_len: longest row of tokens; longer texts and rows go on in further rows. Default: 256 for texts or the model's
@@ -74,11 +77,14 @@ def analyze(
         skip_first: leave out the first positions of each row, whose activations are massive in many models.
         prepend_bos: start every row that comes from text with the tokenizer's BOS, as TransformerLens does.
         column: of a data set, the one that holds texts or tokens.
-        checkpoint: a file for partial sums: written about every 30 s and on an interrupt; the same call resumes from it
-            and ends with exactly the numbers of an undisturbed run.
+        checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
+            same call resumes from it and ends with exactly the numbers of an undisturbed run.
+        tokens_per_request: on a server, the most positions of forward passes that one request may hold. Default: as many
+            passes as run in about 20 s, or in a quarter of the operator's limit; fewer where a job is ended for its time.
+        blocking: False to send all requests of the main pass to a server and return at once.
 
     Returns:
-        The results by analyzer name.
+        A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, which gives it later.
 
     Raises:
         LayersimError: the call cannot be done as asked, or activations are not finite.
@@ -90,11 +96,12 @@ def analyze(
         ['cosine']
     """
     chosen = choose_analyzers(analyzers)
-    source = open_source(model, layers=layers, unembed=unembed, remote=remote)
+    _refuse_idle_options(remote, blocking, checkpoint)
+    source = open_source(model, layers=layers, unembed=unembed, remote=remote, tokens_per_request=tokens_per_request)
     described = with_tokenizer(source.model, tokenizer)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
     batches = Batches(data, described, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, labelled)
-    return _run([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed})
+    return _run([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed}, blocking)
 
 
 @typed
@@ -105,6 +112,7 @@ def compare(
     analyzers: Any,
     *,
     layers: tuple[list[str] | None, list[str] | None] = (None, None),
+    remote: bool | str | tuple[bool | str, bool | str] = False,
     tokenizer: Any = None,
     batch_size: int = 16,
     seq_len: int | None = None,
@@ -123,6 +131,8 @@ def compare(
         data: as in `analyze`, tokenised once, by the first model's tokenizer.
         analyzers: one analyzer that compares, or several.
         layers: paths of the blocks of each model, for layouts that are not known.
+        remote: as in `analyze`, for both models or for each. One request is one model, so what each measures of its own layers
+            crosses and is joined here: of CKA the Gram matrices of minibatches, never the activations. How much is said first.
         tokenizer: in place of the first model's own; the two are then taken to share it.
         batch_size: see `analyze`, as for all further options.
         seq_len: see `analyze`.
@@ -155,10 +165,14 @@ def compare(
                 expected=f"one of {', '.join(able)}",
                 do=f"compare(model_a, model_b, data, {able[0]}())",
             )
-    sources = [open_source(m, layers=paths) for m, paths in zip((model_a, model_b), layers, strict=True)]
+    places = remote if isinstance(remote, tuple) else (remote, remote)
+    _refuse_idle_options(places[0] or places[1], True, checkpoint)
+    sources = [
+        open_source(m, layers=paths, remote=place) for m, paths, place in zip((model_a, model_b), layers, places, strict=True)
+    ]
     shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
     batches = Batches(data, shared, batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    report = _run(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None})
+    report: Report = _run(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None})
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))
 
 
@@ -168,7 +182,8 @@ def _run(
     analyzers: dict[str, Analyzer],
     path: str | os.PathLike[str] | None,
     asked: dict[str, Any],
-) -> Report:
+    blocking: bool = True,
+) -> Any:
     settings = batches.options() | asked
     models = [source.model for source in sources]
     first_kernels = {name: k for name, a in analyzers.items() if (k := a.first_kernel()) is not None}
@@ -190,6 +205,7 @@ def _run(
     }
     checkpoint = Checkpoint(path, identity)
     tallies = checkpoint.load()
+    total = _announce(sources, batches, analyzers, len(first_kernels) > 0)
     with ExitStack() as stack:
         for source in sources:
             stack.enter_context(source.evaluating())
@@ -198,10 +214,15 @@ def _run(
             # Counting tokens or labels needs no model.
             without = all(analyzers[name].first_without_model for name in first_kernels)
             asked_first = {name: analyzers[name] for name in first_kernels}
-            _pass("first", "first look", [] if without else sources, batches, asked_first, first_kernels, tallies, checkpoint)
+            where = [] if without else sources
+            one_pass("first", "first look", where, batches, asked_first, first_kernels, tallies, checkpoint, total)
             first = add_over_ranks(tallies["first"].sums)
         kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in analyzers.items()}
-        _pass("main", "layers", sources, batches, analyzers, kernels, tallies, checkpoint)
+        if not blocking:
+            assert isinstance(sources[0], RemoteSource)
+            digest = tallies["first"].digest if first_kernels else ""
+            return start(sources[0], batches, analyzers, kernels, first, settings, digest)
+        one_pass("main", "layers", sources, batches, analyzers, kernels, tallies, checkpoint, total)
     tally = tallies["main"]
     if first_kernels:
         tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)
@@ -212,190 +233,56 @@ def _run(
             expected="data that gives the same rows each time it is iterated over",
             do="list(data)",
         )
+    places = [record for source in sources if (record := source.record())]
+    if places:
+        settings = settings | {"remote": places}
     return make_report(analyzers, models, tally, add_over_ranks(tally.sums), first, settings)
 
 
-def make_report(
-    analyzers: Mapping[str, Analyzer],
-    models: Sequence[Model],
-    tally: Tally,
-    sums: Mapping[str, Sums],
-    first: Mapping[str, Sums],
-    data_options: Mapping[str, Any],
-) -> Report:
-    """Results of all analyzers from their sums."""
-    if tally.tokens == 0:
+def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
+    """Refuse, before anything is opened, options that contradict each other."""
+    on_server = remote not in (False, "local")
+    if on_server and rank_and_size()[1] > 1:
         raise LayersimError(
-            "There is nothing to measure: the data is empty." if tally.sequences == 0 else "No token is left to measure.",
-            given=f"{tally.sequences} rows, 0 counted tokens",
-            expected="at least one row with a token that is not masked",
-            do="check the data" if tally.sequences == 0 else "check the attention mask and skip_first=",
+            "Several processes would send the same server the work of one.",
+            given="remote= in a torch.distributed group",
+            expected="one process",
+            do="call it in one process; the server does the work",
+        )
+    if not blocking and not on_server:
+        raise LayersimError(
+            "Only a server goes on by itself.",
+            given=f"blocking=False with remote={remote!r}",
+            expected="remote=True, or the address of an NDIF server",
+            do="leave out blocking=False",
+        )
+    if not blocking and checkpoint is not None:
+        raise LayersimError(
+            "What was sent off keeps itself.",
+            given="checkpoint= with blocking=False",
+            expected="one of them",
+            do="run.save(path) keeps the sums that arrived too",
         )
 
-    results = {}
-    for name, analyzer in analyzers.items():
-        options = {**analyzer.options(), **data_options}
-        provenance = record(models, tally, options, getattr(analyzer, "seed", None))
-        run = Run(models[0].layers, models[-1].layers, provenance, first.get(name, Sums()), models[0].head)
-        result = analyzer.compute(sums[name], run)
-        if not isinstance(result, Result):
+
+def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], twice: bool) -> int | None:
+    """Say what a run on a server will ask of it, before it does; and how many tokens there will be, where that is known."""
+    far = [source for source in sources if source.block > 1]
+    if not far or batches.one_shot:
+        if len(sources) == 2 and far:
             raise LayersimError(
-                f"{type(analyzer).__name__}.compute returned no result.",
-                given=type(result).__name__,
-                expected="a Result, such as LayerCurve or LayerMatrix",
-                do="return lsim.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
+                "What has to cross between two models is stated first, and this data is gone after one pass.",
+                given=type(batches.data).__name__,
+                expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
+                do="list(data)",
             )
-        results[name] = result
-    return Report(results)
-
-
-def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:
-    """What was measured on what."""
-
-    def both(values: list[str]) -> str:
-        return " | ".join(values)
-
-    return Provenance(
-        model=both([m.name for m in models]),
-        config_hash=both([m.config_hash for m in models]),
-        weights_hash=both([m.weights_hash for m in models]),
-        source=both([m.source for m in models]),
-        basis=both([m.basis for m in models]),
-        dtype=both([m.dtype for m in models]),
-        data=tally.digest,
-        tokens=tally.tokens,
-        sequences=tally.sequences,
-        batches=tally.batches,
-        seed=seed,
-        options=dict(options),
-        versions=_versions(),
-        seconds=tally.seconds,
-    )
-
-
-def _pass(
-    label: str,
-    title: str,
-    sources: list[Source],
-    batches: Batches,
-    analyzers: Mapping[str, Analyzer],
-    kernels: Mapping[str, Kernel],
-    tallies: dict[str, Tally],
-    checkpoint: Checkpoint,
-) -> None:
-    """One pass over the data into `tallies[label]`, from wherever a checkpoint left it."""
-    tally = tallies.setdefault(label, Tally({name: Sums() for name in kernels}))
-    if tally.done and label == "first":
-        # The main pass sees the same data, and the two digests are compared in the end.
-        return
-    rank, size = rank_and_size()
-    digest, resumed, seen, saved = new_digest(), tally.batches, 0, time.monotonic()
-    unsure = bool(sources) and label == "main" and any(analyzer.needs_unembed for analyzer in analyzers.values())
-    bar = tqdm(
-        desc=title,
-        unit="token",
-        unit_scale=True,
-        total=batches.max_tokens,
-        initial=tally.tokens,
-        disable=None if rank == 0 else True,
-    )
-    try:
-        with bar:
-            for index, batch in enumerate(batches):
-                start = time.perf_counter()
-                fingerprint(digest, batch)
-                seen = index + 1
-                if index < resumed:
-                    if seen == resumed and digest.hexdigest() != tally.digest:
-                        raise _other_data(f"other rows among the first {resumed} batches")
-                    continue
-                if tally.done:
-                    raise _other_data(f"more than the {resumed} batches of the finished run")
-                sums = dict(tally.sums)
-                if index % size == rank and bool(batch.counted.any()):
-                    for analyzer in analyzers.values():
-                        analyzer.check_batch(batch, batches.model)
-                    if unsure:
-                        source = sources[0]
-                        gap = gap_or_refusal(source.model, partial(source.unembed_gap, batch))
-                        refuse_other_logits(gap, source.model)
-                        unsure = False
-                    not_finite, out = _on_both(sources, batch, kernels)
-                    refuse_not_finite(not_finite, [s.model.layers for s in sources], f"batch {index}")
-                    sums = add_sums(sums, out)
-                tokens = int(batch.counted.sum())
-                # One assignment: an interrupt finds a batch either counted with all its sums or not at all.
-                tallies[label] = tally = Tally(
-                    sums,
-                    seen,
-                    tally.sequences + len(batch.tokens),
-                    tally.tokens + tokens,
-                    digest.hexdigest(),
-                    tally.seconds + time.perf_counter() - start,
-                )
-                bar.update(tokens)
-                if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-                    _save_or_warn(lambda: checkpoint.save(tallies))
-                    saved = time.monotonic()
-            if seen < resumed:
-                raise _other_data(f"{seen} batches, where {resumed} had been read")
-    except BaseException as error:
-        try:
-            if checkpoint.save(tallies):
-                error.add_note(f"What was summed is in {checkpoint.path}; the same call goes on from there.")
-        except OSError as full:
-            error.add_note(str(full))
-        raise
-    tallies[label] = replace(tally, done=True)
-    _save_or_warn(lambda: checkpoint.save(tallies))
-
-
-def _other_data(given: str) -> LayersimError:
-    return LayersimError(
-        "The data is not that of the checkpoint.",
-        given=given,
-        expected="the same data in the same order",
-        do="pass the data of the interrupted run, or another checkpoint path",
-    )
-
-
-def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums]:
-    """The sums with one batch more, and the name of the analyzer whose kernel gives what cannot be added."""
-    total = {}
-    for name, before in sums.items():
-        try:
-            total[name] = before + Sums.of(out[name])
-        except (AttributeError, KeyError, ValueError) as error:
-            raise LayersimError(
-                f"What the kernel of {name!r} returned cannot be added up.",
-                given=str(error),
-                expected="a dict of tensors whose names and shapes do not depend on the batch",
-                do="sum over the token axis inside the kernel",
-            ) from error
-    return total
-
-
-def _save_or_warn(save: Callable[[], bool]) -> None:
-    """A checkpoint that cannot be written must not end a run whose sums are still in memory."""
-    try:
-        save()
-    except OSError as error:
-        warnings.warn(f"The run goes on without a new checkpoint. {error}", RuntimeWarning, stacklevel=2)
-
-
-def _on_both(sources: list[Source], batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-    if not sources:
-        return [], reduce(kernels, tokens_alone(batch))[1]
-    if len(sources) == 1:
-        return sources[0].run(batch, kernels)
-    return reduce(kernels, *(source.collect(batch) for source in sources))
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        return batches.max_tokens
+    sizes = survey(batches)
+    tokens = sum(counted for counted, _ in sizes)
+    if len(sources) == 2:
+        # Not a courtesy of terminals: what leaves a server is said wherever this runs.
+        tqdm.write(crossing(analyzers, sources, [counted for counted, _ in sizes]), file=sys.stderr)
+    elif sizes and sys.stderr.isatty():
+        largest = max(positions for _, positions in sizes)
+        tqdm.write(far[0].plan(2 if twice else 1, len(sizes), tokens, largest), file=sys.stderr)
+    return tokens

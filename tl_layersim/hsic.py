@@ -12,15 +12,20 @@ from torch import Tensor
 MOMENTS = ("x", "y", "cross", "r_x", "r_y", "r_x r_y", "r_x y", "r_y x")
 
 
-def centred_grams(x: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
-    """`layer (n n)`, float64: each layer's Gram matrix, doubly centred (biased) or U-centred with a zero diagonal.
+def grams(x: Tensor) -> Tensor:
+    """`layer n n`, in the dtype of `x`: the Gram matrix of each layer of `layer n d_model`, about the samples' mean."""
+    # Translation changes no HSIC; without it a large common vector would eat float32 digits.
+    x = x - x.mean(1, keepdim=True)
+    return torch.bmm(x, x.transpose(1, 2))
+
+
+def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
+    """`layer (n n)`, float64: Gram matrices `layer n n`, doubly centred (biased) or U-centred with a zero diagonal.
 
     The product of two U-centred Grams, summed, is n(n-3) HSIC_1 (Szekely and Rizzo 2014). Beside it `layer n`, the squared
     distance of each sample from the mean.
     """
-    # Translation changes no HSIC; without it a large common vector would eat float32 digits.
-    x = x - x.mean(1, keepdim=True)
-    gram = torch.bmm(x, x.transpose(1, 2)).double()
+    gram = gram.double()
     n = gram.shape[-1]
     r = gram.diagonal(dim1=1, dim2=2).clone()
     if biased:

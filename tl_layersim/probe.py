@@ -12,9 +12,10 @@ from torch import Tensor
 from .analyzer import Analyzer
 from .checkpoint import Tally
 from .data import new_digest
-from .engine import add_sums, make_report
 from .errors import LayersimError
 from .guards import refuse_not_finite, refuse_other_logits
+from .outcome import make_report
+from .passes import add_sums
 from .prepare import choose_analyzers
 from .results import Report
 from .rows import refuse_bare_padding

@@ -15,10 +15,10 @@ from torch import Tensor
 from .analyzer import need_head
 from .checkpoint import Tally
 from .data import Batches, fingerprint, new_digest
-from .engine import record
 from .errors import LayersimError
 from .guards import gap_or_refusal, refuse_bad_logits, refuse_not_finite, refuse_other_logits
 from .lens import read_lens, saturation_layers
+from .outcome import record
 from .prepare import with_tokenizer
 from .results import Provenance, Result, axes
 from .source import NO_LABEL, Kernel, Model, View

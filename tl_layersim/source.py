@@ -192,6 +192,47 @@ class Model:
     head: Head | None = None
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a server lets its users do with one model.
+
+    Attributes:
+        server: its address.
+        trusted: whether requests run beside the weights; else in a sandbox, where weights are out of reach and nothing can be
+            differentiated through the model.
+        dtype: of the model there.
+        devices: that its blocks are on, as a kernel sees them.
+        job_limit: seconds a job may take, None where there is no limit that it tells.
+        running: names of the models it has loaded.
+        versions: of Python, nnsight, transformers and torch there.
+        differences: where they are not those here, in words.
+    """
+
+    server: str
+    trusted: bool
+    dtype: str
+    devices: tuple[str, ...]
+    job_limit: float | None
+    running: tuple[str, ...]
+    versions: Mapping[str, str]
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sums of some batches that follow one another.
+
+    Attributes:
+        count: how many, a power of two.
+        not_finite: for each view `layer`, how many activations were NaN or infinite.
+        out: by kernel name what it returned, summed.
+    """
+
+    count: int
+    not_finite: list[Tensor]
+    out: Mapping[str, Mapping[str, Tensor]]
+
+
 class Source(ABC):
     """A model that runs token batches and hands the residual stream to kernels, wherever the activations are.
 
@@ -222,6 +263,39 @@ class Source(ABC):
             expected="a source with unembed_gap(batch)",
             do="implement unembed_gap, or leave model.head as None",
         )
+
+    @property
+    def block(self) -> int:
+        """How many batches are added in pairs, see `pairs.py`, before they join the total: 1 to add each at once."""
+        return 1
+
+    def stream(
+        self, batches: Iterator[Batch], kernels: Mapping[str, Kernel], start: int = 0, say: Callable[[str], None] = print
+    ) -> Iterator[list[Part]]:
+        """Run batches in order, as many at a time as suits the place where the model is.
+
+        Args:
+            batches: each with at least one counted token.
+            kernels: as in `run`.
+            start: how many batches of the pass were run before, by an earlier process too.
+            say: takes a few words on what is going on.
+
+        Yields:
+            The sums of the batches that follow, in parts whose counts are powers of two and meet as in `pairs.push`.
+        """
+        for batch in batches:
+            yield [Part(1, *self.run(batch, kernels))]
+
+    def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
+        """What a run over so many batches, tokens, and tokens in the largest batch will ask of the place where the model is.
+
+        "" where the model is here, and nothing needs to be said.
+        """
+        return ""
+
+    def record(self) -> dict[str, Any]:
+        """What a result says of the place where the model is: nothing where it is here."""
+        return {}
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A context in which the model runs without dropout and is left as it was found."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -12,9 +13,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, need_tokens
+from ..analyzer import Analyzer, Exchange, Run, need_tokens
 from ..errors import LayersimError, LayersimWarning
-from ..hsic import MOMENTS, centred_grams, hsic_from_moments, moments
+from ..hsic import MOMENTS, centred, grams, hsic_from_moments, moments
 from ..results import LayerMatrix, Picture, axes
 from ..source import Kernel, Model, View, row_ends
 from ..sums import Sums
@@ -179,6 +180,17 @@ class CKA(Analyzer):
             return partial(exact_kernel, rows=rows)
         return partial(minibatch_kernel, rows=rows, size=self.minibatch, seed=self.seed, biased=self.estimator == "biased")
 
+    def exchange(self) -> Exchange | None:
+        if self.estimator == "exact":
+            return None
+        rows = partial(samples, level=self.level, pool=self.pool)
+        kernel = partial(side_kernel, rows=rows, size=self.minibatch, seed=self.seed)
+        return Exchange(kernel, partial(join_sides, biased=self.estimator == "biased"), self._crossing)
+
+    def _crossing(self, tokens: int, layers: int) -> int:
+        n = min(self.minibatch, tokens)
+        return 4 * layers * (tokens // n) * n * (n + 1) // 2
+
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         unit = "tokens" if self.level == "token" else "sequences"
         if self.estimator != "exact" and int(sums["samples"]) == 0:
@@ -251,44 +263,83 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     return torch.stack([rows.mean(1) for rows in torch.split(view.residual, lengths.tolist(), dim=1)], dim=1)
 
 
-def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, biased: bool) -> dict[str, Tensor]:
-    """Sums over minibatches of HSIC between all pairs of layers."""
-    x, y = rows(views[0]), rows(views[-1])
-    total = x.shape[1]
+def draw(tokens: Tensor, total: int, size: int, seed: int) -> list[Tensor]:
+    """Which samples form each minibatch.
+
+    Shuffled by what the batch says, not by its number: then neither the order of batches nor padding matters.
+    """
     size = min(size, total)
-    count = total // size if size >= 4 else 0
-    # Shuffled by what the batch says, not by its number: then neither the order of batches nor padding matters.
-    tokens = views[0].tokens.cpu()
+    if size < 4:
+        return []
+    tokens = tokens.cpu()
     weight = torch.arange(1, 2 * len(tokens), 2) * 0x9E3779B1
     key = int(((tokens + 1) * weight).sum()) & 0x7FFFFFFFFFFF
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 0x9E3779B1 + key & 0x7FFFFFFFFFFFFFFF))
-    xy = torch.zeros(x.shape[0], y.shape[0], dtype=torch.float64, device=x.device)
-    xx = torch.zeros(x.shape[0], dtype=torch.float64, device=x.device)
-    yy = torch.zeros(y.shape[0], dtype=torch.float64, device=x.device)
-    r = {
-        name: torch.zeros(len(z), dtype=torch.float64, device=x.device)
-        for name, z in (("x", x), ("x^2", x), ("y", y), ("y^2", y))
-    }
-    for start in range(0, count * size, size):
-        part = order[start : start + size]
-        a, r_x = centred_grams(x[:, part.to(x.device)], biased)
-        b, r_y = (a, r_x) if len(views) == 1 else (z.to(a.device) for z in centred_grams(y[:, part.to(y.device)], biased))
-        for name, values in (("x", r_x), ("y", r_y)):
-            r[name] += values.sum(1)
-            r[f"{name}^2"] += values.square().sum(1)
-        # Every pair of layers at once. Each entry is n(n-3) HSIC_1, or (n-1)^2 HSIC_0: left so, a batch too small for a whole
-        # minibatch weighs as little as it knows, and among minibatches of one size the factor cancels.
-        xy += a @ b.T
-        xx += a.square().sum(1)
-        yy += b.square().sum(1)
-    return {
-        "xy": xy,
-        "xx": xx,
-        "yy": yy,
-        **{f"r_{name}": value for name, value in r.items()},
-        "minibatches": torch.tensor(count),
-        "samples": torch.tensor(count * size),
-    }
+    return list(torch.split(order[: total // size * size], size))
+
+
+def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, biased: bool) -> dict[str, Tensor]:
+    """Sums over minibatches of HSIC between all pairs of layers."""
+    x, y = rows(views[0]), rows(views[-1])
+    parts = draw(views[0].tokens, x.shape[1], size, seed)
+    total = no_minibatch(x.shape[0], y.shape[0], x.device)
+    for part in parts:
+        a = grams(x[:, part.to(x.device)])
+        add_minibatch(total, a, a if len(views) == 1 else grams(y[:, part.to(y.device)]), biased)
+    return total
+
+
+def no_minibatch(rows: int, columns: int, device: torch.device) -> dict[str, Tensor]:
+    """The sums before the first minibatch."""
+    lengths = {"xx": rows, "yy": columns, "r_x": rows, "r_x^2": rows, "r_y": columns, "r_y^2": columns}
+    zeros = {name: torch.zeros(length, dtype=torch.float64, device=device) for name, length in lengths.items()}
+    count = {name: torch.tensor(0) for name in ("minibatches", "samples")}
+    return {"xy": torch.zeros(rows, columns, dtype=torch.float64, device=device)} | zeros | count
+
+
+def add_minibatch(total: dict[str, Tensor], gram_x: Tensor, gram_y: Tensor, biased: bool) -> None:
+    """Add what the Gram matrices `layer n n` of one minibatch say; they may be the same."""
+    a, r_x = centred(gram_x, biased)
+    b, r_y = (a, r_x) if gram_y is gram_x else (z.to(a.device) for z in centred(gram_y, biased))
+    for name, values in (("r_x", r_x), ("r_y", r_y)):
+        total[name] += values.sum(1)
+        total[f"{name}^2"] += values.square().sum(1)
+    # Every pair of layers at once. Each entry is n(n-3) HSIC_1, or (n-1)^2 HSIC_0: left so, a batch too small for a whole
+    # minibatch weighs as little as it knows, and among minibatches of one size the factor cancels.
+    total["xy"] += a @ b.T
+    total["xx"] += a.square().sum(1)
+    total["yy"] += b.square().sum(1)
+    total["minibatches"] += 1
+    total["samples"] += gram_x.shape[-1]
+
+
+def side_kernel(view: View, *, rows: partial[Tensor], size: int, seed: int) -> dict[str, Tensor]:
+    """What crosses where the two models are apart: the Gram matrices' upper triangles, `minibatch layer pair`."""
+    x = rows(view)
+    parts = draw(view.tokens, x.shape[1], size, seed)
+    if not parts:
+        return {"grams": x.new_zeros(0, len(x), 0)}
+    upper = torch.triu_indices(len(parts[0]), len(parts[0]), device=x.device)
+    return {"grams": torch.stack([grams(x[:, part.to(x.device)])[:, upper[0], upper[1]] for part in parts])}
+
+
+def join_sides(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, biased: bool) -> dict[str, Tensor]:
+    """What `minibatch_kernel` gives on both views, from what `side_kernel` gave on each."""
+    x, y = a["grams"], b["grams"]
+    total = no_minibatch(x.shape[1], y.shape[1], x.device)
+    for gram_x, gram_y in zip(x, y, strict=True):
+        add_minibatch(total, whole_grams(gram_x), whole_grams(gram_y), biased)
+    return total
+
+
+def whole_grams(upper: Tensor) -> Tensor:
+    """`layer n n` symmetric, from upper triangles `layer pair`."""
+    n = math.isqrt(2 * upper.shape[1])
+    rows, columns = torch.triu_indices(n, n)
+    gram = upper.new_empty(len(upper), n, n)
+    gram[:, rows, columns] = upper
+    gram[:, columns, rows] = upper
+    return gram
 
 
 def exact_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,12 @@ ACCEPTED = (
 
 
 def open_source(
-    model: Any, *, layers: list[str] | None = None, unembed: list[str] | None = None, remote: bool | str = False
+    model: Any,
+    *,
+    layers: list[str] | None = None,
+    unembed: list[str] | None = None,
+    remote: bool | str = False,
+    tokens_per_request: int | None = None,
 ) -> Source:
     """The source for a model that is already loaded.
 
@@ -32,7 +37,18 @@ def open_source(
                 do="leave them out",
             )
         return model
+    if tokens_per_request is not None and remote in (False, "local"):
+        raise LayersimError(
+            "Only a server is sent requests.",
+            given=f"tokens_per_request={tokens_per_request} with remote={remote!r}",
+            expected="remote=True, or the address of an NDIF server",
+            do="batch_size= for the rows of a forward pass here",
+        )
     if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
+        if remote not in (False, "local"):
+            from .remote import RemoteSource
+
+            return RemoteSource(model, layers, unembed, remote, tokens_per_request)
         from .nnsight import NNsightSource
 
         return NNsightSource(model, layers, unembed, remote)

@@ -1,4 +1,4 @@
-"""Models that nnsight runs: here, in its local simulation of a server, or on an NDIF server."""
+"""Models that nnsight runs here, or in its local simulation of a server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NNsightSource(Source):
         model: the nnsight model.
         layers: paths of the blocks, where they are not found by themselves.
         unembed: paths of the final norm and the head, where they are not found by themselves.
-        remote: what `model.trace(remote=...)` takes; False runs here.
+        remote: False runs here, "local" in nnsight's simulation of a server; `RemoteSource` is for real ones.
     """
 
     def __init__(self, model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> None:
@@ -72,26 +72,13 @@ class NNsightSource(Source):
         return eval_mode(self._module)
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        import nnsight
-
-        for name, kernel in kernels.items():
-            function = kernel.func if isinstance(kernel, partial) else kernel
-            root = getattr(function, "__module__", "").split(".")[0]
-            if not inspect.isfunction(function):
-                raise LayersimError(
-                    f"The kernel of {name!r} cannot travel.",
-                    given=f"a {type(function).__name__}",
-                    expected="a function of a module, with functools.partial for its options",
-                    do="move the method's body to a function outside the class",
-                )
-            nnsight.register(root)
         return _trace(
             self._envoy,
             self._blocks,
             batch,
             self._unembed,
             self._where | call_options(self._module, batch),
-            dict(kernels),
+            travelling(kernels),
         )
 
     def unembed_gap(self, batch: Batch) -> Tensor:
@@ -111,6 +98,36 @@ class NNsightSource(Source):
         _, out = self.run(batch, {"view": whole_view})
         fields: dict[str, Any] = out["view"]
         return View(**fields)
+
+
+def travelling(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
+    """The kernels, whose modules will be shipped by value.
+
+    Raises:
+        LayersimError: a kernel is no function of a module, and cannot be.
+    """
+    import nnsight
+
+    for name, kernel in kernels.items():
+        function = kernel.func if isinstance(kernel, partial) else kernel
+        if not inspect.isfunction(function):
+            raise LayersimError(
+                f"The kernel of {name!r} cannot travel.",
+                given=f"a {type(function).__name__}",
+                expected="a function of a module, with functools.partial for its options",
+                do="move the method's body to a function outside the class",
+            )
+        nnsight.register(function.__module__.split(".")[0])
+    return dict(kernels)
+
+
+def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Which of the flattened `batch pos` are counted, and what a view says of these: `token` each."""
+    keep = batch.counted.reshape(-1).nonzero()[:, 0]
+    row, column = batch.sources
+    given = {"tokens": batch.tokens, "next_token": batch.next_tokens, "row": row, "column": column}
+    given |= {} if batch.labels is None else {"labels": batch.labels}
+    return keep, {name: values.reshape(-1)[keep] for name, values in given.items()}
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
@@ -165,14 +182,10 @@ def _trace(
     """One trace. Its body is shipped: it refers to local names and to functions that need torch alone."""
     import nnsight
 
-    keep = batch.counted.reshape(-1).nonzero()[:, 0]
+    keep, kept = kept_of(batch)
     pos = batch.counted.shape[1]
     total = len(blocks) + 1
     tokens = batch.tokens
-    row, column = batch.sources
-    given = {"tokens": tokens, "next_token": batch.next_tokens, "row": row, "column": column}
-    given |= {} if batch.labels is None else {"labels": batch.labels}
-    kept = {name: values.reshape(-1)[keep] for name, values in given.items()}
     with torch.no_grad(), model.trace(tokens, **options) as tracer:
         with torch.no_grad():
             buffer = place(None, 0, total, blocks[0].input, keep)

@@ -1,0 +1,224 @@
+"""One pass over the data: batches to wherever the models are, sums of them into a tally, now and then a checkpoint."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from tqdm.auto import tqdm
+
+from .analyzer import Analyzer
+from .checkpoint import SECONDS_BETWEEN_SAVES, Checkpoint, Tally
+from .data import Batch, Batches, fingerprint, new_digest
+from .distributed import rank_and_size
+from .errors import LayersimError
+from .exchange import exchange
+from .guards import gap_or_refusal, refuse_not_finite, refuse_other_logits
+from .pairs import fold, push
+from .source import Kernel, Part, Source, reduce, tokens_alone
+from .sums import Sums
+
+
+class Step(NamedTuple):
+    """A batch that was read and is not in the tally yet: how the tally stands once it is."""
+
+    measured: bool
+    batches: int
+    rows: int
+    tokens: int
+    digest: str
+
+
+def one_pass(
+    label: str,
+    title: str,
+    sources: list[Source],
+    batches: Batches,
+    analyzers: Mapping[str, Analyzer],
+    kernels: Mapping[str, Kernel],
+    tallies: dict[str, Tally],
+    checkpoint: Checkpoint,
+    total: int | None = None,
+) -> None:
+    """One pass over the data into `tallies[label]`, from wherever a checkpoint left it.
+
+    Args:
+        label: key of the tally: "first" or "main".
+        title: of the progress bar.
+        sources: where views come from: none for tokens alone, one, or two to compare.
+        batches: the data.
+        analyzers: those whose kernels run, by name.
+        kernels: theirs.
+        tallies: of all passes; this one's is read and written.
+        checkpoint: where they are kept.
+        total: how many tokens there will be, where that is known.
+    """
+    tally = tallies.setdefault(label, Tally({name: Sums() for name in kernels}))
+    if tally.done and label == "first":
+        # The main pass sees the same data, and the two digests are compared in the end.
+        return
+    unsure = bool(sources) and label == "main" and any(analyzer.needs_unembed for analyzer in analyzers.values())
+    steps: deque[Step] = deque()
+    bar = tqdm(
+        desc=title,
+        unit="token",
+        unit_scale=True,
+        total=total,
+        initial=tally.tokens,
+        disable=None if rank_and_size()[0] == 0 else True,
+    )
+    far = any(source.block > 1 for source in sources)
+    block = max((source.block for source in sources), default=1) if len(sources) == 1 else 1
+    saved = clock = time.monotonic()
+    try:
+        with bar:
+            reading = read(batches, analyzers, tally, steps, sources[0] if unsure else None)
+            for parts in _run(sources, reading, analyzers, kernels, tally.measured, bar.set_postfix_str):
+                names = [source.model.layers for source in sources]
+                for part in parts:
+                    refuse_not_finite(part.not_finite, names, _which(tally.measured, part.count))
+                now = time.monotonic()
+                # One assignment: an interrupt finds a batch either counted with all its sums or not at all.
+                tallies[label] = tally = settle(tally, parts, steps, block, now - clock)
+                clock = now
+                bar.update(tally.tokens - bar.n)
+                if far or now - saved > SECONDS_BETWEEN_SAVES:
+                    _save_or_warn(lambda: checkpoint.save(tallies))
+                    saved = now
+            tallies[label] = tally = settle(tally, [], steps, block, time.monotonic() - clock)
+            bar.update(tally.tokens - bar.n)
+    except BaseException as error:
+        try:
+            if checkpoint.save(tallies):
+                error.add_note(f"What was summed is in {checkpoint.path}; the same call goes on from there.")
+        except OSError as full:
+            error.add_note(str(full))
+        raise
+    tallies[label] = closed(tally)
+    _save_or_warn(lambda: checkpoint.save(tallies))
+
+
+def read(
+    batches: Batches, analyzers: Mapping[str, Analyzer], tally: Tally, steps: deque[Step], unsure: Source | None
+) -> Iterator[Batch]:
+    """The batches that a model has to run on, after those of a checkpoint; each that is read leaves a step."""
+    rank, size = rank_and_size()
+    digest, resumed, seen = new_digest(), tally.batches, 0
+    for index, batch in enumerate(batches):
+        fingerprint(digest, batch)
+        seen = index + 1
+        if index < resumed:
+            if seen == resumed and digest.hexdigest() != tally.digest:
+                raise _other_data(f"other rows among the first {resumed} batches")
+            continue
+        if tally.done:
+            raise _other_data(f"more than the {resumed} batches of the finished run")
+        measured = index % size == rank and bool(batch.counted.any())
+        if measured:
+            for analyzer in analyzers.values():
+                analyzer.check_batch(batch, batches.model)
+            if unsure is not None:
+                refuse_other_logits(gap_or_refusal(unsure.model, partial(unsure.unembed_gap, batch)), unsure.model)
+                unsure = None
+        steps.append(Step(measured, seen, len(batch.tokens), int(batch.counted.sum()), digest.hexdigest()))
+        if measured:
+            yield batch
+    if seen < resumed:
+        raise _other_data(f"{seen} batches, where {resumed} had been read")
+
+
+def _run(
+    sources: list[Source],
+    batches: Iterator[Batch],
+    analyzers: Mapping[str, Analyzer],
+    kernels: Mapping[str, Kernel],
+    start: int,
+    say: Callable[[str], None],
+) -> Iterator[list[Part]]:
+    if not sources:
+        return ([Part(1, [], reduce(kernels, tokens_alone(batch))[1])] for batch in batches)
+    if len(sources) == 1:
+        return sources[0].stream(batches, kernels, start, say)
+    if any(source.block > 1 for source in sources):
+        return exchange(sources, batches, analyzers, say)
+    return ([Part(1, *reduce(kernels, *(source.collect(batch) for source in sources)))] for batch in batches)
+
+
+def settle(tally: Tally, parts: Iterable[Part], steps: deque[Step], block: int, seconds: float) -> Tally:
+    """The tally with these parts in it, and with the steps that they belong to; without parts, with all steps that are left."""
+    sums, pending = tally.sums, list(tally.pending)
+    count = 0
+    for part in parts:
+        push(pending, part.count, add_sums({name: Sums() for name in sums}, part.out), add_sums)
+        count += part.count
+        if pending[0][0] >= block:
+            sums = add_sums(sums, pending.pop(0)[1])
+    measured, rows, tokens, last = 0, 0, 0, None
+    while steps and not (count and measured == count):
+        last = steps.popleft()
+        measured, rows, tokens = measured + last.measured, rows + last.rows, tokens + last.tokens
+    return Tally(
+        sums,
+        tally.batches if last is None else last.batches,
+        tally.sequences + rows,
+        tally.tokens + tokens,
+        tally.digest if last is None else last.digest,
+        tally.seconds + seconds,
+        tally.done,
+        tuple(pending),
+        tally.measured + measured,
+    )
+
+
+def closed(tally: Tally) -> Tally:
+    """The tally of a pass that is over: with all that was pending in its sums."""
+    sums = tally.sums if not tally.pending else add_sums(tally.sums, fold(list(tally.pending), add_sums))
+    return replace(tally, sums=sums, pending=(), done=True)
+
+
+def _which(start: int, count: int) -> str:
+    return f"batch {start}" if count == 1 else f"batches {start} to {start + count - 1}"
+
+
+def _other_data(given: str) -> LayersimError:
+    return LayersimError(
+        "The data is not that of the checkpoint.",
+        given=given,
+        expected="the same data in the same order",
+        do="pass the data of the interrupted run, or another checkpoint path",
+    )
+
+
+def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums]:
+    """The sums with one batch more, or with other sums; an error names the analyzer whose kernel gives what cannot be added."""
+    total = {}
+    for name, before in sums.items():
+        try:
+            more = out[name]
+            total[name] = before + (more if isinstance(more, Sums) else Sums.of(more))
+        except (AttributeError, KeyError, ValueError) as error:
+            raise LayersimError(
+                f"What the kernel of {name!r} returned cannot be added up.",
+                given=str(error),
+                expected="a dict of tensors whose names and shapes do not depend on the batch",
+                do="sum over the token axis inside the kernel",
+            ) from error
+    return total
+
+
+def _save_or_warn(save: Callable[[], bool]) -> None:
+    """A checkpoint that cannot be written must not end a run whose sums are still in memory."""
+    try:
+        save()
+    except OSError as error:
+        warnings.warn(f"The run goes on without a new checkpoint. {error}", RuntimeWarning, stacklevel=2)
+
+
+def survey(batches: Batches) -> list[tuple[int, int]]:
+    """Of each batch that has something to measure: its counted tokens, and its positions. Reads the data once."""
+    return [(int(batch.counted.sum()), batch.tokens.numel()) for batch in batches if bool(batch.counted.any())]

@@ -1,0 +1,309 @@
+"""Models that stay on an NDIF server: a request takes batches there, and brings the sums of them back."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import Batch
+from ..errors import LayersimError
+from ..layout import call_options
+from ..pairs import BLOCK, next_size, push
+from ..source import Kernel, Offer, Part, Reduced, View, first_tensor, place, reduce
+from ..unembed import Unembed, tensor_of, unembed_gap
+from .ndif import JobTooLong, Ndif
+from .nnsight import NNsightSource, kept_of, travelling
+
+# A request may take this long where the operator's limit is not known; a quarter of the limit where it is.
+SECONDS_PER_REQUEST = 20.0
+Found = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
+
+
+class RemoteSource(NNsightSource):
+    """An nnsight model on an NDIF server.
+
+    Args:
+        model: the nnsight model, as `TransformersModel('org/name', ...)` makes it without weights.
+        layers: see `NNsightSource`.
+        unembed: see `NNsightSource`.
+        remote: True for the server that nnsight is set to, or the address of one.
+        tokens_per_request: how many positions one request may hold; None to find out by time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: list[str] | None,
+        unembed: list[str] | None,
+        remote: bool | str,
+        tokens_per_request: int | None,
+    ) -> None:
+        super().__init__(model, layers, unembed, remote)
+        self.ndif = Ndif(remote, model.to_model_key(), model._remoteable_get_env())
+        self.most_tokens, self._most = tokens_per_request, BLOCK
+        self._seconds_per_batch: float | None = None
+        self._keeps = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
+        self.offer = self._ask_offer()
+        self._model = replace(
+            self._model, dtype=self.offer.dtype, source=f"{type(model).__name__} on an NDIF server", weights_hash=""
+        )
+
+    def _ask_offer(self) -> Offer:
+        """What the server has, by a request of one token."""
+        found = self.ndif.request(lambda backend: _probe(self._envoy, self._blocks, backend), patient=False)
+        standing = self.ndif.standing
+        return Offer(
+            server=self.ndif.name,
+            trusted=not found["meta"],
+            dtype=f"torch.{standing.dtype}" if standing.dtype else found["dtype"],
+            devices=tuple(dict.fromkeys(found["devices"])),
+            job_limit=standing.job_limit,
+            running=standing.running,
+            versions=dict(standing.versions),
+            differences=standing.differences,
+        )
+
+    @property
+    def block(self) -> int:
+        return BLOCK
+
+    def record(self) -> dict[str, Any]:
+        offer, ndif = self.offer, self.ndif
+        return {
+            "server": offer.server,
+            "trusted": offer.trusted,
+            "devices": list(offer.devices),
+            "versions": dict(offer.versions),
+            "requests": ndif.requests,
+            "bytes_sent": ndif.sent,
+            "bytes_received": ndif.received,
+        }
+
+    def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
+        width = self._model.d_model or 0
+        there = 4 * len(self._model.layers) * largest * width / 1e9
+        held = f", which hold {there:.1f} GB of residuals there while they run" if width else ""
+        limit = f"{self.offer.job_limit:.0f} s a job" if self.offer.job_limit else "no known limit of a job's time"
+        several = f"{passes} passes over " if passes > 1 else ""
+        requests = -(-count * largest // self.most_tokens) if self.most_tokens else -(-count // BLOCK)
+        return (
+            f"{self.offer.server} ({'trusted' if self.offer.trusted else 'sandboxed'}, {self.offer.dtype}, {limit}): {several}"
+            f"{tokens:,} tokens in {count} forward passes{held}; {requests} requests a pass or more. Only sums come back."
+        )
+
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        try:
+            [(_, found)] = self._ask([batch], kernels)
+        except JobTooLong as error:
+            raise self._too_long(batch, error) from None
+        return found
+
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        assert self._unembed is not None
+        row, head = batch.first_row, self._unembed
+        options = call_options(self._module, row)
+        return self.ndif.request(lambda backend: _gap(self._envoy, self._blocks[-1], head, row.tokens, options, backend))
+
+    def collect(self, batch: Batch) -> View:
+        raise LayersimError(
+            "Activations stay where the model is.",
+            given=f"a model on {self.offer.server}",
+            expected="a model that runs here",
+            do="analyze() and compare(), which bring sums back; or load the model here",
+        )
+
+    def stream(
+        self, batches: Iterator[Batch], kernels: Mapping[str, Kernel], start: int = 0, say: Callable[[str], None] = print
+    ) -> Iterator[list[Part]]:
+        self.ndif.say = say
+        ahead: deque[Batch] = deque()
+        index = start
+        while True:
+            size = next_size(index, self._affordable())
+            while len(ahead) < size and (batch := next(batches, None)) is not None:
+                ahead.append(batch)
+            if not ahead:
+                return
+            group = [ahead.popleft() for _ in range(self._fitting(ahead, size))]
+            yield from self._in_time(group, kernels)
+            index += len(group)
+
+    def _affordable(self) -> int:
+        """How many batches a request may take by time."""
+        if self.most_tokens is not None:
+            return self._most
+        if self._seconds_per_batch is None:
+            return 1
+        seconds = SECONDS_PER_REQUEST if self.offer.job_limit is None else min(SECONDS_PER_REQUEST, self.offer.job_limit / 4)
+        return max(1, min(self._most, int(seconds / self._seconds_per_batch)))
+
+    def _fitting(self, ahead: deque[Batch], size: int) -> int:
+        """How many of the batches that were read go into the next request: all that are left, or a power of two."""
+        size = min(size, len(ahead))
+        if self.most_tokens is None:
+            return size
+        taken = total = 0
+        for batch in list(ahead)[:size]:
+            total += batch.tokens.numel()
+            if total > self.most_tokens:
+                break
+            taken += 1
+        if taken == 0:
+            raise LayersimError(
+                "A request holds whole forward passes, and this one is larger.",
+                given=f"{len(ahead[0].tokens)} rows of {ahead[0].tokens.shape[1]} tokens with "
+                f"tokens_per_request={self.most_tokens}",
+                expected=f"tokens_per_request of at least {ahead[0].tokens.numel()}",
+                do=f"batch_size={max(1, self.most_tokens // ahead[0].tokens.shape[1])}, or a larger tokens_per_request=",
+            )
+        return taken if taken == len(ahead) else 1 << (taken.bit_length() - 1)
+
+    def _in_time(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> Iterator[list[Part]]:
+        """The group in one request; in two halves where the server ends the job."""
+        try:
+            found = self._ask(group, kernels)
+        except JobTooLong as error:
+            if len(group) == 1:
+                raise self._too_long(group[0], error) from None
+            half = 1 << ((len(group) - 1).bit_length() - 1)
+            self._most = min(self._most, half)
+            yield from self._in_time(group[:half], kernels)
+            yield from self._in_time(group[half:], kernels)
+            return
+        self._seconds_per_batch = self.ndif.seconds / len(group)
+        yield [Part(count, not_finite, out) for count, (not_finite, out) in found]
+
+    def send(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> str:
+        """Send a request off, and return the server's name for it."""
+        work, shipped = self.pack(group), travelling(kernels)
+        return self.ndif.send_off(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
+
+    def _ask(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, Found]]:
+        work, shipped = self.pack(group), travelling(kernels)
+        return self.ndif.request(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
+
+    def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
+        """What a request says of its batches."""
+        work = []
+        for batch in group:
+            options = call_options(self._module, batch) | ({"logits_to_keep": 1} if self._keeps else {})
+            keep, kept = kept_of(batch)
+            small = {name: values.to(torch.int32) for name, values in kept.items()}
+            tokens = batch.tokens.to(torch.int32)
+            work.append({"tokens": tokens, "keep": keep.to(torch.int32), "kept": small, "options": options})
+        return work
+
+    def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
+        rows = len(batch.tokens)
+        return LayersimError(
+            "One forward pass with these analyzers takes longer than a job may.",
+            given=f"{rows} rows of {batch.tokens.shape[1]} tokens; {self.offer.server} says: {error}",
+            expected="a job within the operator's limit",
+            do=f"batch_size={max(1, rows // 2)}, a smaller seq_len=, or fewer analyzers at once",
+        )
+
+
+def submit(
+    model: Any,
+    blocks: list[Any],
+    work: list[dict[str, Any]],
+    unembed: Unembed | None,
+    kernels: dict[str, Kernel],
+    backend: Any,
+) -> list[tuple[int, Found]]:
+    """One request: a session of one trace for each batch. Its body is shipped, see `nnsight._trace`.
+
+    Forward passes end where models end, not after the last block: a sandbox loses step where a trace is stopped and another
+    follows.
+    """
+    import nnsight
+
+    found: Any = None
+    total = len(blocks) + 1
+    with torch.no_grad(), model.session(backend=backend):
+        stack: list[Any] = []
+        for item in work:
+            with model.trace(item["tokens"].long(), **item["options"]):  # noqa: SIM117 (what follows a trace is shipped)
+                with torch.no_grad():
+                    keep = item["keep"].long()
+                    buffer = place(None, 0, total, blocks[0].input, keep)
+                    for index, block in enumerate(blocks):
+                        hidden = first_tensor(block.output)
+                        buffer = place(buffer, index + 1, total, hidden, keep)
+                    here: dict[str, Any] = {name: ids.long().to(buffer.device) for name, ids in item["kept"].items()}
+                    rows = keep.to(buffer.device)
+                    width = item["tokens"].shape[1]
+                    lens = None if unembed is None else there(unembed, hidden)
+                    view = View(residual=buffer, sequence=rows // width, position=rows % width, unembed=lens, **here)
+                    push(stack, 1, widened(reduce(kernels, view)), add_found)
+        found = nnsight.save(stack)
+    # None for a job that was sent off and not waited for.
+    answer: list[tuple[int, Found]] = found
+    return answer
+
+
+def _gap(model: Any, block: Any, unembed: Unembed, tokens: Tensor, options: dict[str, Any], backend: Any) -> Tensor:
+    """One trace of the whole model, as in `nnsight._trace_gap`."""
+    import nnsight
+
+    last = tokens.shape[1] - 1
+    with torch.no_grad(), model.trace(tokens, backend=backend, **options):
+        with torch.no_grad():
+            hidden = first_tensor(block.output)
+            lens = there(unembed, hidden)
+            logits = tensor_of(model.output)[0]
+            # As where kernels run: a server may have opened autocast.
+            with torch.autocast(device_type=hidden.device.type, enabled=False):
+                found = unembed_gap(lens, hidden[0], logits, last)
+        gap: Tensor = nnsight.save(found)
+    return gap
+
+
+def _probe(model: Any, blocks: list[Any], backend: Any) -> dict[str, Any]:
+    """One trace of one token: whether weights are at hand, and what activations are like."""
+    import nnsight
+
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad(), model.trace(tokens, backend=backend):
+        outputs = [first_tensor(block.output) for block in blocks]
+        weight = next(iter(blocks[0]._module.parameters()))
+        found = nnsight.save(
+            {
+                "dtype": str(outputs[0].dtype),
+                "devices": [str(output.device) for output in outputs],
+                "meta": weight.device.type == "meta",
+            }
+        )
+    answer: dict[str, Any] = found
+    return answer
+
+
+def there(unembed: Unembed, hidden: Tensor) -> Unembed:
+    """The lens in the dtype that the model really has: what was known here is the dtype of weights that were never loaded."""
+    return replace(unembed, dtype=hidden.dtype, norm_dtype=hidden.dtype)
+
+
+def widened(found: Any) -> Any:
+    """What `reduce` gave, as the sums that travel back: whole numbers as int64, the rest as float64, on the CPU."""
+    counts, out = found
+    return counts, {
+        name: {
+            key: value.detach().cpu().to(torch.float64 if value.is_floating_point() else torch.int64)
+            for key, value in one.items()
+        }
+        for name, one in out.items()
+    }
+
+
+def add_found(a: Any, b: Any) -> Any:
+    """The sums of two batches. Where one had activations that are not finite, the counts of these are all that is left."""
+    counts = [x + y for x, y in zip(a[0], b[0], strict=True)]
+    if any(bool(count.any()) for count in counts):
+        return counts, {}
+    return counts, {name: {key: value + b[1][name][key] for key, value in one.items()} for name, one in a[1].items()}
