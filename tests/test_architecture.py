@@ -26,7 +26,7 @@ FLOORS = [
     {"prepare", "outcome", "exchange"},
     {"passes"},
     {"jobs"},
-    {"engine"},
+    {"engine", "capability"},
     {"probe", "prompt"},
     {"cli", "__init__"},
 ]

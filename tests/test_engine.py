@@ -16,7 +16,6 @@ import torch
 import transformers
 
 import tl_layersim as lsim
-from tl_layersim import engine
 from tl_layersim.sources.hooked import HookedSource
 
 from .conftest import provenance, random_tokens, tiny_llama, tiny_tokenizer, worst

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .analyzers.logit_lens import LogitLens, LogitLensResult
     from .analyzers.saturation import Saturation, SaturationResult
     from .analyzers.trajectory import Spread, Trajectory, TrajectoryResult
+    from .capability import Capabilities, capabilities
     from .data import Batch
     from .demo import demo_model, demo_text
     from .engine import analyze, compare
@@ -45,6 +46,7 @@ _HOME = {
     "engine": ("analyze", "compare"),
     "analyzer": ("Analyzer", "Exchange", "Run", "need_head", "need_tokens"),
     "analyzers": ("find_analyzers",),
+    "capability": ("Capabilities", "capabilities"),
     "data": ("Batch",),
     "demo": ("demo_model", "demo_text"),
     "jobs": ("RemoteRun", "load_run"),
@@ -75,6 +77,7 @@ __all__ = [
     "Analyzer",
     "Batch",
     "CKAResult",
+    "Capabilities",
     "Cosine",
     "CosineResult",
     "Exchange",
@@ -115,6 +118,7 @@ __all__ = [
     "analyze",
     "attach",
     "axes",
+    "capabilities",
     "compare",
     "demo_model",
     "demo_text",

@@ -243,7 +243,7 @@ def start(
     unsure = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
     most = source.most_tokens or TOKENS_PER_REQUEST
     jobs: list[Job] = []
-    reading = tqdm(read(batches, analyzers, Tally(), steps, unsure), desc="sending", unit="batch", disable=None)
+    reading = iter(tqdm(read(batches, analyzers, Tally(), steps, unsure), desc="sending", unit="batch", disable=None))
     for group in _groups(reading, most):
         jobs.append(Job(source.send(group, kernels), group, _of(steps, len(group))))
     if not jobs:

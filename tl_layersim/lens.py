@@ -145,10 +145,16 @@ def _moments(z: Tensor, shift: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ends = slice(start // layers, (start + len(block)) // layers)
         final[ends] = spare[layers - 1 - start % layers :: layers]
         torch.sum(spare.mul_(block), -1, out=expected[rows])
+    # In float64, some ids at a time: a library's float32 product adds up a whole vocabulary in one running sum, which loses
+    # digits, and not the same ones with another number of threads.
+    width = max(1, CPU_BLOCK // layers) if z.device.type == "cpu" else vocabulary
     for token in range(tokens):
         rows = slice(token * layers, (token + 1) * layers)
-        torch.mv(z[token].to(dtype), final[token], out=cross[rows])
-        cross[rows] /= total[rows][-1]
+        parts = [
+            torch.mv(z[token, :, start : start + width].double(), final[token, start : start + width].double())
+            for start in range(0, vocabulary, width)
+        ]
+        cross[rows] = torch.stack(parts).sum(0) / total[rows][-1]
     expected /= total
     log_sum = total.log() if top is None else total.log() + top[:, 0]
     log_sum, expected, cross = (values.view(tokens, layers) for values in (log_sum, expected, cross))
