@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_TL3 := .venv-tl3
+VENV_NDIF := .venv-ndif
 TL4 := transformer-lens==4.3.0
 TL3 := transformer-lens==3.9.0
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -11,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tl3 lint types docs examples bench format clean
+.PHONY: help demo test test-tl3 test-ndif lint types docs examples bench format clean
 
 help: ## List every task
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -43,6 +44,17 @@ test: $(VENV)/test ## Run the tests with the newest TransformerLens 4
 test-tl3: $(VENV_TL3)/test ## Run the tests with TransformerLens 3.9, which still has HookedTransformer
 	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) tests
 
+# A real server, in an environment of its own. It says that it needs Python 3.12 and runs on 3.11.
+$(VENV_NDIF)/server: tests/ndif/requirements.txt
+	$(PYTHON) -m venv $(VENV_NDIF)
+	$(VENV_NDIF)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/ndif/requirements.txt
+	$(VENV_NDIF)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python ndif==0.1.2
+	@touch $@
+
+test-ndif: $(VENV)/test $(VENV_NDIF)/server ## Run the tests against a real NDIF server on this machine; needs redis-server
+	@command -v redis-server >/dev/null || { echo "no redis-server: apt-get install redis-server"; exit 1; }
+	OMP_NUM_THREADS=1 TL_LAYERSIM_NDIF_PYTHON=$(abspath $(VENV_NDIF))/bin/python $(VENV)/bin/python -m pytest tests/ndif
+
 lint: $(VENV)/dev ## Check style and format
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -66,4 +78,4 @@ format: $(VENV)/dev ## Format the code
 	$(VENV)/bin/ruff format .
 
 clean: ## Remove what the other tasks made
-	rm -rf $(VENV) $(VENV_TL3) site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,7 +36,7 @@ class Capabilities:
         place = (
             "trusted: requests run beside the weights"
             if offer.trusted
-            else "sandboxed: requests run in a process of their own; layers and the unembedding are passed to and fro, gradients are not"
+            else "sandboxed: requests run in a process of their own, which layers and logits are handed to, and gradients are not"
         )
         able = [name for name, reason in self.analyzers.items() if not reason]
         lines = [
@@ -60,7 +60,7 @@ def capabilities(
     """Ask a server what it lets us do with a model: three questions to the server, and a request of one token.
 
     Args:
-        model: an nnsight model, for example `nnsight.TransformersModel("org/name", task="text-generation", tokenizer=tokenizer)`.
+        model: an nnsight model, for example `TransformersModel("org/name", task="text-generation", tokenizer=tokenizer)`.
         remote: True for the server that nnsight is set to, or the address of another.
         layers: as in `analyze`.
         unembed: as in `analyze`.

@@ -22,6 +22,7 @@ class Hub:
     """
 
     def __init__(self, root: Path) -> None:
+        self.root = root
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(root))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -178,7 +178,8 @@ class Ndif:
     def backend(self, blocking: bool, job_id: str | None = None) -> Any:
         """Nnsight's own way to a server, which counts bytes and reports through `say`."""
         backend = _courier()(self.model_key, host=self.host, env=self._env, blocking=blocking, job_id=job_id)
-        backend.display = Display(self)
+        # Who does not wait is not shown a download either.
+        backend.display = Display(self, enabled=blocking)
         return backend
 
     def send_off(self, run: Callable[[Any], Any]) -> str:
@@ -186,7 +187,7 @@ class Ndif:
         names: list[str] = []
 
         def sent(backend: Any) -> None:
-            backend.blocking = False
+            backend.blocking = backend.display.enabled = False
             run(backend)
             names.append(backend.job_id)
 

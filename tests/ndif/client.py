@@ -1,0 +1,38 @@
+"""A user's script, run in a process of its own by the tests: python -m tests.ndif.client URL MODEL OUT [CHECKPOINT]"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import tl_layersim as lsim
+
+
+def load(name: str, dtype: torch.dtype | None = None):
+    """As a user does: without weights, or (`dtype`) with them for a run here."""
+    from nnsight import TransformersModel
+    from transformers import AutoTokenizer
+
+    here = {} if dtype is None else {"dtype": dtype, "dispatch": True}
+    return TransformersModel(name, task="text-generation", tokenizer=AutoTokenizer.from_pretrained(name), **here)
+
+
+def rows(count: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows of different lengths, padded on the right."""
+    made = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(length // 2, length + 1, (count,), generator=made)
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    return {"input_ids": torch.randint(3, 100, (count, length), generator=made), "attention_mask": mask}
+
+
+def main(url: str, name: str, out: str, checkpoint: str | None = None) -> None:
+    analyzers = [lsim.Cosine(), lsim.CKA(minibatch=64), lsim.Trajectory()]
+    report = lsim.analyze(
+        load(name), rows(96, 60), analyzers, remote=url, batch_size=4, tokens_per_request=480, checkpoint=checkpoint
+    )
+    report.save(out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

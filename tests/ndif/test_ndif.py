@@ -1,0 +1,244 @@
+"""A real NDIF server, trusted and sandboxed: what comes back is what a model here gives, whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .client import load, rows
+from .conftest import ask_for
+
+HERE = Path(__file__).resolve().parents[2]
+RESIDUAL = [lsim.Cosine(), lsim.CKA(minibatch=64), lsim.Trajectory(), lsim.NeuralCollapse()]
+LENS = [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve()]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:.*:UserWarning")]
+
+
+def furthest(report, other) -> float:
+    """The largest difference of any field of any result, relative where values are above 1; whole numbers must be equal."""
+    assert report.keys() == other.keys()
+    most = 0.0
+    for name in report:
+        for field in fields(report[name]):
+            a, b = getattr(report[name], field.name), getattr(other[name], field.name)
+            if not isinstance(a, torch.Tensor):
+                continue
+            assert a.shape == b.shape
+            if a.is_floating_point():
+                assert torch.equal(a.isnan(), b.isnan())
+                gap = ((a - b).abs() / b.abs().clamp(min=1)).nan_to_num()
+                most = max(most, float(gap.max()) if gap.numel() else 0.0)
+            else:
+                assert torch.equal(a, b), (name, field.name)
+    return most
+
+
+def equal(report, other) -> bool:
+    return furthest(report, other) == 0.0
+
+
+@pytest.mark.parametrize("name", ["tests/llama", "tests/gpt2", "real/stories260K"])
+def test_remote_equals_local(name, server, hub, trust):
+    if name not in hub:
+        pytest.skip("optional real model: no models/stories260K")
+    data = rows(12, 60)
+    report = lsim.analyze(load(name), data, RESIDUAL + LENS, remote=server.url, batch_size=4, tokens_per_request=4000)
+    here = lsim.analyze(load(name, torch.float32), data, RESIDUAL + LENS, batch_size=4)
+    assert furthest(report, here) < 1e-6
+    for result, local in zip(report.values(), here.values(), strict=True):
+        assert result.provenance.data == local.provenance.data
+        assert result.provenance.dtype == "torch.float32"
+        [place] = result.provenance.options["remote"]
+        assert place["server"] == server.url
+        assert place["trusted"] is (trust == "trusted")
+
+
+def test_half_precision_there_is_summed_as_here(start, monkeypatch):
+    server, data = start(dtype="bfloat16"), rows(12, 60)
+    here = lsim.analyze(load("tests/llama", torch.bfloat16), data, RESIDUAL + LENS, batch_size=4)
+    exact = lsim.analyze(load("tests/llama", torch.float32), data, RESIDUAL + LENS, batch_size=4)
+    for kind in ("trusted", "sandboxed"):
+        with monkeypatch.context() as patch:
+            ask_for(kind, patch)
+            report = lsim.analyze(load("tests/llama"), data, RESIDUAL + LENS, remote=server.url, batch_size=4)
+        # Equal activations give equal sums only if the sums are not in bfloat16.
+        assert furthest(report, here) < 1e-6
+        assert report["cosine"].provenance.dtype == "torch.bfloat16"
+        assert float((report["cosine"].values - exact["cosine"].values).abs().max()) < 2e-2
+        assert float((report["cka"].values - exact["cka"].values).abs().max()) < 5e-2
+
+
+def test_few_bytes_come_back(server, capsys):
+    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
+    sizes = []
+    for count in (4, 64):
+        report = lsim.analyze(load("tests/deep"), rows(count, 60), analyzers, remote=server.url, batch_size=count)
+        [place] = report["cosine"].provenance.options["remote"]
+        # The probe, which brings a few words, and one request.
+        assert place["requests"] == 2
+        tokens = report["cosine"].provenance.tokens
+        sizes.append(place["bytes_received"])
+        with capsys.disabled():
+            print(f"\n32 layers, {tokens} tokens: {place['bytes_sent']:,} bytes sent, {place['bytes_received']:,} back")
+    assert max(sizes) < 100_000
+    # Compressed: fuller histograms are a little larger.
+    assert sizes[1] < 2 * sizes[0]
+
+
+def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start):
+    server, data = start(job_limit=4), rows(64, 200)
+    options = {"remote": server.url, "batch_size": 2}
+    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
+    calm = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=400, **options)
+    halved = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=100_000, **options)
+    assert equal(calm, halved)
+    requests = [report["cka"].provenance.options["remote"][0]["requests"] for report in (calm, halved)]
+    assert requests[0] == 33
+    # Without a halving there would be two requests.
+    assert 2 < requests[1] < 33
+    # Left to itself it stays below the limit.
+    assert equal(calm, lsim.analyze(load("tests/slow"), data, analyzers, **options))
+    with pytest.raises(lsim.LayersimError, match=r"longer than a job may(.|\n)*batch_size="):
+        lsim.analyze(load("tests/slow"), rows(400, 256), analyzers, remote=server.url, batch_size=400)
+
+
+def test_a_server_that_is_killed_and_started_again(start):
+    server, data = start(), rows(48, 60)
+    analyzers = [lsim.Cosine(), lsim.CKA(minibatch=64)]
+    options = {"remote": server.url, "batch_size": 2, "tokens_per_request": 240}
+    undisturbed = lsim.analyze(load("tests/llama"), data, analyzers, **options)
+
+    def power_cut():
+        time.sleep(1.5)
+        server.kill()
+        server.start()
+
+    cut = threading.Thread(target=power_cut)
+    cut.start()
+    report = lsim.analyze(load("tests/llama"), data, analyzers, **options)
+    cut.join()
+    assert equal(report, undisturbed)
+    assert report["cka"].provenance.seconds > undisturbed["cka"].provenance.seconds + 5
+
+
+def run_client(*args: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "tests.ndif.client", *map(str, args)], cwd=HERE, env=dict(os.environ))
+
+
+def test_a_client_that_is_killed_ten_times(server, tmp_path):
+    assert run_client(server.url, "tests/slow", tmp_path / "calm.st").wait() == 0
+    draw, killed, lengths = random.Random(0), 0, []
+    checkpoint = tmp_path / "run.ckpt"
+    while killed < 10:
+        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        client = run_client(server.url, "tests/slow", tmp_path / "killed.st", checkpoint)
+        # Imports take seconds: the clock starts with the first sums of this process.
+        while client.poll() is None and (checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0) == before:
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 0.6))
+        if client.poll() is not None:
+            break
+        client.send_signal(signal.SIGKILL)
+        client.wait()
+        killed += 1
+        lengths.append(checkpoint.stat().st_size)
+    assert killed == 10, f"the run was over after {killed} kills: it is too short"
+    assert run_client(server.url, "tests/slow", tmp_path / "killed.st", checkpoint).wait() == 0
+    calm, survived = lsim.load_report(tmp_path / "calm.st"), lsim.load_report(tmp_path / "killed.st")
+    assert equal(calm, survived)
+    assert calm["cka"].provenance.tokens == survived["cka"].provenance.tokens
+    assert b"beef" not in checkpoint.read_bytes() + (tmp_path / "killed.st").read_bytes()
+
+
+def test_a_run_that_is_not_waited_for_is_picked_up_in_another_process(server, tmp_path):
+    data, analyzers = rows(32, 60), RESIDUAL + LENS
+    options = {"remote": server.url, "batch_size": 4}
+    waited = lsim.analyze(load("tests/llama"), data, analyzers, **options)
+    run = lsim.analyze(load("tests/llama"), data, analyzers, blocking=False, tokens_per_request=480, **options)
+    run.save(tmp_path / "run")
+    assert b"beef" not in (tmp_path / "run").read_bytes()
+    assert "beef" not in repr(run)
+    code = f"import tl_layersim as l; l.load_run({str(tmp_path / 'run')!r}).result(120).save({str(tmp_path / 'out')!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=200)
+    assert equal(lsim.load_report(tmp_path / "out"), waited)
+    assert equal(run.result(60), waited)
+
+
+def test_a_sent_job_that_was_too_long_is_sent_again_in_halves(start, tmp_path):
+    server, data = start(job_limit=4), rows(64, 200)
+    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64)]
+    options = {"remote": server.url, "batch_size": 2}
+    calm = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=800, **options)
+    run = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=100_000, blocking=False, **options)
+    run.save(tmp_path / "run")
+    assert equal(run.result(200), calm)
+    with pytest.raises(lsim.LayersimError, match="model is not at hand"):
+        lsim.load_run(tmp_path / "run").result(60)
+    assert equal(lsim.load_run(tmp_path / "run", model=load("tests/slow")).result(200), calm)
+
+
+def test_two_remote_models_are_compared_by_what_is_small(server, trust, capfd):
+    data = rows(12, 60)
+    options = {"batch_size": 6}
+    far = lsim.compare(load("tests/llama"), load("tests/gpt2"), data, lsim.CKA(minibatch=64), remote=server.url, **options)
+    said = capfd.readouterr().err
+    here = lsim.compare(
+        load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, lsim.CKA(minibatch=64), **options
+    )
+    assert torch.allclose(far.values, here.values, atol=1e-6)
+    assert "cross in all" in said
+
+
+def test_one_model_here_and_one_there(server):
+    data = rows(12, 60)
+    mixed = lsim.compare(
+        load("tests/llama", torch.float32), load("tests/gpt2"), data, lsim.CKA(minibatch=64), remote=(False, server.url)
+    )
+    here = lsim.compare(load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, lsim.CKA(minibatch=64))
+    assert torch.allclose(mixed.values, here.values, atol=1e-6)
+
+
+def test_the_server_says_what_it_can_do(server, trust):
+    found = lsim.capabilities(load("tests/llama"), remote=server.url)
+    assert found.offer.trusted is (trust == "trusted")
+    assert found.offer.dtype == "torch.float32"
+    assert found.offer.devices == ("cpu",)
+    assert found.offer.job_limit is None
+    assert set(found.analyzers) == set(lsim.find_analyzers())
+    assert not any(found.analyzers.values())
+    assert "beef" not in str(found) + repr(found)
+    # The environment of `make test-ndif` has another patch release of nnsight than the server.
+    assert any(words.startswith("nnsight ") for words in found.offer.differences)
+
+
+def test_a_model_that_the_server_cannot_load(server, hub, tmp_path):
+    import shutil
+
+    from .conftest import HUB
+
+    # Here a client may read it; the server finds its weights gone.
+    shutil.copytree(HUB.root / "tests/llama", HUB.root / "tests/gone")
+    model = load("tests/gone")
+    for path in (HUB.root / "tests/gone").glob("*"):
+        path.unlink()
+    with pytest.raises(lsim.LayersimError, match=r"does not run this model(.|\n)*those are:"):
+        lsim.analyze(model, rows(2, 8), ["cka"], remote=server.url)
+
+
+def test_nothing_is_left_running(start):
+    server = start()
+    assert len(server.processes()) > 5
+    server.stop()
+    assert server.processes() == []
