@@ -36,7 +36,7 @@ class Capabilities:
         place = (
             "trusted: requests run beside the weights"
             if offer.trusted
-            else "sandboxed: requests run in a process of their own, which layers and logits are handed to, and gradients are not"
+            else "sandboxed: requests run in a process of their own, which layers and logits are handed to, but no gradients"
         )
         able = [name for name, reason in self.analyzers.items() if not reason]
         lines = [

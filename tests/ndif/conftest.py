@@ -50,10 +50,10 @@ def slow_llama():
 
     torch.manual_seed(2)
     config = LlamaConfig(
-        hidden_size=256,
+        hidden_size=512,
         num_hidden_layers=8,
         num_attention_heads=4,
-        intermediate_size=1024,
+        intermediate_size=2048,
         vocab_size=100,
         max_position_embeddings=256,
         bos_token_id=1,
@@ -94,7 +94,7 @@ def server(hub):
 
 @pytest.fixture
 def start(hub):
-    """Starts another server for one test: start(dtype=..., job_limit=...)."""
+    """Starts another server for one test, with the options of `Server`."""
     running = []
 
     def start(**options) -> Server:

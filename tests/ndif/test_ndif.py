@@ -111,7 +111,7 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start):
     # Left to itself it stays below the limit.
     assert equal(calm, lsim.analyze(load("tests/slow"), data, analyzers, **options))
     with pytest.raises(lsim.LayersimError, match=r"longer than a job may(.|\n)*batch_size="):
-        lsim.analyze(load("tests/slow"), rows(400, 256), analyzers, remote=server.url, batch_size=400)
+        lsim.analyze(load("tests/slow"), rows(120, 256), analyzers, remote=server.url, batch_size=120)
 
 
 def test_a_server_that_is_killed_and_started_again(start):
