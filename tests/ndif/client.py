@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 
 import torch
 
@@ -24,6 +25,29 @@ def rows(count: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
     lengths = torch.randint(length // 2, length + 1, (count,), generator=made)
     mask = (torch.arange(length) < lengths[:, None]).long()
     return {"input_ids": torch.randint(3, 100, (count, length), generator=made), "attention_mask": mask}
+
+
+def furthest(report, other) -> float:
+    """The largest difference of any field of any result, relative where values are above 1; whole numbers must be equal."""
+    assert report.keys() == other.keys()
+    most = 0.0
+    for name in report:
+        for field in fields(report[name]):
+            a, b = getattr(report[name], field.name), getattr(other[name], field.name)
+            if not isinstance(a, torch.Tensor):
+                continue
+            assert a.shape == b.shape
+            if a.is_floating_point():
+                assert torch.equal(a.isnan(), b.isnan())
+                gap = ((a - b).abs() / b.abs().clamp(min=1)).nan_to_num()
+                most = max(most, float(gap.max()) if gap.numel() else 0.0)
+            else:
+                assert torch.equal(a, b), (name, field.name)
+    return most
+
+
+def equal(report, other) -> bool:
+    return furthest(report, other) == 0.0
 
 
 def main(url: str, name: str, out: str, checkpoint: str | None = None) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import tl_layersim as lsim
+
 from ..conftest import optional_real, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .hub import Hub
 from .server import Server
@@ -74,6 +76,9 @@ def hub():
     for name, model in models.items():
         model.save_pretrained(HUB.root / name)
         tiny_tokenizer().save_pretrained(HUB.root / name)
+    demo = lsim.demo_model()
+    demo.save_pretrained(HUB.root / "tests/demo")
+    demo.tokenizer.save_pretrained(HUB.root / "tests/demo")
     names = list(models)
     try:
         shutil.copytree(optional_real("models", "stories260K"), HUB.root / "real" / "stories260K")

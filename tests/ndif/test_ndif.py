@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,36 +16,13 @@ import torch
 
 import tl_layersim as lsim
 
-from .client import load, rows
+from .client import equal, furthest, load, rows
 from .conftest import ask_for
 
 HERE = Path(__file__).resolve().parents[2]
 RESIDUAL = [lsim.Cosine(), lsim.CKA(minibatch=64), lsim.Trajectory(), lsim.NeuralCollapse()]
 LENS = [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve()]
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:.*:UserWarning")]
-
-
-def furthest(report, other) -> float:
-    """The largest difference of any field of any result, relative where values are above 1; whole numbers must be equal."""
-    assert report.keys() == other.keys()
-    most = 0.0
-    for name in report:
-        for field in fields(report[name]):
-            a, b = getattr(report[name], field.name), getattr(other[name], field.name)
-            if not isinstance(a, torch.Tensor):
-                continue
-            assert a.shape == b.shape
-            if a.is_floating_point():
-                assert torch.equal(a.isnan(), b.isnan())
-                gap = ((a - b).abs() / b.abs().clamp(min=1)).nan_to_num()
-                most = max(most, float(gap.max()) if gap.numel() else 0.0)
-            else:
-                assert torch.equal(a, b), (name, field.name)
-    return most
-
-
-def equal(report, other) -> bool:
-    return furthest(report, other) == 0.0
 
 
 @pytest.mark.parametrize("name", ["tests/llama", "tests/gpt2", "real/stories260K"])
@@ -235,6 +211,16 @@ def test_a_model_that_the_server_cannot_load(server, hub, tmp_path):
         path.unlink()
     with pytest.raises(lsim.LayersimError, match=r"does not run this model(.|\n)*those are:"):
         lsim.analyze(model, rows(2, 8), ["cka"], remote=server.url)
+
+
+def test_the_tutorial_runs_as_it_is_but_for_names(server, hub, tmp_path, monkeypatch):
+    from nnsight.schema.config import CONFIG
+
+    from ..test_remote import run_page
+
+    monkeypatch.setattr(CONFIG.API, "HOST", server.url)
+    monkeypatch.chdir(tmp_path)
+    run_page("tests/demo")
 
 
 def test_nothing_is_left_running(start):

@@ -406,6 +406,13 @@ def _courier() -> Any:
             self.sent = len(payload)
             return payload
 
+        @staticmethod
+        def parse(message: str | bytes) -> Any:
+            if not message:
+                # What a connection gives that was closed.
+                raise ConnectionError("the server closed the connection")
+            return RemoteBackend.parse(message)
+
         def finalize(self, content: bytes) -> Any:
             self.received = len(content)
             return super().finalize(content)

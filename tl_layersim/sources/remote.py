@@ -56,8 +56,8 @@ class RemoteSource(NNsightSource):
 
     def _ask_offer(self) -> Offer:
         """What the server has, by a request of one token."""
-        found = self.ndif.request(lambda backend: _probe(self._envoy, self._blocks, backend), patient=False)
         standing = self.ndif.standing
+        found = self.ndif.request(lambda backend: _probe(self._envoy, self._blocks, backend), patient=False)
         return Offer(
             server=self.ndif.name,
             trusted=not found["meta"],
@@ -165,14 +165,17 @@ class RemoteSource(NNsightSource):
         return taken if taken == len(ahead) else 1 << (taken.bit_length() - 1)
 
     def _in_time(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> Iterator[list[Part]]:
-        """The group in one request; in two halves where the server ends the job."""
-        try:
-            found = self._ask(group, kernels)
-        except JobTooLong as error:
-            if len(group) == 1:
-                raise self._too_long(group[0], error) from None
-            half = 1 << ((len(group) - 1).bit_length() - 1)
-            self._most = min(self._most, half)
+        """The group in one request; in two halves where the server ends the job, or has ended shorter ones."""
+        half = 1 << ((len(group) - 1).bit_length() - 1) if len(group) > 1 else 0
+        found = None
+        if len(group) <= self._most:
+            try:
+                found = self._ask(group, kernels)
+            except JobTooLong as error:
+                if not half:
+                    raise self._too_long(group[0], error) from None
+                self._most = half
+        if found is None:
             yield from self._in_time(group[:half], kernels)
             yield from self._in_time(group[half:], kernels)
             return
