@@ -40,7 +40,16 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 
-PLAIN = {"key": None, "most_batches": None, "faults": [], "job_limit": None, "versions": {}, "deny": ""}
+PLAIN = {
+    "key": None,
+    "most_batches": None,
+    "faults": [],
+    "job_limit": None,
+    "versions": {},
+    "deny": "",
+    "bad_words": [],
+    "bad_results": [],
+}
 SETTINGS = dict(PLAIN)
 MODELS, SOCKETS, RESPONSES, RESULTS = {}, {}, {}, {}
 ONE_AT_A_TIME = threading.Lock()
@@ -146,6 +155,8 @@ async def subscribe(socket):
 
 
 async def word(http):
+    if SETTINGS["bad_words"]:
+        return Response("<html>busy</html>", SETTINGS["bad_words"].pop(0))
     response = RESPONSES.get(http.path_params["job"])
     if response is None:
         return JSONResponse({"detail": "No response."}, 404)
@@ -153,6 +164,8 @@ async def word(http):
 
 
 async def result(http):
+    if SETTINGS["bad_results"]:
+        return Response("no", SETTINGS["bad_results"].pop(0))
     return Response(RESULTS[http.path_params["job"]], media_type="application/octet-stream")
 
 

@@ -169,7 +169,7 @@ def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
     data, path = rows(8, 20), tmp_path / "run.ckpt"
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40, "checkpoint": path}
     small.set(faults=["", "", *["evicted"] * 5])
-    with pytest.raises(lsim.LayersimError, match=r"did not answer, 5 times(.|\n)*evicted(.|\n)*checkpoint=PATH") as caught:
+    with pytest.raises(lsim.LayersimError, match=r"did not answer, 5 times(.|\n)*evicted(.|\n)*checkpoint=") as caught:
         lsim.analyze(small.model(), data, QUICK, **options)
     assert any(str(path) in note for note in caught.value.__notes__)
     small.set()
@@ -340,6 +340,17 @@ def test_not_a_number_there_is_named_with_its_layer(small, tmp_path):
 
 
 def test_a_request_smaller_than_a_forward_pass_is_refused(small):
+    data = [list(range(3, 11))] * 8 + [list(range(3, 63))] * 4
+    for blocking in (True, False):
+        small.set()
+        options = {"remote": small.url, "batch_size": 4, "tokens_per_request": 100, "blocking": blocking}
+        with pytest.raises(lsim.LayersimError, match=r"4 rows of 60(.|\n)*at least 240(.|\n)*batch_size=1"):
+            lsim.analyze(small.model(), [torch.tensor(row) for row in data], QUICK, **options)
+        # Nothing was sent but the probe.
+        assert small.set()["requests"] == 1
+    for few in (0, -5):
+        with pytest.raises(lsim.LayersimError, match=r"1 or more"):
+            lsim.analyze(small.model(), rows(4, 20), QUICK, remote=small.url, tokens_per_request=few)
     with pytest.raises(lsim.LayersimError, match=r"whole forward passes(.|\n)*tokens_per_request of at least 160"):
         lsim.analyze(small.model(), rows(8, 20), QUICK, remote=small.url, batch_size=8, tokens_per_request=100)
 
@@ -352,6 +363,110 @@ def test_options_that_mean_nothing_are_refused(small, tmp_path):
         lsim.analyze(model, rows(2, 8), QUICK, blocking=False)
     with pytest.raises(lsim.LayersimError, match="keeps itself"):
         lsim.analyze(model, rows(2, 8), QUICK, remote=small.url, blocking=False, checkpoint=tmp_path / "x")
+
+
+def test_what_cannot_be_added_is_refused_as_here(small):
+    data = rows(5, 20)
+    for kernel in (one_a_row, now_and_then):
+        for where in ({"remote": small.url, "tokens_per_request": 1000}, {"remote": small.url, "tokens_per_request": 80}):
+            with pytest.raises(lsim.LayersimError, match=r"kernel of 'own' returned cannot be added up"):
+                lsim.analyze(small.model(), data, [lsim_analyzer(kernel)], batch_size=4, **where)
+
+
+def one_a_row(view):
+    return {"norm": torch.ones(int(view.sequence.max()) + 1), "count": torch.tensor(1)}
+
+
+def now_and_then(view):
+    few = int(view.sequence.max()) < 3
+    return {"norm": torch.ones(4), "count": torch.tensor(1)} | ({"few": torch.tensor(1)} if few else {})
+
+
+def everything(view):
+    return {"norm": view.residual.repeat(1, 40, 40), "count": torch.tensor(1)}
+
+
+def test_what_is_large_is_not_brought_without_a_word(small):
+    much = pytest.warns(lsim.LayersimWarning, match=r"'own' brings back \d+ MB a request, most of it 'norm'")
+    with much, contextlib.suppress(lsim.LayersimError):
+        lsim.analyze(small.model(), rows(8, 20), [lsim_analyzer(everything)], remote=small.url)
+
+
+def refuses(view):
+    raise RuntimeError("the frobnicator is unavailable, try again")
+
+
+def test_a_kernel_that_fails_is_not_asked_for_again(small):
+    with pytest.raises(lsim.LayersimError, match=r"request failed(.|\n)*frobnicator"):
+        lsim.analyze(small.model(), rows(2, 8), [lsim_analyzer(refuses)], remote=small.url)
+    assert small.set()["requests"] == 2
+    run = lsim.analyze(small.model(), rows(2, 8), [lsim_analyzer(refuses)], remote=small.url, blocking=False)
+    with pytest.raises(lsim.LayersimError, match=r"request failed(.|\n)*frobnicator"):
+        run.result(30)
+    assert run.status() == {"ERROR": 1}
+    assert small.set()["requests"] == 2
+
+
+def test_a_refusal_of_a_kernel_keeps_its_words(small):
+    labels = torch.randint(100, 200, (4, 20))
+    data = {"input_ids": rows(4, 20)["input_ids"], "labels": labels}
+    with pytest.raises(lsim.LayersimError, match=r"labels that the head cannot say(.|\n)*given: +labels from 1\d\d to 1\d\d\n"):
+        lsim.analyze(small.model(), data, [lsim.LogitLens(labels="data")], remote=small.url)
+
+
+def test_labels_are_any_numbers(small):
+    labels = torch.tensor([5, 7, 2**32 + 5, 2**32 + 7]).repeat(10)[:, None].expand(40, 6).contiguous()
+    data = {"input_ids": torch.randint(3, 100, (40, 6)), "labels": labels}
+    collapse = [lsim.NeuralCollapse(labels="data", classes=(5, 7))]
+    assert furthest(lsim.analyze(small.model(), data, collapse, remote=small.url), local(small, data, collapse)) < 1e-9
+
+
+def test_a_checkpoint_is_of_one_revision(small, tmp_path):
+    path = tmp_path / "run.ckpt"
+    lsim.analyze(small.model(), rows(4, 20), QUICK, remote=small.url, checkpoint=path)
+    other = small.model(revision="step2000")
+    small.set()
+    with pytest.raises(lsim.LayersimError, match=r"another run(.|\n)*@step2000"):
+        lsim.analyze(other, rows(4, 20), QUICK, remote=small.url, checkpoint=path)
+
+
+SECRET = "hunter2hunter2"
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        f"me:{SECRET}@host:1",
+        f"ws://me:{SECRET}@host:1",
+        SECRET,
+        f"http://host?key={SECRET}",
+        f"http://me:{SECRET}/y@host",
+        f"http://me:{SECRET}#x@host",
+        f"http://me:{SECRET}@127.0.0.1:1",
+        f"http://me:{SECRET}@[broken",
+    ],
+)
+def test_what_is_no_address_is_not_repeated(small, remote):
+    hugging_face = tiny_llama()
+    for model in (small.model(), hugging_face):
+        for call in (
+            lambda model: lsim.analyze(model, rows(2, 8), QUICK, remote=remote),
+            lambda model: lsim.capabilities(model, remote=remote),
+            lambda model: lsim.compare(model, model, rows(2, 8), QUICK, remote=remote),
+        ):
+            with pytest.raises(lsim.LayersimError) as caught:
+                call(model)
+            assert SECRET not in str(caught.value)
+            assert caught.value.__cause__ is None
+
+
+def test_a_short_key_does_not_cut_words_up(monkeypatch):
+    from nnsight.schema.config import CONFIG
+
+    from tl_layersim.sources.address import redacted
+
+    monkeypatch.setattr(CONFIG.API, "APIKEY", "e")
+    assert redacted("here") == "here"
 
 
 # --- jobs that are not waited for
@@ -380,8 +495,15 @@ def test_a_run_is_kept_and_picked_up(sent, waited, tmp_path):
     # What has arrived is kept too: nothing is asked of the server any more.
     run.save(tmp_path / "done")
     done = lsim.load_run(tmp_path / "done")
-    done._ndif = None
-    assert equal(done.result(60), waited)
+    done._ndif.look = None
+    later = done.result(60)
+    assert equal(later, waited)
+    # The record is that of the whole run: the probe, four requests, and all that came back.
+    [kept], [own] = (report["cka"].provenance.options["remote"] for report in (later, run.result(60)))
+    assert kept == own
+    assert kept["requests"] == 5
+    assert kept["bytes_received"] > 4 * 1000
+    assert later["cka"].provenance.seconds > 0
 
 
 def test_a_first_look_is_waited_for(small):
@@ -407,6 +529,87 @@ def test_a_job_that_the_server_has_lost_is_sent_again(small, sent, waited, monke
     monkeypatch.setattr(jobs, "PAUSE", 0.1)
     small.set(faults=["", "lost", "", "evicted"])
     assert equal(sent().result(60), waited)
+
+
+@pytest.mark.parametrize("codes", [{"bad_words": [502, 200, 503]}, {"bad_results": [503, 403]}])
+def test_a_bad_answer_is_not_the_jobs_failure(small, sent, waited, codes, monkeypatch):
+    from tl_layersim import jobs
+
+    monkeypatch.setattr(jobs, "PAUSE", 0.05)
+    run = sent()
+    small.set(**codes)
+    assert equal(run.result(60), waited)
+    assert small.set()["requests"] == 0
+
+
+def test_a_job_that_fails_and_fails_is_given_up(small, sent, monkeypatch):
+    from tl_layersim import jobs
+
+    monkeypatch.setattr(jobs, "PAUSE", 0.01)
+    small.set(faults=["", *["evicted"] * 20])
+    with pytest.raises(lsim.LayersimError, match=r"did not end well, 6 times(.|\n)*evicted"):
+        sent(tokens_per_request=1000).result(60)
+
+
+def test_a_server_that_is_away_has_not_lost_the_job(small, sent, waited, tmp_path, monkeypatch):
+    from tl_layersim import jobs
+
+    monkeypatch.setattr(jobs, "PAUSE", 0.05)
+    monkeypatch.setattr(jobs, "FORGOTTEN", 0.2)
+    path = sent().save(tmp_path / "run")
+    run, plain = lsim.load_run(path), ndif.Ndif.backend
+
+    def nowhere(self, blocking, job_id=None):
+        backend = plain(self, blocking, job_id)
+        backend.host = "http://127.0.0.1:9"
+        return backend
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ndif.Ndif, "backend", nowhere)
+        patch.setattr(ndif, "WAITS", (60.0,))
+        with pytest.raises(TimeoutError):
+            run.result(1)
+        patch.setattr(ndif, "WAITS", (0.3,))
+        with pytest.raises(lsim.LayersimError, match=r"does not answer(.|\n)*RemoteRun"):
+            run.result(20)
+    assert equal(run.result(60), waited)
+
+
+def test_a_job_of_numbers_that_are_none_says_so_every_time(small, tmp_path):
+    model = tiny_llama()
+    model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
+    model.save_pretrained(small.folder / "none")
+    tiny_tokenizer().save_pretrained(small.folder / "none")
+    run = lsim.analyze(small.model("none"), rows(4, 20), QUICK, remote=small.url, blocking=False)
+    for _ in range(2):
+        with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in job(.|\n)*blocks.1.hook_resid_post"):
+            run.result(30)
+        assert run.status() == {"ERROR": 1}
+    with pytest.raises(lsim.LayersimError, match="NaN or infinite"):
+        lsim.load_run(run.save(tmp_path / "run")).result(30)
+
+
+def test_a_login_is_given_again(small, sent, waited, tmp_path):
+    path = sent().save(tmp_path / "run")
+    login = small.url.replace("http://", "http://me:secret@")
+    assert equal(lsim.load_run(path, remote=login).result(60), waited)
+    with pytest.raises(lsim.LayersimError, match="not the server of this run"):
+        lsim.load_run(path, remote="http://127.0.0.1:9")
+
+
+def test_a_file_that_is_no_whole_run(small, sent, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = sent().save(tmp_path / "run")
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        header = json.loads(file.metadata()["tl_layersim"])
+    for change, says in (({"jobs": None}, "not a whole run"), ({"version": "0.0.1"}, "another tl_layersim")):
+        broken = {key: value for key, value in (header | change).items() if value is not None}
+        save_file(tensors, path, metadata={"tl_layersim": json.dumps(broken)})
+        with pytest.raises(lsim.LayersimError, match=says):
+            lsim.load_run(path)
 
 
 def test_waiting_has_an_end(small, sent):
@@ -512,4 +715,7 @@ def test_what_will_cross_is_what_crosses(small):
     [batch] = Batches(data, opened.model, 12, None, False, None, 0, True, None)
     given = exchanges({"cka": cka})["cka"]
     _, out = opened.run(batch, {"cka": given.kernel})
-    assert given.size(240, 4) == sum(value.numel() * 4 for value in out["cka"].values())
+    assert given.size(240, 12, 4) == sum(value.numel() * value.element_size() for value in out["cka"].values())
+    rows_alone = lsim.CKA(minibatch=16, level="sequence").exchange()
+    _, out = opened.run(batch, {"cka": rows_alone.kernel})
+    assert rows_alone.size(240, 12, 4) == sum(value.numel() * value.element_size() for value in out["cka"].values())

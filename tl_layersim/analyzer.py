@@ -45,12 +45,12 @@ class Exchange:
     Attributes:
         kernel: takes the view of one model and gives what crosses, which may depend on the batch.
         join: takes what both gave on one batch and gives what the analyzer's kernel gives on both views.
-        size: bytes that cross from one model, of a batch of so many counted tokens and a model of so many residual layers.
+        size: bytes that cross from one model: of a batch of so many counted tokens, in so many rows, and of so many layers.
     """
 
     kernel: Kernel
     join: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
-    size: Callable[[int, int], int]
+    size: Callable[[int, int, int], int]
 
 
 class Analyzer(ABC):

@@ -11,6 +11,7 @@ from .analyzers import find_analyzers
 from .errors import LayersimError
 from .source import Offer
 from .sources import open_source
+from .sources.address import shown
 from .sources.remote import RemoteSource
 from .typed import typed
 
@@ -75,7 +76,7 @@ def capabilities(
     if not isinstance(source, RemoteSource):
         raise LayersimError(
             "This model is asked for here, not on a server.",
-            given=f"remote={remote!r}",
+            given=f"remote={shown(remote)}",
             expected="True, or the address of an NDIF server",
             do="analyze() without remote= runs every analyzer here",
         )

@@ -26,6 +26,7 @@ from .prepare import choose_analyzers, shared_tokens, with_tokenizer
 from .results import Report
 from .source import Source
 from .sources import open_source
+from .sources.address import shown
 from .sources.remote import RemoteSource
 from .sums import Sums
 from .typed import typed
@@ -166,7 +167,8 @@ def compare(
                 do=f"compare(model_a, model_b, data, {able[0]}())",
             )
     places = remote if isinstance(remote, tuple) else (remote, remote)
-    _refuse_idle_options(places[0] or places[1], True, checkpoint)
+    for place in places:
+        _refuse_idle_options(place, True, checkpoint)
     sources = [
         open_source(m, layers=paths, remote=place) for m, paths, place in zip((model_a, model_b), layers, places, strict=True)
     ]
@@ -252,7 +254,7 @@ def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | o
     if not blocking and not on_server:
         raise LayersimError(
             "Only a server goes on by itself.",
-            given=f"blocking=False with remote={remote!r}",
+            given=f"blocking=False with remote={shown(remote)}",
             expected="remote=True, or the address of an NDIF server",
             do="leave out blocking=False",
         )
@@ -278,11 +280,16 @@ def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, A
             )
         return batches.max_tokens
     sizes = survey(batches)
-    tokens = sum(counted for counted, _ in sizes)
+    tokens = sum(size.tokens for size in sizes)
     if len(sources) == 2:
         # Not a courtesy of terminals: what leaves a server is said wherever this runs.
-        tqdm.write(crossing(analyzers, sources, [counted for counted, _ in sizes]), file=sys.stderr)
-    elif sizes and sys.stderr.isatty():
-        largest = max(positions for _, positions in sizes)
-        tqdm.write(far[0].plan(2 if twice else 1, len(sizes), tokens, largest), file=sys.stderr)
+        tqdm.write(crossing(analyzers, sources, [(size.tokens, size.rows) for size in sizes]), file=sys.stderr)
+    elif sizes:
+        largest = max(sizes, key=lambda size: size.positions)
+        assert isinstance(far[0], RemoteSource)
+        far[0].refuse_larger(largest.rows, largest.positions)
+        with tqdm(total=0, leave=False, disable=None) as bar:
+            quiet = bar.disable
+        if not quiet:
+            tqdm.write(far[0].plan(2 if twice else 1, len(sizes), tokens, largest.positions), file=sys.stderr)
     return tokens

@@ -21,4 +21,5 @@ class LayersimError(ValueError):
 
     def __init__(self, what: str, *, given: object, expected: str, do: str) -> None:
         self.what, self.given, self.expected, self.do = what, given, expected, do
-        super().__init__(f"{what}\n  given:    {given}\n  expected: {expected}\n  do:       {do}")
+        # Not super(): a class that travelled to a server as source has lost what that looks up.
+        ValueError.__init__(self, f"{what}\n  given:    {given}\n  expected: {expected}\n  do:       {do}")

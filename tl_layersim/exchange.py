@@ -48,17 +48,20 @@ def exchange(
         yield [Part(1, not_finite, joined)]
 
 
-def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], counted: Sequence[int]) -> str:
-    """What will cross between the places, in words, from how many tokens each batch has.
+def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], sizes: Sequence[tuple[int, int]]) -> str:
+    """What will cross between the places, in words, from how many tokens and rows each batch has.
 
     For a model of unknown width the share of its activations is left out.
     """
     layers = [len(source.model.layers) for source in sources]
-    size = sum(item.size(count, number) for item in exchanges(analyzers).values() for count in counted for number in layers)
-    words = f"{len(counted)} batches, each run on one model and then on the other; {in_words(size)} cross in all"
+    found = exchanges(analyzers).values()
+    size = sum(item.size(tokens, rows, number) for item in found for tokens, rows in sizes for number in layers)
+    words = f"{len(sizes)} batches, each run on one model and then on the other; {in_words(size)} cross in all"
     widths = [source.model.d_model for source in sources]
     if all(width is not None for width in widths):
-        whole = sum(4 * number * (width or 0) * sum(counted) for number, width in zip(layers, widths, strict=True))
+        whole = sum(
+            4 * number * (width or 0) * sum(tokens for tokens, _ in sizes) for number, width in zip(layers, widths, strict=True)
+        )
         words += f", where the activations would be {in_words(whole)} in float32"
     return words + "."
 

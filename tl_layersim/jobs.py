@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from .data import Batch, Batches
 from .errors import LayersimError
 from .guards import refuse_not_finite
 from .outcome import make_report
-from .pairs import BLOCK, next_size
+from .pairs import BLOCK
 from .passes import Step, closed, read, settle
 from .prepare import choose_analyzers
 from .results import Report
 from .source import Kernel, Model, Part
 from .sources import open_source
-from .sources.ndif import Ndif
-from .sources.remote import RemoteSource
+from .sources.address import shown
+from .sources.ndif import Ndif, Passing
+from .sources.remote import RemoteSource, parts_of
 from .storage import read as read_file
 from .storage import write
 from .sums import Sums
@@ -39,6 +41,8 @@ TOKENS_PER_REQUEST = 8192
 # Seconds between two looks at the jobs, and until a job that the server has never heard of is taken for lost.
 PAUSE = 1.0
 FORGOTTEN = 60.0
+# How often a job is sent that fails for no reason of its own.
+ATTEMPTS = 5
 KIND = "remote_run"
 
 
@@ -51,7 +55,11 @@ class Job:
         batches: what it was sent; empty once its answer is here.
         steps: how the tally stands after each of its batches.
         parts: its answer.
-        state: the server's last word on it.
+        state: the server's last word on it; ERROR too for an answer that is none.
+        failure: why it failed.
+        halve: whether it was too long.
+        final: the refusal that sending it again would not change.
+        attempts: how often it was sent.
         silent_since: since when the server knows nothing of it.
     """
 
@@ -60,6 +68,10 @@ class Job:
     steps: list[Step]
     parts: list[Part] = field(default_factory=list)
     state: str = "SENT"
+    failure: str = ""
+    halve: bool = False
+    final: Exception | None = None
+    attempts: int = 1
     silent_since: float | None = None
 
 
@@ -88,10 +100,13 @@ class RemoteRun:
         settings: Mapping[str, Any],
         jobs: list[Job],
         ndif: Ndif,
+        record: Mapping[str, Any],
     ) -> None:
         self.server, self.analyzers = ndif.name, dict(analyzers)
         self._source, self._model, self._kernels, self._first = source, model, dict(kernels), dict(first)
         self._settings, self._jobs, self._ndif = dict(settings), jobs, ndif
+        self._record = dict(record)
+        self._unreached: tuple[float, str] | None = None
 
     def __repr__(self) -> str:
         states = ", ".join(f"{number} {state.lower()}" for state, number in sorted(self._count().items()))
@@ -101,24 +116,24 @@ class RemoteRun:
         return Counter(job.state for job in self._jobs)
 
     def status(self) -> dict[str, int]:
-        """How many jobs are in which state, as the server says it: QUEUED, RUNNING, COMPLETED ... Fetches what is done."""
+        """How many jobs are in which state, as the server says: QUEUED, RUNNING, COMPLETED, ERROR ... Fetches what is done."""
         for job in self._jobs:
-            if job.state != "COMPLETED":
+            if job.state not in ("COMPLETED", "ERROR"):
                 self._look(job)
         return dict(self._count())
 
     def result(self, timeout: float | None = None) -> Report:
         """Wait for all jobs, and make the report of their sums.
 
-        A job that was too long for the server, or that the server has forgotten, is sent again (in halves, if it was too long),
-        where the model is at hand: in the process that sent it, or after `load_run(path, model=...)`.
+        A job that was too long for the server, or that the server has lost, is sent again (in halves, if it was too long) where
+        the model is at hand: in the process that sent it, or after `load_run(path, model=...)`.
 
         Args:
             timeout: seconds to wait at most; None for as long as it takes.
 
         Raises:
             TimeoutError: the time is over; what has arrived is kept.
-            LayersimError: a job failed and cannot be sent again.
+            LayersimError: a job failed and cannot be sent again, or the server is gone; what has arrived is kept.
         """
         end = None if timeout is None else time.monotonic() + timeout
         total = sum(step.tokens for job in self._jobs for step in job.steps)
@@ -130,6 +145,9 @@ class RemoteRun:
                 bar.set_postfix_str(", ".join(f"{number} {state.lower()}" for state, number in sorted(states.items())))
                 if states.get("COMPLETED") == len(self._jobs):
                     break
+                for job in [job for job in self._jobs if job.state == "ERROR"]:
+                    self._again(job)
+                self._give_up_on_a_silent_server()
                 if end is not None and time.monotonic() > end:
                     raise TimeoutError(f"{self!r} after {timeout} s. Nothing is lost: call result() again, or save(path).")
                 time.sleep(PAUSE)
@@ -151,7 +169,9 @@ class RemoteRun:
             jobs.append(
                 {
                     "id": job.id,
-                    "state": job.state,
+                    # A refusal is not kept: the next process hears it from the server again.
+                    "state": "SENT" if job.state == "ERROR" else job.state,
+                    "attempts": job.attempts,
                     "batches": [{"first": batch.first, "origins": batch.origins} for batch in job.batches],
                     "steps": [list(step) for step in job.steps],
                     "counts": [part.count for part in job.parts],
@@ -168,44 +188,67 @@ class RemoteRun:
             "settings": self._settings,
             "first": list(self._first),
             "jobs": jobs,
+            "record": {**self._record, "before": self._traffic()},
+            "version": version("tl_layersim"),
         }
         return write(path, KIND, header, tensors)
 
     def _look(self, job: Job) -> None:
         """Ask for the server's word on a job, and take its answer if there is one."""
-        word = self._ndif.look(job.id)
-        if word.failure:
-            self._again(job, word.failure, word.halve)
+        word, now = self._ndif.look(job.id), time.monotonic()
+        if not word.reached:
+            self._unreached = self._unreached or (now, word.failure)
             return
+        self._unreached = None
         if word.state is None:
-            now = time.monotonic()
             job.silent_since = job.silent_since or now
             if now - job.silent_since > FORGOTTEN:
-                self._again(job, "the server knows nothing of it", False)
+                job.state, job.failure = "ERROR", "the server knows nothing of it"
             return
-        job.state, job.silent_since = word.state, None
-        if word.found is not None:
-            job.parts = [Part(count, not_finite, out) for count, (not_finite, out) in word.found["found"]]
-            for part in job.parts:
-                refuse_not_finite(part.not_finite, [self._model.layers], "this job")
-            job.batches = []
+        job.state, job.silent_since, job.failure = word.state, None, word.failure
+        job.halve, job.final = word.halve, word.final
+        if word.state != "COMPLETED":
+            return
+        try:
+            parts = parts_of((word.found or {}).get("found") or [])
+            for part in parts:
+                refuse_not_finite(part.not_finite, [self._model.layers], f"job {job.id}")
+        except LayersimError as error:
+            job.state, job.failure, job.final = "ERROR", str(error), error
+            return
+        if sum(part.count for part in parts) != len(job.batches):
+            job.state, job.failure = "ERROR", "its answer is not whole"
+            return
+        job.parts, job.batches = parts, []
 
-    def _again(self, job: Job, failure: str, halve: bool) -> None:
-        """Send a job once more, in two halves if it was too long."""
-        single = halve and len(job.batches) == 1
-        if self._source is None or single:
+    def _give_up_on_a_silent_server(self) -> None:
+        if self._unreached is not None and time.monotonic() - self._unreached[0] > self._ndif.patience:
+            raise self._ndif.given_up(Passing(self._unreached[1]), 1)
+
+    def _again(self, job: Job) -> None:
+        """Send a failed job once more, in two halves if it was too long."""
+        if job.final is not None:
+            raise job.final
+        single = job.halve and len(job.batches) == 1
+        tired = job.attempts > ATTEMPTS
+        if self._source is None or single or tired:
             rows = len(job.batches[0].tokens)
+            why = "and holds a single forward pass" if single else "and the model is not at hand"
             raise LayersimError(
-                "A job did not end well"
-                + (" and holds a single forward pass." if single else ", and the model is not at hand."),
-                given=f"job {job.id}: {failure}",
-                expected="a forward pass that fits into a job" if single else "the model, to send it again",
-                do=f"batch_size={max(1, rows // 2)} in a new analysis" if single else "lsim.load_run(path, model=model)",
+                f"A job did not end well, {f'{job.attempts} times' if tired else why}.",
+                given=f"job {job.id}: {job.failure}",
+                expected="a forward pass that fits into a job"
+                if single
+                else "a server that ends it, and the model to send it again",
+                do=f"batch_size={max(1, rows // 2)} in a new analysis" if single else "lsim.load_run(path, model=model), later",
             )
-        half = 1 << ((len(job.batches) - 1).bit_length() - 1) if halve else len(job.batches)
-        steps = deque(job.steps)
-        pieces = [piece for piece in (job.batches[:half], job.batches[half:]) if piece]
-        fresh = [Job(self._source.send(piece, self._kernels), piece, _of(steps, len(piece))) for piece in pieces]
+        half = 1 << ((len(job.batches) - 1).bit_length() - 1) if job.halve else len(job.batches)
+        steps, attempts = deque(job.steps), 1 if job.halve else job.attempts + 1
+        fresh = []
+        for piece in (job.batches[:half], job.batches[half:]):
+            if piece:
+                name = self._source.send(piece, self._kernels)
+                fresh.append(Job(name, piece, _of(steps, len(piece)), attempts=attempts))
         fresh[-1].steps += steps
         where = self._jobs.index(job)
         self._jobs[where : where + 1] = fresh
@@ -216,8 +259,15 @@ class RemoteRun:
             steps = deque(job.steps)
             tally = settle(tally, job.parts, steps, BLOCK, 0.0)
             tally = settle(tally, [], steps, BLOCK, 0.0)
-        tally = closed(tally)
-        return make_report(self.analyzers, [self._model], tally, tally.sums, self._first, self._settings)
+        tally = replace(closed(tally), seconds=time.time() - self._record["sent"])
+        place = {**self._record["place"], **self._traffic()}
+        return make_report(self.analyzers, [self._model], tally, tally.sums, self._first, {**self._settings, "remote": [place]})
+
+    def _traffic(self) -> dict[str, int]:
+        """Requests and bytes, those of earlier processes included."""
+        ndif, before = self._ndif, self._record["before"]
+        now = {"requests": ndif.requests, "bytes_sent": ndif.sent, "bytes_received": ndif.received}
+        return {name: before[name] + value for name, value in now.items()}
 
 
 def _of(steps: deque[Step], measured: int) -> list[Step]:
@@ -242,9 +292,9 @@ def start(
     steps: deque[Step] = deque()
     unsure = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
     most = source.most_tokens or TOKENS_PER_REQUEST
-    jobs: list[Job] = []
+    sent, jobs = time.time(), list[Job]()
     reading = iter(tqdm(read(batches, analyzers, Tally(), steps, unsure), desc="sending", unit="batch", disable=None))
-    for group in _groups(reading, most):
+    for group in source.groups(reading, 0, most, lambda: BLOCK):
         jobs.append(Job(source.send(group, kernels), group, _of(steps, len(group))))
     if not jobs:
         make_report(analyzers, [source.model], Tally(sequences=sum(step.rows for step in steps)), {}, first, settings)
@@ -256,40 +306,49 @@ def start(
             expected="data that gives the same rows each time it is iterated over",
             do="list(data)",
         )
-    return RemoteRun(
-        source, source.model, analyzers, kernels, first, {**settings, "remote": [source.record()]}, jobs, source.ndif
-    )
-
-
-def _groups(batches: Iterator[Batch], most: int) -> Iterator[list[Batch]]:
-    """Batches by the request, of at most so many positions but never without a batch."""
-    ahead: deque[Batch] = deque()
-    index = 0
-    while True:
-        while len(ahead) < BLOCK and (batch := next(batches, None)) is not None:
-            ahead.append(batch)
-        if not ahead:
-            return
-        size = next_size(index, max(1, min(len(ahead), most // max(batch.tokens.numel() for batch in ahead))))
-        yield [ahead.popleft() for _ in range(size)]
-        index += size
+    record = {"sent": sent, "place": source.record(), "before": {"requests": 0, "bytes_sent": 0, "bytes_received": 0}}
+    return RemoteRun(source, source.model, analyzers, kernels, first, settings, jobs, source.ndif, record)
 
 
 @typed
-def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any = None) -> RemoteRun:
+def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any = None, remote: str | None = None) -> RemoteRun:
     """A run that `RemoteRun.save` kept, in this process or another.
 
     Args:
         path: the file.
         model: the nnsight model, which is needed only to send a failed job again.
         analyzers: as they were given to `analyze`; needed where they are not those of this package or hold tensors.
+        remote: the server's address with a login, where it needs one: files keep none.
 
     Raises:
-        LayersimError: the file is none, or the analyzers or the model are not those of the run.
+        LayersimError: the file is none, or the analyzers, the model or the server are not those of the run.
     """
     header, tensors = read_file(path, (KIND,))
-    chosen = {name: _rebuilt(name, recipe) for name, recipe in header["analyzers"].items()} if analyzers is None else None
-    chosen = choose_analyzers(analyzers) if chosen is None else chosen
+    if header.get("version") != version("tl_layersim"):
+        raise LayersimError(
+            "This run was sent by another tl_layersim, whose sums may mean something else.",
+            given=f"tl_layersim {version('tl_layersim')}",
+            expected=f"tl_layersim {header.get('version')}",
+            do=f"pip install tl_layersim=={header.get('version')}",
+        )
+    try:
+        return _rebuild(header, tensors, model, analyzers, remote)
+    except (KeyError, TypeError, IndexError) as error:
+        raise LayersimError(
+            f"{path} is not a whole run.",
+            given=f"{type(error).__name__}: {error}",
+            expected="a file that RemoteRun.save wrote",
+            do="pass the path that was given to save()",
+        ) from error
+
+
+def _rebuild(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], model: Any, analyzers: Any, remote: str | None
+) -> RemoteRun:
+    if analyzers is None:
+        chosen = {name: _rebuilt(name, recipe) for name, recipe in header["analyzers"].items()}
+    else:
+        chosen = choose_analyzers(analyzers)
     given = {name: _recipe(analyzer) for name, analyzer in chosen.items()}
     if given != header["analyzers"]:
         raise LayersimError(
@@ -297,6 +356,15 @@ def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any 
             given=str(given)[:300],
             expected=str(header["analyzers"])[:300],
             do="pass analyzers= as they were given to analyze()",
+        )
+    server = header["server"] if remote is None else remote
+    ndif = Ndif(server, header["model_key"], {})
+    if ndif.name != header["server"]:
+        raise LayersimError(
+            "This is not the server of this run.",
+            given=f"remote={shown(server)}",
+            expected=header["server"],
+            do="pass the same address, with its login",
         )
     plain = dict(header["model"])
     head = plain.pop("head")
@@ -307,19 +375,19 @@ def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any 
     settings = header["settings"]
     source: RemoteSource | None = None
     if model is not None:
-        asked = {"layers": settings.get("layers"), "unembed": settings.get("unembed")}
-        opened = open_source(model, remote=header["server"], **asked)
+        opened = open_source(model, remote=server, layers=settings["layers"], unembed=settings["unembed"])
         assert isinstance(opened, RemoteSource)
-        source = opened
-        if source.ndif.model_key != header["model_key"]:
+        now, then = ((m.name, m.config_hash, m.dtype, m.source, m.layers) for m in (opened.model, described))
+        if now != then or opened.ndif.model_key != header["model_key"]:
             raise LayersimError(
                 "This is not the model of this run.",
-                given=source.ndif.model_key,
-                expected=header["model_key"],
-                do="load the same model from the same place",
+                given=f"{opened.ndif.model_key} {now[:4]}",
+                expected=f"{header['model_key']} {then[:4]}",
+                do="load the same model from the same place, revision and adapter included",
             )
+        source, ndif = opened, opened.ndif
     jobs = [_job(number, item, tensors) for number, item in enumerate(header["jobs"])]
-    return RemoteRun(source, described, chosen, kernels, first, settings, jobs, Ndif(header["server"], header["model_key"], {}))
+    return RemoteRun(source, described, chosen, kernels, first, settings, jobs, ndif, header["record"])
 
 
 def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Job:
@@ -334,7 +402,8 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
             name, _, field_name = key.partition("/")
             out.setdefault(name, {})[field_name] = value
         parts.append(Part(count, [], out))
-    return Job(item["id"], batches, [Step(*step) for step in item["steps"]], parts, item["state"])
+    steps = [Step(*step) for step in item["steps"]]
+    return Job(item["id"], batches, steps, parts, item["state"], attempts=item["attempts"])
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -219,6 +219,18 @@ def _save_or_warn(save: Callable[[], bool]) -> None:
         warnings.warn(f"The run goes on without a new checkpoint. {error}", RuntimeWarning, stacklevel=2)
 
 
-def survey(batches: Batches) -> list[tuple[int, int]]:
-    """Of each batch that has something to measure: its counted tokens, and its positions. Reads the data once."""
-    return [(int(batch.counted.sum()), batch.tokens.numel()) for batch in batches if bool(batch.counted.any())]
+class Size(NamedTuple):
+    """Of a batch: its counted tokens, its rows, and all its positions."""
+
+    tokens: int
+    rows: int
+    positions: int
+
+
+def survey(batches: Batches) -> list[Size]:
+    """The size of each batch that has something to measure. Reads the data once."""
+    return [
+        Size(int(batch.counted.sum()), len(batch.tokens), batch.tokens.numel())
+        for batch in batches
+        if bool(batch.counted.any())
+    ]

@@ -187,9 +187,10 @@ class CKA(Analyzer):
         kernel = partial(side_kernel, rows=rows, size=self.minibatch, seed=self.seed)
         return Exchange(kernel, partial(join_sides, biased=self.estimator == "biased"), self._crossing)
 
-    def _crossing(self, tokens: int, layers: int) -> int:
-        n = min(self.minibatch, tokens)
-        return 4 * layers * (tokens // n) * n * (n + 1) // 2
+    def _crossing(self, tokens: int, rows: int, layers: int) -> int:
+        count = tokens if self.level == "token" else rows
+        n = min(self.minibatch, count)
+        return 4 * layers * (count // n) * n * (n + 1) // 2
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         unit = "tokens" if self.level == "token" else "sequences"

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import LayersimError
 from ..source import Source
+from .address import shown
 
 ACCEPTED = (
     "a TransformerLens HookedTransformer or TransformerBridge, an nnsight TransformersModel or NNsight(module), "
@@ -32,7 +33,7 @@ def open_source(
         if layers is not None or unembed is not None or remote:
             raise LayersimError(
                 "A source has its own layers and its own place.",
-                given=f"{type(model).__name__} with layers={layers}, unembed={unembed} and remote={remote!r}",
+                given=f"{type(model).__name__} with layers={layers}, unembed={unembed} and remote={shown(remote)}",
                 expected="none of them",
                 do="leave them out",
             )
@@ -40,7 +41,7 @@ def open_source(
     if tokens_per_request is not None and remote in (False, "local"):
         raise LayersimError(
             "Only a server is sent requests.",
-            given=f"tokens_per_request={tokens_per_request} with remote={remote!r}",
+            given=f"tokens_per_request={tokens_per_request} with remote={shown(remote)}",
             expected="remote=True, or the address of an NDIF server",
             do="batch_size= for the rows of a forward pass here",
         )
@@ -55,7 +56,7 @@ def open_source(
     if remote:
         raise LayersimError(
             "Only nnsight models can be run elsewhere.",
-            given=f"{type(model).__name__} with remote={remote!r}",
+            given=f"{type(model).__name__} with remote={shown(remote)}",
             expected="an nnsight TransformersModel",
             do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
         )

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import LayersimError
+from .address import host_of, redacted, without_login
 
 T = TypeVar("T")
 # Seconds between attempts: nine minutes in all, in which a server can be started again and load a large model.
 WAITS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, *[60.0] * 8)
-# What a server says of a failure that is not the request's.
-PASSING = (
-    "temporarily unavailable",
-    "reconnecting",
-    "try again",
-    "evicted",
-    "preempted",
-    "payload could not be read",
-    "unavailable",
-    "internal server error",
-    "actor died",
-    "actordiederror",
-    "runner socket",
+# What a server says of a failure that is not the request's; a traceback is the request's own, but for this one.
+PASSING = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
+NO_SANDBOX = "waiting for the runner socket"
+# A LayersimError that a kernel raised there, as a traceback ends with it.
+REFUSAL = re.compile(
+    r"LayersimError: (?P<what>.+)\n\s+given:\s+(?P<given>.+)\n\s+expected:\s+(?P<expected>.+)\n\s+do:\s+(?P<do>.+)"
 )
 TOO_LONG = "exceeded the execution timeout"
 CRITICAL = ("nnsight", "transformers", "torch")
@@ -39,41 +34,6 @@ class JobTooLong(Exception):
 
 class Passing(Exception):
     """A failure of the network or the server that may be over at the next attempt."""
-
-
-def host_of(remote: bool | str) -> str:
-    """The server's address: nnsight's own setting (NDIF_HOST), or the one given; the key is nnsight's in either case."""
-    from nnsight.schema.config import CONFIG
-
-    host = str(CONFIG.API.HOST if remote is True else remote).rstrip("/")
-    if not host.startswith(("http://", "https://")):
-        raise LayersimError(
-            "This is no address of a server.",
-            given=f"remote={remote!r}",
-            expected="True, for the server that nnsight is set to; 'local'; or an address that starts with http:// or https://",
-            do="remote='http://127.0.0.1:8001'",
-        )
-    return host
-
-
-def without_login(host: str) -> str:
-    """An address without a user's name and password in it.
-
-    >>> without_login("https://me:secret@ndif.example:8001")
-    'https://ndif.example:8001'
-    """
-    parts = urlsplit(host)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
-def redacted(text: str, host: str = "") -> str:
-    """A server's words without the key: some servers repeat what they were sent."""
-    from nnsight.schema.config import CONFIG
-
-    for secret in (CONFIG.API.APIKEY, urlsplit(host).password):
-        if secret:
-            text = text.replace(secret, "***")
-    return text.replace(host, without_login(host)) if host else text
 
 
 @dataclass(frozen=True)
@@ -106,12 +66,16 @@ class Word:
         found: the answer, once there is one.
         failure: why the job has none and may be sent again, "" where it has not failed.
         halve: whether it was too long.
+        reached: whether the server could be asked.
+        final: the refusal that sending it again would not change, None where it might.
     """
 
     state: str | None
     found: Any = None
     failure: str = ""
     halve: bool = False
+    reached: bool = True
+    final: Exception | None = None
 
 
 class Ndif:
@@ -127,13 +91,18 @@ class Ndif:
         self.host = host_of(remote)
         self.name = without_login(self.host)
         self.model_key = model_key
-        self._env = dict(env)
+        self.env = dict(env)
         self.say: Callable[[str], None] = lambda text: None
         self.requests, self.sent, self.received = 0, 0, 0
         self.seconds = 0.0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which a server may be away."""
+        return sum(WAITS)
 
     def request(self, run: Callable[[Any], T], patient: bool = True) -> T:
         """What `run` returns for a backend to trace with; attempted again while the failure may pass.
@@ -155,7 +124,7 @@ class Ndif:
                 return self._attempt(run)
             except Passing as error:
                 if attempt == len(waits):
-                    raise self._given_up(error, len(waits) + 1) from None
+                    raise self.given_up(error, len(waits) + 1) from None
                 reason, wait = str(error).splitlines()[0][:80], waits[attempt]
                 for left in range(int(wait), 0, -1):
                     self.say(f"attempt {attempt + 2} of {len(waits) + 1} in {left} s: {reason}")
@@ -177,7 +146,7 @@ class Ndif:
 
     def backend(self, blocking: bool, job_id: str | None = None) -> Any:
         """Nnsight's own way to a server, which counts bytes and reports through `say`."""
-        backend = _courier()(self.model_key, host=self.host, env=self._env, blocking=blocking, job_id=job_id)
+        backend = _courier()(self.model_key, host=self.host, env=self.env, blocking=blocking, job_id=job_id)
         # Who does not wait is not shown a download either.
         backend.display = Display(self, enabled=blocking)
         return backend
@@ -200,13 +169,14 @@ class Ndif:
         try:
             found = backend.poll()
         except Exception as error:
-            failure = self.in_words(error)
-            if isinstance(failure, Passing) and backend.status is None:
-                # The connection failed, and not the job.
-                return Word(None)
+            failure, state = self.in_words(error), None if backend.status is None else backend.status.value
+            if state != "ERROR" and isinstance(failure, Passing):
+                # The connection failed, or the download of an answer, and not the job.
+                return Word(state if state != "COMPLETED" else "RUNNING", failure=_last(str(failure)), reached=False)
             if isinstance(failure, JobTooLong | Passing):
                 return Word("ERROR", failure=_last(str(failure)), halve=isinstance(failure, JobTooLong))
-            raise failure from None
+            return Word("ERROR", failure=str(failure), final=failure)
+        self.received += backend.received
         return Word(None if backend.status is None else backend.status.value, found)
 
     def get(self, path: str, timeout: float = 30.0) -> Any:
@@ -220,7 +190,7 @@ class Ndif:
         except httpx.HTTPStatusError as error:
             code = error.response.status_code
             if code in (502, 503, 504):
-                raise Passing(f"{self.name} is not ready ({code}): {error.response.text[:200]}") from None
+                raise Passing(redacted(f"{self.name} is not ready ({code}): {error.response.text[:200]}", self.host)) from None
             raise self._no_server(f"{path}: HTTP {code}") from None
         except httpx.TransportError as error:
             raise self._no_server(f"{type(error).__name__}: {error}") from None
@@ -236,7 +206,7 @@ class Ndif:
             self.get("/ping", timeout=10.0)
             status, there = self.get("/status", timeout=60.0), self.get("/env", timeout=60.0)
         except Passing as error:
-            raise self._given_up(error, 1) from None
+            raise self.given_up(error, 1) from None
         entries = [e for e in status.get("deployments", {}).values() if e.get("application_state") == "RUNNING"]
         own: dict[str, Any] = next((e for e in entries if e.get("model_key") == self.model_key), {})
         limit = own.get("execution_timeout_seconds")
@@ -257,6 +227,7 @@ class Ndif:
     def in_words(self, error: Exception) -> Exception:
         """What a failed request means: `Passing`, `JobTooLong`, or the refusal that ends the run."""
         import httpx
+        import pydantic
         import websocket
         from nnsight.intervention.backends.remote import RemoteError
 
@@ -264,8 +235,12 @@ class Ndif:
         # What the server said is in the text; the code that it came with, where there is one, hangs on the cause.
         answer = getattr(error.__cause__, "response", None) if isinstance(error, RemoteError) else None
         code = getattr(answer, "status_code", None)
-        if isinstance(error, Stalled | websocket.WebSocketException | httpx.TransportError | OSError | EOFError):
-            return Passing(f"{type(error).__name__}: {text}")
+        broken = (websocket.WebSocketException, httpx.HTTPError, pydantic.ValidationError, json.JSONDecodeError)
+        if isinstance(error, (*broken, Stalled, OSError, EOFError)):
+            # An address that gives access to an answer may stand in the words.
+            return Passing(
+                f"{type(error).__name__}: {re.sub(r'https?://[^ ]*', self.name, text.splitlines()[0] if text else '')}"
+            )
         if not isinstance(error, RemoteError):
             return error
         lower = text.lower()
@@ -287,8 +262,11 @@ class Ndif:
             )
         if "error provisioning" in lower or "error starting model" in lower:
             return NotRunning(text)
+        if ours := re.search(REFUSAL, text):
+            return LayersimError(ours["what"], given=ours["given"], expected=ours["expected"], do=ours["do"])
         unreached = isinstance(error.__cause__, httpx.TransportError)
-        if unreached or code in (408, 429, 500, 502, 503, 504) or any(words in lower for words in PASSING):
+        words = (NO_SANDBOX,) if "traceback (most recent" in lower else PASSING
+        if unreached or code in (408, 429, 500, 502, 503, 504) or any(word in lower for word in words):
             return Passing(text)
         if "out of memory" in lower:
             return LayersimError(
@@ -304,7 +282,7 @@ class Ndif:
             f"The request failed on {self.name}.", given=_last(text), expected="kernels that run there as they do here", do=do
         )
 
-    def _given_up(self, error: Exception, attempts: int) -> LayersimError:
+    def given_up(self, error: Exception, attempts: int) -> LayersimError:
         if isinstance(error, NotRunning):
             running = ", ".join(self.standing.running) or "none"
             return LayersimError(
@@ -314,10 +292,10 @@ class Ndif:
                 do="nnsight.status() lists them with their tasks and revisions; or ask its operator for this one",
             )
         return LayersimError(
-            f"{self.name} did not answer, {attempts} times." if attempts > 1 else f"{self.name} is not ready.",
+            f"{self.name} did not answer, {attempts} times." if attempts > 1 else f"{self.name} does not answer.",
             given=_last(str(error)),
             expected="a server that takes requests",
-            do="the same call later; with checkpoint=PATH it goes on where it was",
+            do="the same call later: a checkpoint= goes on where it was, and so does a RemoteRun that was saved",
         )
 
     def _no_server(self, given: str) -> LayersimError:

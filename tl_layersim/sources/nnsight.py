@@ -16,6 +16,7 @@ from ..errors import LayersimError
 from ..layout import call_options, describe, find_blocks, head_dtype
 from ..source import Kernel, Model, Reduced, Source, View, eval_mode, first_tensor, place, reduce
 from ..unembed import Unembed, tensor_of, unembed_gap
+from .address import shown
 
 
 class NNsightSource(Source):
@@ -43,7 +44,7 @@ class NNsightSource(Source):
         self._module: torch.nn.Module = model._module
         paths = find_blocks(self._module, layers)
         self._blocks = [model.get(path) for path in paths]
-        where = f" (remote={remote!r})" if remote else ""
+        where = f" (remote={shown(remote)})" if remote else ""
         self._model = describe(self._module, paths, type(model).__name__ + where, getattr(model, "tokenizer", None), unembed)
         self._unembed = self._open_head()
 
@@ -146,7 +147,7 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
         return {"backend": LocalSimulationBackend(_ModuleTree(model))}
     raise LayersimError(
         "A module that is wrapped here is on no server.",
-        given=f"{type(model).__name__}(module) with remote={remote!r}",
+        given=f"{type(model).__name__}(module) with remote={shown(remote)}",
         expected="a model that the server loads by name",
         do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
     )

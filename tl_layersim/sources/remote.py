@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..data import Batch
-from ..errors import LayersimError
+from ..errors import LayersimError, LayersimWarning
 from ..layout import call_options
 from ..pairs import BLOCK, next_size, push
 from ..source import Kernel, Offer, Part, Reduced, View, first_tensor, place, reduce
@@ -22,6 +24,8 @@ from .nnsight import NNsightSource, kept_of, travelling
 
 # A request may take this long where the operator's limit is not known; a quarter of the limit where it is.
 SECONDS_PER_REQUEST = 20.0
+# Bytes of one analyzer's sums that are not taken without a word.
+MUCH = 8e6
 Found = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
 
@@ -44,15 +48,23 @@ class RemoteSource(NNsightSource):
         remote: bool | str,
         tokens_per_request: int | None,
     ) -> None:
+        if tokens_per_request is not None and tokens_per_request < 1:
+            raise LayersimError(
+                "tokens_per_request is too small.", given=tokens_per_request, expected="1 or more", do="tokens_per_request=8192"
+            )
         super().__init__(model, layers, unembed, remote)
         self.ndif = Ndif(remote, model.to_model_key(), model._remoteable_get_env())
         self.most_tokens, self._most = tokens_per_request, BLOCK
         self._seconds_per_batch: float | None = None
+        self._warned: set[str] = set()
         self._keeps = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
         self.offer = self._ask_offer()
-        self._model = replace(
-            self._model, dtype=self.offer.dtype, source=f"{type(model).__name__} on an NDIF server", weights_hash=""
-        )
+        # Weights that are elsewhere have no hash; their revision, and an adapter that is asked for, stand in the record.
+        which = json.loads(self.ndif.model_key.partition(":")[2]).get("revision")
+        name = self._model.name + (f"@{which}" if which else "")
+        asked = ", ".join(f"{key} {value}" for key, value in sorted(self.ndif.env.items()))
+        source = f"{type(model).__name__} on an NDIF server" + (f" ({asked})" if asked else "")
+        self._model = replace(self._model, name=name, dtype=self.offer.dtype, source=source, weights_hash="")
 
     def _ask_offer(self) -> Offer:
         """What the server has, by a request of one token."""
@@ -85,6 +97,18 @@ class RemoteSource(NNsightSource):
             "bytes_received": ndif.received,
         }
 
+    def refuse_larger(self, rows: int, positions: int) -> None:
+        """Refuse, before anything is sent, a forward pass that is larger than a request may be."""
+        if self.most_tokens is not None and positions > self.most_tokens:
+            width = positions // rows
+            fits = self.most_tokens // width
+            raise LayersimError(
+                "A request holds whole forward passes, and this one is larger.",
+                given=f"{rows} rows of {width} tokens with tokens_per_request={self.most_tokens}",
+                expected=f"tokens_per_request of at least {positions}",
+                do=f"batch_size={fits}, or a larger tokens_per_request=" if fits else "a larger tokens_per_request=",
+            )
+
     def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
         width = self._model.d_model or 0
         there = 4 * len(self._model.layers) * largest * width / 1e9
@@ -99,10 +123,10 @@ class RemoteSource(NNsightSource):
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         try:
-            [(_, found)] = self._ask([batch], kernels)
+            [part] = parts_of(self._ask([batch], kernels))
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
-        return found
+        return part.not_finite, {name: dict(one) for name, one in part.out.items()}
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None
@@ -122,47 +146,47 @@ class RemoteSource(NNsightSource):
         self, batches: Iterator[Batch], kernels: Mapping[str, Kernel], start: int = 0, say: Callable[[str], None] = print
     ) -> Iterator[list[Part]]:
         self.ndif.say = say
+        for group in self.groups(batches, start, self.most_tokens, self._affordable):
+            yield from self._in_time(group, kernels)
+
+    def groups(
+        self, batches: Iterator[Batch], start: int, most_tokens: int | None, affordable: Callable[[], int]
+    ) -> Iterator[list[Batch]]:
+        """Batches by the request: all that are left, or a power of two of them, never none.
+
+        Args:
+            batches: in order.
+            start: how many went before.
+            most_tokens: positions that a request may hold; None for any number.
+            affordable: how many batches a request may take by time.
+        """
         ahead: deque[Batch] = deque()
         index = start
         while True:
-            size = next_size(index, self._affordable())
+            size = next_size(index, affordable())
             while len(ahead) < size and (batch := next(batches, None)) is not None:
+                self.refuse_larger(len(batch.tokens), batch.tokens.numel())
                 ahead.append(batch)
             if not ahead:
                 return
-            group = [ahead.popleft() for _ in range(self._fitting(ahead, size))]
-            yield from self._in_time(group, kernels)
-            index += len(group)
+            taken, total = 0, 0
+            for batch in list(ahead)[:size]:
+                total += batch.tokens.numel()
+                if taken and most_tokens is not None and total > most_tokens:
+                    break
+                taken += 1
+            if taken < len(ahead):
+                taken = 1 << (taken.bit_length() - 1)
+            yield [ahead.popleft() for _ in range(taken)]
+            index += taken
 
     def _affordable(self) -> int:
-        """How many batches a request may take by time."""
         if self.most_tokens is not None:
             return self._most
         if self._seconds_per_batch is None:
             return 1
         seconds = SECONDS_PER_REQUEST if self.offer.job_limit is None else min(SECONDS_PER_REQUEST, self.offer.job_limit / 4)
         return max(1, min(self._most, int(seconds / self._seconds_per_batch)))
-
-    def _fitting(self, ahead: deque[Batch], size: int) -> int:
-        """How many of the batches that were read go into the next request: all that are left, or a power of two."""
-        size = min(size, len(ahead))
-        if self.most_tokens is None:
-            return size
-        taken = total = 0
-        for batch in list(ahead)[:size]:
-            total += batch.tokens.numel()
-            if total > self.most_tokens:
-                break
-            taken += 1
-        if taken == 0:
-            raise LayersimError(
-                "A request holds whole forward passes, and this one is larger.",
-                given=f"{len(ahead[0].tokens)} rows of {ahead[0].tokens.shape[1]} tokens with "
-                f"tokens_per_request={self.most_tokens}",
-                expected=f"tokens_per_request of at least {ahead[0].tokens.numel()}",
-                do=f"batch_size={max(1, self.most_tokens // ahead[0].tokens.shape[1])}, or a larger tokens_per_request=",
-            )
-        return taken if taken == len(ahead) else 1 << (taken.bit_length() - 1)
 
     def _in_time(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> Iterator[list[Part]]:
         """The group in one request; in two halves where the server ends the job, or has ended shorter ones."""
@@ -179,13 +203,28 @@ class RemoteSource(NNsightSource):
             yield from self._in_time(group[:half], kernels)
             yield from self._in_time(group[half:], kernels)
             return
-        self._seconds_per_batch = self.ndif.seconds / len(group)
-        yield [Part(count, not_finite, out) for count, (not_finite, out) in found]
+        self._seconds_per_batch = max(self.ndif.seconds, 1e-3) / len(group)
+        parts = parts_of(found)
+        self._warn_of_much(parts)
+        yield parts
 
     def send(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> str:
         """Send a request off, and return the server's name for it."""
         work, shipped = self.pack(group), travelling(kernels)
         return self.ndif.send_off(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
+
+    def _warn_of_much(self, parts: list[Part]) -> None:
+        """Say once of an analyzer that it brings back more than sums over layers are."""
+        for name, one in parts[0].out.items():
+            size = sum(value.numel() * value.element_size() for value in one.values())
+            if size > MUCH and name not in self._warned:
+                self._warned.add(name)
+                key, value = max(one.items(), key=lambda item: item[1].numel())
+                warnings.warn(
+                    f"{name!r} brings back {size / 1e6:.0f} MB a request, most of it {key!r} of shape {tuple(value.shape)}.",
+                    LayersimWarning,
+                    stacklevel=2,
+                )
 
     def _ask(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, Found]]:
         work, shipped = self.pack(group), travelling(kernels)
@@ -197,7 +236,8 @@ class RemoteSource(NNsightSource):
         for batch in group:
             options = call_options(self._module, batch) | ({"logits_to_keep": 1} if self._keeps else {})
             keep, kept = kept_of(batch)
-            small = {name: values.to(torch.int32) for name, values in kept.items()}
+            # Labels are the user's own numbers; the others are ids and counts.
+            small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
             tokens = batch.tokens.to(torch.int32)
             work.append({"tokens": tokens, "keep": keep.to(torch.int32), "kept": small, "options": options})
         return work
@@ -244,7 +284,7 @@ def submit(
                     width = item["tokens"].shape[1]
                     lens = None if unembed is None else there(unembed, hidden)
                     view = View(residual=buffer, sequence=rows // width, position=rows % width, unembed=lens, **here)
-                    push(stack, 1, widened(reduce(kernels, view)), add_found)
+                    push(stack, 1, fetched(reduce(kernels, view)), add_found)
         found = nnsight.save(stack)
     # None for a job that was sent off and not waited for.
     answer: list[tuple[int, Found]] = found
@@ -292,21 +332,50 @@ def there(unembed: Unembed, hidden: Tensor) -> Unembed:
     return replace(unembed, dtype=hidden.dtype, norm_dtype=hidden.dtype)
 
 
-def widened(found: Any) -> Any:
-    """What `reduce` gave, as the sums that travel back: whole numbers as int64, the rest as float64, on the CPU."""
+def fetched(found: Any) -> Any:
+    """What `reduce` gave, on the CPU."""
     counts, out = found
-    return counts, {
-        name: {
-            key: value.detach().cpu().to(torch.float64 if value.is_floating_point() else torch.int64)
-            for key, value in one.items()
-        }
-        for name, one in out.items()
-    }
+    return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
 
 
 def add_found(a: Any, b: Any) -> Any:
-    """The sums of two batches. Where one had activations that are not finite, the counts of these are all that is left."""
+    """The sums of two batches: whole numbers as int64, the rest as float64. In place of them, in words, what cannot be added.
+
+    Where a batch had activations that are not finite, the counts of these are all that is left.
+    """
     counts = [x + y for x, y in zip(a[0], b[0], strict=True)]
     if any(bool(count.any()) for count in counts):
         return counts, {}
-    return counts, {name: {key: value + b[1][name][key] for key, value in one.items()} for name, one in a[1].items()}
+    for out in (a[1], b[1]):
+        if isinstance(out, str):
+            return counts, out
+    total: dict[str, dict[str, Tensor]] = {}
+    for name, one in a[1].items():
+        other = b[1][name]
+        total[name] = {}
+        for key in {**one, **other}:
+            x, y = one.get(key), other.get(key)
+            if x is None or y is None or x.shape != y.shape:
+                shapes = [None if value is None else tuple(value.shape) for value in (x, y)]
+                return counts, f"{name}: sum {key!r} has shape {shapes[0]} and {shapes[1]}"
+            wide = torch.float64 if x.is_floating_point() else torch.int64
+            total[name][key] = x.to(wide) + y.to(wide)
+    return counts, total
+
+
+def parts_of(found: list[tuple[int, Any]]) -> list[Part]:
+    """What a request brought, in parts.
+
+    Raises:
+        LayersimError: a kernel gave something that is no sum.
+    """
+    for _, (_, out) in found:
+        if isinstance(out, str):
+            name, _, what = out.partition(": ")
+            raise LayersimError(
+                f"What the kernel of {name!r} returned cannot be added up.",
+                given=what,
+                expected="a dict of tensors whose names and shapes do not depend on the batch",
+                do="sum over the token axis inside the kernel",
+            )
+    return [Part(count, not_finite, out) for count, (not_finite, out) in found]
