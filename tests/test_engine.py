@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import tl_layersim as lsim
+from tl_layersim import passes
 from tl_layersim.sources.hooked import HookedSource
 
 from .conftest import provenance, random_tokens, tiny_llama, tiny_tokenizer, worst
@@ -162,10 +163,10 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
             f"""
             import time
             import tl_layersim as lsim
-            from tl_layersim import checkpoint, engine
+            from tl_layersim import checkpoint, passes
             from tl_layersim.sources.hooked import HookedSource
             from tests.conftest import random_tokens, tiny_llama
-            engine.SECONDS_BETWEEN_SAVES = 0.0
+            passes.SECONDS_BETWEEN_SAVES = 0.0
             run = HookedSource.run
             def slow(self, batch, kernels):
                 time.sleep(0.2)

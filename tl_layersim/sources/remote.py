@@ -328,8 +328,11 @@ def _probe(model: Any, blocks: list[Any], backend: Any) -> dict[str, Any]:
 
 
 def there(unembed: Unembed, hidden: Tensor) -> Unembed:
-    """The lens in the dtype that the model really has: what was known here is the dtype of weights that were never loaded."""
-    return replace(unembed, dtype=hidden.dtype, norm_dtype=hidden.dtype)
+    """The lens in the dtype and on the device that the model really has, which what leaves its last block shows.
+
+    What was known here is the dtype of weights that were never loaded.
+    """
+    return replace(unembed, dtype=hidden.dtype, norm_dtype=hidden.dtype, device=hidden.device)
 
 
 def fetched(found: Any) -> Any:
