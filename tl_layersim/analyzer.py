@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -131,6 +132,52 @@ class Analyzer(ABC):
     def summary(cls) -> str:
         """The first line of the class's docstring."""
         return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def code_digest(analyzer: Analyzer) -> str:
+    """12 hex digits of the code of an analyzer that is not of this package, and of what it calls in its own module.
+
+    Sums of two kernels must not meet; for the analyzers of this package its version says which they are.
+    """
+    cls = type(analyzer)
+    if cls.__module__.split(".")[0] == __name__.split(".")[0]:
+        return ""
+    starts = [item for item in vars(cls).values() if isinstance(item, FunctionType)]
+    seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
+    digest = hashlib.sha256()
+    for name, code in sorted(seen.items()):
+        digest.update(repr((name, code.co_code, code.co_names, plain_constants(code))).encode())
+    return digest.hexdigest()[:12]
+
+
+def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
+    """These functions, and those of their own modules that they call by name, and so on."""
+    found: dict[int, FunctionType] = {}
+    waiting = list(starts)
+    while waiting:
+        function = waiting.pop()
+        if id(function) in found:
+            continue
+        found[id(function)] = function
+        names = {name for code in codes_in(function.__code__) for name in code.co_names}
+        named = (function.__globals__.get(name) for name in sorted(names))
+        waiting += [item for item in named if isinstance(item, FunctionType) and item.__module__ == function.__module__]
+    return list(found.values())
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's or a module's code, and all code inside it."""
+    yield code
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            yield from codes_in(item)
+
+
+def plain_constants(code: CodeType) -> list[str]:
+    """The constants of a function's code, as text that is the same in every process; not the code inside it."""
+    plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
+    # A set has no order of its own.
+    return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]
 
 
 def _plain(value: Any) -> Any:

@@ -47,7 +47,7 @@ class Capabilities:
             f"  job limit:  {f'{offer.job_limit:g} s' if offer.job_limit else 'none that it tells'}",
             f"  versions:   {', '.join(f'{name} {version}' for name, version in offer.versions.items())}",
             f"  not as here: {'; '.join(offer.differences) or 'nothing'}",
-            f"  running:    {', '.join(offer.running) or 'nothing else'}",
+            f"  up now:     {', '.join(offer.running) or 'no model'}",
             f"  can run:    {', '.join(able)}",
         ]
         lines += [f"  cannot run: {name}: {reason}" for name, reason in self.analyzers.items() if reason]
@@ -81,7 +81,7 @@ def capabilities(
             do="analyze() without remote= runs every analyzer here",
         )
     found = {}
-    for name, cls in find_analyzers().items():
+    for name, cls in sorted(find_analyzers().items()):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

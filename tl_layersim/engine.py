@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .analyzer import Analyzer
+from .analyzer import Analyzer, code_digest
 from .analyzers import find_analyzers
 from .checkpoint import Checkpoint
 from .data import Batches
@@ -202,6 +202,7 @@ def _run(
     identity = {
         "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in models],
         "analyzers": {name: (f"{type(a).__module__}.{type(a).__qualname__}", options[name]) for name, a in analyzers.items()},
+        "code": {name: code_digest(a) for name, a in analyzers.items()},
         "data": settings,
         "version": version("tl_layersim"),
     }
@@ -282,14 +283,11 @@ def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, A
     sizes = survey(batches)
     tokens = sum(size.tokens for size in sizes)
     if len(sources) == 2:
-        # Not a courtesy of terminals: what leaves a server is said wherever this runs.
+        # Not a courtesy of terminals, as bars are: what is asked of a server is said wherever this runs.
         tqdm.write(crossing(analyzers, sources, [(size.tokens, size.rows) for size in sizes]), file=sys.stderr)
     elif sizes:
         largest = max(sizes, key=lambda size: size.positions)
         assert isinstance(far[0], RemoteSource)
         far[0].refuse_larger(largest.rows, largest.positions)
-        with tqdm(total=0, leave=False, disable=None) as bar:
-            quiet = bar.disable
-        if not quiet:
-            tqdm.write(far[0].plan(2 if twice else 1, len(sizes), tokens, largest.positions), file=sys.stderr)
+        tqdm.write(far[0].plan(2 if twice else 1, len(sizes), tokens, largest.positions), file=sys.stderr)
     return tokens

@@ -1,4 +1,4 @@
-"""One kind of error: what was given, what was expected, and the call to make."""
+"""One kind of error: what was given, what was expected, and the call to make; and how sizes are said in words."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ class LayersimError(ValueError):
         self.what, self.given, self.expected, self.do = what, given, expected, do
         # Not super(): a class that travelled to a server as source has lost what that looks up.
         ValueError.__init__(self, f"{what}\n  given:    {given}\n  expected: {expected}\n  do:       {do}")
+
+
+def in_words(size: float) -> str:
+    """A number of bytes.
+
+    >>> in_words(1234567)
+    '1.2 MB'
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .analyzer import Analyzer, Exchange
 from .data import Batch
-from .errors import LayersimError
+from .errors import LayersimError, in_words
 from .source import Part, Source
 
 
@@ -64,16 +64,3 @@ def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], sizes
         )
         words += f", where the activations would be {in_words(whole)} in float32"
     return words + "."
-
-
-def in_words(size: float) -> str:
-    """A number of bytes.
-
-    >>> in_words(1234567)
-    '1.2 MB'
-    """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError

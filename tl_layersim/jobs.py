@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .analyzer import Analyzer
+from .analyzer import Analyzer, code_digest
 from .analyzers import find_analyzers
 from .checkpoint import Tally
 from .data import Batch, Batches
@@ -412,7 +412,8 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _recipe(analyzer: Analyzer) -> dict[str, Any]:
     cls = type(analyzer)
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", "options": analyzer.options()}
+    where = f"{cls.__module__}.{cls.__qualname__}"
+    return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}
 
 
 def _rebuilt(name: str, recipe: Mapping[str, Any]) -> Analyzer:

@@ -95,7 +95,9 @@ def one_pass(
     except BaseException as error:
         try:
             if checkpoint.save(tallies):
-                error.add_note(f"What was summed is in {checkpoint.path}; the same call goes on from there.")
+                error.add_note(
+                    f"What was summed, {tally.tokens} tokens, is in {checkpoint.path}; the same call goes on from there."
+                )
         except OSError as full:
             error.add_note(str(full))
         raise

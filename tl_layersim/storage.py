@@ -88,6 +88,6 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             f"{path} holds another kind of data.",
             given=header["kind"],
             expected=" or ".join(kinds),
-            do="use lsim.load() for results and reports, checkpoint= for checkpoints",
+            do="lsim.load() for results and reports, lsim.load_run() for runs that were sent off, checkpoint= for checkpoints",
         )
     return header, tensors

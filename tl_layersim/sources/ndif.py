@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ T = TypeVar("T")
 WAITS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, *[60.0] * 8)
 # What a server says of a failure that is not the request's; a traceback is the request's own, but for this one.
 PASSING = ("unavailable", "reconnecting", "try again", "evicted", "preempted", "could not be read", "internal server error")
+LOG = logging.getLogger("tl_layersim")
 NO_SANDBOX = "waiting for the runner socket"
 # A LayersimError that a kernel raised there, as a traceback ends with it.
 REFUSAL = re.compile(
@@ -125,9 +127,13 @@ class Ndif:
             except Passing as error:
                 if attempt == len(waits):
                     raise self.given_up(error, len(waits) + 1) from None
-                reason, wait = str(error).splitlines()[0][:80], waits[attempt]
+                if "could not be read" in str(error) and attempt == 2:
+                    # Not a matter of the line, then.
+                    raise self.given_up(error, 3) from None
+                reason, wait = _last(str(error)), waits[attempt]
+                LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, attempt + 2, len(waits) + 1, wait, reason)
                 for left in range(int(wait), 0, -1):
-                    self.say(f"attempt {attempt + 2} of {len(waits) + 1} in {left} s: {reason}")
+                    self.say(f"attempt {attempt + 2} of {len(waits) + 1} in {left} s: {reason[:80]}")
                     time.sleep(wait / int(wait))
         raise AssertionError
 
@@ -277,9 +283,14 @@ class Ndif:
             )
         do = "try the same with remote='local', which runs here what would run there"
         if self.standing.differences:
-            do = f"make the versions equal ({'; '.join(self.standing.differences)}), or {do}"
+            do += f"; if that works, versions matter: {'; '.join(self.standing.differences)}"
+        frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text)
+        where = " (line {1} of {0}, in {2})".format(*frames[-1]) if frames else ""
         return LayersimError(
-            f"The request failed on {self.name}.", given=_last(text), expected="kernels that run there as they do here", do=do
+            f"The request failed on {self.name}.",
+            given=_last(text) + where,
+            expected="kernels that run there as they do here",
+            do=do,
         )
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
@@ -292,7 +303,7 @@ class Ndif:
                 do="nnsight.status() lists them with their tasks and revisions; or ask its operator for this one",
             )
         return LayersimError(
-            f"{self.name} did not answer, {attempts} times." if attempts > 1 else f"{self.name} does not answer.",
+            f"{self.name} {f'gave no answer, asked {attempts} times' if attempts > 1 else 'does not answer'}.",
             given=_last(str(error)),
             expected="a server that takes requests",
             do="the same call later: a checkpoint= goes on where it was, and so does a RemoteRun that was saved",
@@ -345,7 +356,7 @@ class Display:
             self._started = self._heard
         if status == "COMPLETED" and self._started is not None:
             self.seconds = self._heard - self._started
-        if status in ("QUEUED", "PROVISIONING", "DEPLOYING"):
+        if status in ("PROVISIONING", "DEPLOYING") or (status == "QUEUED" and "position 1." not in response.description):
             self.server.say(redacted(f"{status.lower()}: {response.description}", self.server.host)[:80])
         elif status == "RUNNING":
             sent, received = self.server.sent / 1e3, self.server.received / 1e3
@@ -390,6 +401,11 @@ def _courier() -> Any:
                 # What a connection gives that was closed.
                 raise ConnectionError("the server closed the connection")
             return RemoteBackend.parse(message)
+
+        def download_result(self, url: Any) -> Any:
+            # The bar of the whole run is enough.
+            self.display.enabled = False
+            return super().download_result(url)
 
         def finalize(self, content: bytes) -> Any:
             self.received = len(content)

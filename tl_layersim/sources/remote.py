@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -14,16 +16,18 @@ import torch
 from torch import Tensor
 
 from ..data import Batch
-from ..errors import LayersimError, LayersimWarning
+from ..errors import LayersimError, LayersimWarning, in_words
 from ..layout import call_options
 from ..pairs import BLOCK, next_size, push
 from ..source import Kernel, Offer, Part, Reduced, View, first_tensor, place, reduce
 from ..unembed import Unembed, tensor_of, unembed_gap
+from .frozen import Frozen
 from .ndif import JobTooLong, Ndif
 from .nnsight import NNsightSource, kept_of, travelling
 
 # A request may take this long where the operator's limit is not known; a quarter of the limit where it is.
-SECONDS_PER_REQUEST = 20.0
+SECONDS_PER_REQUEST = 10.0
+LOG = logging.getLogger("tl_layersim")
 # Bytes of one analyzer's sums that are not taken without a word.
 MUCH = 8e6
 Found = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
@@ -57,6 +61,7 @@ class RemoteSource(NNsightSource):
         self.most_tokens, self._most = tokens_per_request, BLOCK
         self._seconds_per_batch: float | None = None
         self._warned: set[str] = set()
+        self._frozen, self._halved = Frozen(), 0
         self._keeps = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
         self.offer = self._ask_offer()
         # Weights that are elsewhere have no hash; their revision, and an adapter that is asked for, stand in the record.
@@ -93,6 +98,7 @@ class RemoteSource(NNsightSource):
             "devices": list(offer.devices),
             "versions": dict(offer.versions),
             "requests": ndif.requests,
+            "halved": self._halved,
             "bytes_sent": ndif.sent,
             "bytes_received": ndif.received,
         }
@@ -110,15 +116,15 @@ class RemoteSource(NNsightSource):
             )
 
     def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
-        width = self._model.d_model or 0
-        there = 4 * len(self._model.layers) * largest * width / 1e9
-        held = f", which hold {there:.1f} GB of residuals there while they run" if width else ""
-        limit = f"{self.offer.job_limit:.0f} s a job" if self.offer.job_limit else "no known limit of a job's time"
-        several = f"{passes} passes over " if passes > 1 else ""
-        requests = -(-count * largest // self.most_tokens) if self.most_tokens else -(-count // BLOCK)
+        width = self._model.d_model
+        there = in_words(4 * len(self._model.layers) * largest * (width or 0))
+        held = f", of which the largest holds {there} of residuals there" if width else ""
+        limit = f"{self.offer.job_limit:g} s a job" if self.offer.job_limit else "no known limit of a job's time"
+        fewest = -(-count * largest // self.most_tokens) if self.most_tokens else -(-count // BLOCK)
         return (
-            f"{self.offer.server} ({'trusted' if self.offer.trusted else 'sandboxed'}, {self.offer.dtype}, {limit}): {several}"
-            f"{tokens:,} tokens in {count} forward passes{held}; {requests} requests a pass or more. Only sums come back."
+            f"{self.offer.server} ({'trusted' if self.offer.trusted else 'sandboxed'}, {self.offer.dtype}, {limit}): "
+            f"{tokens:,} tokens in {count} forward passes{held}{', and all once more for a mean' if passes > 1 else ''}. "
+            f"{passes * fewest} or more requests. Only sums come back."
         )
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
@@ -198,7 +204,11 @@ class RemoteSource(NNsightSource):
             except JobTooLong as error:
                 if not half:
                     raise self._too_long(group[0], error) from None
-                self._most = half
+                self._most, self._halved = half, self._halved + 1
+                if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
+                    # Some servers tell it only so.
+                    self.offer = replace(self.offer, job_limit=float(limit[1]))
+                LOG.warning("%s ended a job for its time: %d batches a request at most from now on", self.offer.server, half)
         if found is None:
             yield from self._in_time(group[:half], kernels)
             yield from self._in_time(group[half:], kernels)
@@ -211,7 +221,8 @@ class RemoteSource(NNsightSource):
     def send(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> str:
         """Send a request off, and return the server's name for it."""
         work, shipped = self.pack(group), travelling(kernels)
-        return self.ndif.send_off(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
+        with self._frozen.in_place(shipped):
+            return self.ndif.send_off(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
 
     def _warn_of_much(self, parts: list[Part]) -> None:
         """Say once of an analyzer that it brings back more than sums over layers are."""
@@ -228,7 +239,8 @@ class RemoteSource(NNsightSource):
 
     def _ask(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, Found]]:
         work, shipped = self.pack(group), travelling(kernels)
-        return self.ndif.request(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
+        with self._frozen.in_place(shipped):
+            return self.ndif.request(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
         """What a request says of its batches."""
