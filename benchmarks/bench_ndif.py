@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.ndif.hub import Hub
 from tests.ndif.server import Server
 
-LENGTH = 128
+LENGTH = 256  # as analyze cuts texts where it is not told otherwise
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--model", required=True, type=Path)
-    arguments.add_argument("--rows", type=int, default=64)
+    arguments.add_argument("--rows", type=int, default=96)
     arguments.add_argument("--repeats", type=int, default=3)
     asked = arguments.parse_args()
     root = Path(tempfile.mkdtemp(prefix="ndif", dir="/tmp"))
@@ -44,7 +44,6 @@ def main() -> None:
 
 def table(name: str, url: str, rows: int, repeats: int) -> str:
     import torch
-    from bench_analyze import machine
     from nnsight import TransformersModel
     from transformers import AutoTokenizer
 
@@ -54,7 +53,7 @@ def table(name: str, url: str, rows: int, repeats: int) -> str:
     tokenizer = AutoTokenizer.from_pretrained(name)
     far = TransformersModel(name, task="text-generation", tokenizer=tokenizer)
     near = TransformersModel(name, task="text-generation", tokenizer=tokenizer, dispatch=True, dtype=torch.float32)
-    texts = [text for text in lsim.demo_text() if len(text) > 40]
+    texts = [text for text in lsim.demo_text() if len(text) > 40] * 8
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
 
     def run(model: object, count: int, **where: object) -> tuple[float, lsim.Provenance]:
@@ -85,6 +84,9 @@ def table(name: str, url: str, rows: int, repeats: int) -> str:
             f"| {count} | {statistics.median(here):.0f} | {statistics.median(there):.0f} | {statistics.median(ratios):.2f} | "
             f"{requests} | {place['bytes_sent'] / requests / 1e3:.1f} | {place['bytes_received'] / requests / 1e3:.1f} |"
         )
+    # Last: it goes offline when it is imported.
+    from bench_analyze import machine
+
     return "\n".join([*lines, "", machine(argparse.Namespace(batch=rows, seq_len=LENGTH, repeats=repeats))])
 
 
