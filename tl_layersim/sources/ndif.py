@@ -80,6 +80,10 @@ class Word:
     final: Exception | None = None
 
 
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
 class Ndif:
     """One server, one model on it.
 
@@ -94,7 +98,7 @@ class Ndif:
         self.name = without_login(self.host)
         self.model_key = model_key
         self.env = dict(env)
-        self.say: Callable[[str], None] = lambda text: None
+        self.say: Callable[[str], None] = quiet
         self.requests, self.sent, self.received = 0, 0, 0
         self.seconds = 0.0
 
@@ -294,6 +298,7 @@ class Ndif:
         )
 
     def given_up(self, error: Exception, attempts: int) -> LayersimError:
+        """The refusal that ends a run after so many attempts."""
         if isinstance(error, NotRunning):
             running = ", ".join(self.standing.running) or "none"
             return LayersimError(

@@ -22,7 +22,7 @@ from ..pairs import BLOCK, next_size, push
 from ..source import Kernel, Offer, Part, Reduced, View, first_tensor, place, reduce
 from ..unembed import Unembed, tensor_of, unembed_gap
 from .frozen import Frozen
-from .ndif import JobTooLong, Ndif
+from .ndif import JobTooLong, Ndif, quiet
 from .nnsight import NNsightSource, kept_of, travelling
 
 # A request may take this long where the operator's limit is not known; a quarter of the limit where it is.
@@ -152,8 +152,12 @@ class RemoteSource(NNsightSource):
         self, batches: Iterator[Batch], kernels: Mapping[str, Kernel], start: int = 0, say: Callable[[str], None] = print
     ) -> Iterator[list[Part]]:
         self.ndif.say = say
-        for group in self.groups(batches, start, self.most_tokens, self._affordable):
-            yield from self._in_time(group, kernels)
+        try:
+            for group in self.groups(batches, start, self.most_tokens, self._affordable):
+                yield from self._in_time(group, kernels)
+        finally:
+            # The bar behind it is over.
+            self.ndif.say = quiet
 
     def groups(
         self, batches: Iterator[Batch], start: int, most_tokens: int | None, affordable: Callable[[], int]
