@@ -53,7 +53,7 @@ $(VENV_NDIF)/server: tests/ndif/requirements.txt
 
 test-ndif: $(VENV)/test $(VENV_NDIF)/server ## Run the tests against a real NDIF server on this machine; needs redis-server
 	@command -v redis-server >/dev/null || { echo "no redis-server: apt-get install redis-server"; exit 1; }
-	OMP_NUM_THREADS=1 TL_LAYERSIM_NDIF_PYTHON=$(abspath $(VENV_NDIF))/bin/python $(VENV)/bin/python -m pytest tests/ndif
+	OMP_NUM_THREADS=1 TL_LAYERSIM_NDIF_PYTHON=$(abspath $(VENV_NDIF))/bin/python $(VENV)/bin/python -m pytest tests/ndif --durations=8
 
 lint: $(VENV)/dev ## Check style and format
 	$(VENV)/bin/ruff check .

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.sources import ndif
 
 from .client import equal, furthest, load, rows
 from .conftest import ask_for
@@ -73,8 +74,8 @@ def test_few_bytes_come_back(server, capsys):
     assert sizes[1] < 2 * sizes[0]
 
 
-def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start):
-    server, data = start(job_limit=4), rows(64, 200)
+def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(hasty):
+    server, data = hasty, rows(64, 200)
     options = {"remote": server.url, "batch_size": 2}
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
     calm = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=400, **options)
@@ -90,21 +91,32 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start):
         lsim.analyze(load("tests/slow"), rows(120, 256), analyzers, remote=server.url, batch_size=120)
 
 
-def test_a_server_that_is_killed_and_started_again(start):
+def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     server, data = start(), rows(48, 60)
     analyzers = [lsim.Cosine(), lsim.CKA(minibatch=64)]
     options = {"remote": server.url, "batch_size": 2, "tokens_per_request": 240}
     undisturbed = lsim.analyze(load("tests/llama"), data, analyzers, **options)
 
+    under_way, plain, asked = threading.Event(), ndif.Ndif._attempt, []
+
+    def attempt(self, run):
+        asked.append(1)
+        if len(asked) == 6:
+            under_way.set()
+        return plain(self, run)
+
     def power_cut():
-        time.sleep(1.5)
+        under_way.wait(120)
         server.kill()
         server.start()
 
+    monkeypatch.setattr(ndif.Ndif, "_attempt", attempt)
     cut = threading.Thread(target=power_cut)
     cut.start()
     report = lsim.analyze(load("tests/llama"), data, analyzers, **options)
     cut.join()
+    # Some requests were made more than once.
+    assert len(asked) > report["cka"].provenance.options["remote"][0]["requests"]
     assert equal(report, undisturbed)
     assert report["cka"].provenance.seconds > undisturbed["cka"].provenance.seconds + 5
 
@@ -152,8 +164,8 @@ def test_a_run_that_is_not_waited_for_is_picked_up_in_another_process(server, tm
     assert equal(run.result(60), waited)
 
 
-def test_a_sent_job_that_was_too_long_is_sent_again_in_halves(start, tmp_path):
-    server, data = start(job_limit=4), rows(64, 200)
+def test_a_sent_job_that_was_too_long_is_sent_again_in_halves(hasty, tmp_path):
+    server, data = hasty, rows(64, 200)
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64)]
     options = {"remote": server.url, "batch_size": 2}
     calm = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=800, **options)
