@@ -49,7 +49,9 @@ def test_half_precision_there_is_summed_as_here(start, monkeypatch):
     for kind in ("trusted", "sandboxed"):
         with monkeypatch.context() as patch:
             ask_for(kind, patch)
-            report = lsim.analyze(load("tests/llama"), data, RESIDUAL + LENS, remote=server.url, batch_size=4)
+            # A sandbox starts a process for each request: few requests.
+            options = {"remote": server.url, "batch_size": 4, "tokens_per_request": 4000}
+            report = lsim.analyze(load("tests/llama"), data, RESIDUAL + LENS, **options)
         # Equal activations give equal sums only if the sums are not in bfloat16.
         assert furthest(report, here) < 1e-6
         assert report["cosine"].provenance.dtype == "torch.bfloat16"
@@ -179,7 +181,7 @@ def test_a_sent_job_that_was_too_long_is_sent_again_in_halves(hasty, tmp_path):
 
 def test_two_remote_models_are_compared_by_what_is_small(server, trust, capfd):
     data = rows(12, 60)
-    options = {"batch_size": 6}
+    options = {"batch_size": 12}
     far = lsim.compare(load("tests/llama"), load("tests/gpt2"), data, lsim.CKA(minibatch=64), remote=server.url, **options)
     said = capfd.readouterr().err
     here = lsim.compare(
