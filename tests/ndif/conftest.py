@@ -97,13 +97,6 @@ def server(hub):
         yield found
 
 
-@pytest.fixture(scope="module")
-def hasty(hub):
-    """A server that ends each job after four seconds."""
-    with _started("h", job_limit=4) as found:
-        yield found
-
-
 @pytest.fixture
 def start(hub):
     """Starts another server for one test, with the options of `Server`."""
