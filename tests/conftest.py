@@ -16,6 +16,7 @@ from hypothesis import settings
 import tl_layersim as lsim
 
 from . import oracles
+from .own_blocks import own_calls
 
 # The same examples on every machine of continuous integration; new ones wherever a person runs the tests.
 settings.register_profile("ci", derandomize=True)
@@ -117,7 +118,7 @@ def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more)
     ids = torch.as_tensor(oracles.tokens_of(count) if tokens is None else tokens)
     per_row = -(-count // rows)
     x = torch.as_tensor(x)
-    more = {"unembed": own_head(dtype=x.dtype)} | more
+    more = {"unembed": own_head(dtype=x.dtype), "calls": own_calls(x) if rows == 1 else None} | more
     return lsim.View(x, ids, torch.arange(count) // per_row, torch.arange(count) % per_row, **more)
 
 

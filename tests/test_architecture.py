@@ -15,9 +15,9 @@ import tl_layersim as lsim
 PACKAGE = Path(lsim.__file__).parent
 # A room may import rooms of its own floor and of those below. Results draw and print themselves only when asked to.
 FLOORS = [
-    {"errors", "sums", "pairs", "hsic", "unembed"},
-    {"storage", "typed"},
-    {"results"},
+    {"errors", "sums", "pairs", "hsic", "unembed", "calls"},
+    {"storage", "typed", "jacobian"},
+    {"results", "coupling"},
     {"source", "plotting", "distributed"},
     {"rows", "lens", "guards", "report", "checkpoint", "demo"},
     {"data"},
@@ -27,7 +27,8 @@ FLOORS = [
     {"passes"},
     {"jobs"},
     {"engine", "capability"},
-    {"probe", "prompt"},
+    {"probe", "prompt", "relation"},
+    {"blocks"},
     {"cli", "__init__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

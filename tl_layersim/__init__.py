@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .analyzer import Analyzer, Exchange, Run, need_head, need_tokens
     from .analyzers import find_analyzers
+    from .analyzers.block_coupling import BlockCoupling, BlockCouplingResult
     from .analyzers.cka import CKA, CKAResult
     from .analyzers.collapse import NeuralCollapse, NeuralCollapseResult
     from .analyzers.cosine import Cosine, CosineResult
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from .analyzers.logit_lens import LogitLens, LogitLensResult
     from .analyzers.saturation import Saturation, SaturationResult
     from .analyzers.trajectory import Spread, Trajectory, TrajectoryResult
+    from .blocks import BlockJacobians, CouplingMatrices, block_jacobians, coupling_matrices
+    from .calls import BlockCall
     from .capability import Capabilities, capabilities
     from .data import Batch
     from .demo import demo_model, demo_text
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from .jobs import RemoteRun, load_run
     from .probe import Probe, attach
     from .prompt import PredictionGrid, TrajectoryPCA, prediction_grid, trajectory_pca
+    from .relation import Relation, plot_adjacency, plot_sweep, relate
     from .results import (
         LayerCurve,
         LayerMatrix,
@@ -46,6 +50,8 @@ _HOME = {
     "engine": ("analyze", "compare"),
     "analyzer": ("Analyzer", "Exchange", "Run", "need_head", "need_tokens"),
     "analyzers": ("find_analyzers",),
+    "blocks": ("BlockJacobians", "CouplingMatrices", "block_jacobians", "coupling_matrices"),
+    "calls": ("BlockCall",),
     "capability": ("Capabilities", "capabilities"),
     "data": ("Batch",),
     "demo": ("demo_model", "demo_text"),
@@ -53,6 +59,7 @@ _HOME = {
     "errors": ("LayersimError", "LayersimWarning"),
     "probe": ("Probe", "attach"),
     "prompt": ("PredictionGrid", "TrajectoryPCA", "prediction_grid", "trajectory_pca"),
+    "relation": ("Relation", "plot_adjacency", "plot_sweep", "relate"),
     "results": (
         "LayerCurve",
         "LayerMatrix",
@@ -76,10 +83,15 @@ __all__ = [
     "CKA",
     "Analyzer",
     "Batch",
+    "BlockCall",
+    "BlockCoupling",
+    "BlockCouplingResult",
+    "BlockJacobians",
     "CKAResult",
     "Capabilities",
     "Cosine",
     "CosineResult",
+    "CouplingMatrices",
     "Exchange",
     "ExitCurve",
     "ExitCurveResult",
@@ -101,6 +113,7 @@ __all__ = [
     "PredictionGrid",
     "Probe",
     "Provenance",
+    "Relation",
     "RemoteRun",
     "Report",
     "Result",
@@ -118,8 +131,10 @@ __all__ = [
     "analyze",
     "attach",
     "axes",
+    "block_jacobians",
     "capabilities",
     "compare",
+    "coupling_matrices",
     "demo_model",
     "demo_text",
     "eval_mode",
@@ -131,9 +146,12 @@ __all__ = [
     "need_head",
     "need_tokens",
     "place",
+    "plot_adjacency",
+    "plot_sweep",
     "prediction_grid",
     "quantiles_from_histogram",
     "reduce",
+    "relate",
     "trajectory_pca",
 ]
 
@@ -146,7 +164,7 @@ def __getattr__(name: str) -> Any:
         if _MODULE[name] == "results":
             # A file of results can only be read where the classes of results are known.
             importlib.import_module(".analyzers", __name__).find_analyzers()
-            importlib.import_module(".prompt", __name__)
+            importlib.import_module(".blocks", __name__)
     else:
         value = _from_analyzers(name)
     globals()[name] = value

@@ -68,6 +68,7 @@ class Analyzer(ABC):
         one_pass: for an analyzer with a first pass, the call that asks for a variant without it.
         first_without_model: whether that first pass reads tokens and labels only, so that the model need not run.
         needs_unembed: whether its kernel calls `view.unembed`; the lens is then checked against the model's logits first.
+        needs_calls: whether its kernel calls blocks again, through `view.calls`.
     """
 
     name: ClassVar[str]
@@ -75,6 +76,7 @@ class Analyzer(ABC):
     one_pass: ClassVar[str] = ""
     first_without_model: ClassVar[bool] = False
     needs_unembed: ClassVar[bool] = False
+    needs_calls: ClassVar[bool] = False
 
     @property
     def whole_rows(self) -> bool:

@@ -212,6 +212,8 @@ def _run(
     with ExitStack() as stack:
         for source in sources:
             stack.enter_context(source.evaluating())
+            if any(analyzer.needs_calls for analyzer in analyzers.values()):
+                stack.enter_context(source.with_calls())
         first: dict[str, Sums] = {}
         if first_kernels:
             # Counting tokens or labels needs no model.

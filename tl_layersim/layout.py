@@ -27,6 +27,7 @@ BLOCKS = (
 )
 # Where a model does not say by get_output_embeddings what gives its logits.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
+POST_NORM = "raw weights; post-norm: each block's output is after its layer norm"
 FAMILIES = (
     "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
     "RoBERTa and MPNet layouts by themselves; any other decoder or encoder by layers=[paths of its blocks]"
@@ -184,7 +185,7 @@ def describe(module: torch.nn.Module, blocks: list[str], source: str, tokenizer:
         config_hash=hash_config(plain),
         weights_hash=hash_weights(module),
         source=source,
-        basis=_basis(module.get_submodule(blocks[0]), config),
+        basis=POST_NORM if is_post_norm(module.get_submodule(blocks[0]), config) else "raw weights, before the final norm",
         dtype=str(first.dtype) if first is not None else "unknown",
         layers=layer_names(len(blocks)),
         d_model=getattr(text, "hidden_size", None),
@@ -192,6 +193,7 @@ def describe(module: torch.nn.Module, blocks: list[str], source: str, tokenizer:
         context=_context(text),
         tokenizer=tokenizer,
         head=find_head(module, blocks, unembed),
+        calls="gradients",
     )
 
 
@@ -213,17 +215,13 @@ def call_options(module: torch.nn.Module, batch: Batch) -> dict[str, Any]:
     return options
 
 
-def _basis(block: torch.nn.Module, config: Any) -> str:
+def is_post_norm(block: torch.nn.Module, config: Any) -> bool:
+    """Whether blocks end in a layer norm, and so are no sum of what enters and a branch."""
     # BERT's block ends in a layer norm, so do the first GPT's and the 350M OPT's; elsewhere norms stand before attention and
     # feed-forward, or inside the branch.
     first_gpt = getattr(config, "model_type", None) == "openai-gpt"
-    if (
-        hasattr(getattr(block, "output", None), "LayerNorm")
-        or getattr(config, "do_layer_norm_before", None) is False
-        or first_gpt
-    ):
-        return "raw weights; post-norm: each block's output is after its layer norm"
-    return "raw weights, before the final norm"
+    before = getattr(config, "do_layer_norm_before", None)
+    return hasattr(getattr(block, "output", None), "LayerNorm") or before is False or first_gpt
 
 
 def _context(config: Any) -> int | None:

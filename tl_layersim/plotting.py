@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 
 from .results import Result
 
@@ -27,10 +28,16 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     values = (result.values if field == result.values_name else getattr(result, field)).numpy()
     picture = next((p for p in result.pictures if p.field == field), None)
     title = picture.title if picture else field
-    if axes == ("row", "column"):
-        return _heatmap(result, values, title)
+    if axes in (("row", "column"), ("row_block", "column_block")):
+        return _heatmap(result, values, axes, title)
     if len(axes) == 1:
         return _lines(result.coordinates(axes[0]), [(field, values, 1.0)], title, field, axes[0])
+    if axes == ("layer", "direction"):
+        # By depth, a line for each of a few directions: the first, the last, and some between.
+        labels = result.coordinates("direction")
+        shown = sorted({round(n) for n in np.geomspace(1, len(labels), min(len(labels), len(SHADES)))})
+        series = [(f"number {n}", values[:, n - 1], shade) for n, shade in zip(shown, SHADES, strict=False)]
+        return _lines(result.coordinates("layer"), series, title, field, "layer")
     if len(axes) == 2 and axes[0] == "quantile":
         levels = result.coordinates("quantile")
         # The median stands out; the further from it, the fainter.
@@ -57,8 +64,8 @@ def short_names(names: tuple[str, ...]) -> list[str]:
     return ["embed" if name.endswith("resid_pre") else (re.findall(r"\d+", name) or [name])[-1] for name in names]
 
 
-def _heatmap(result: Result, values: Any, title: str) -> go.Figure:
-    rows, columns = result.coordinates("row"), result.coordinates("column")
+def _heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str) -> go.Figure:
+    rows, columns = (result.coordinates(axis) for axis in axes)
     low = min(0.0, float(values.min()))
     heat = go.Heatmap(
         z=values,
@@ -188,6 +195,101 @@ def paths(coordinates: Any, explained: list[float], tokens: tuple[str, ...], lay
     fig.update_xaxes(title=f"PC 1 ({explained[0]:.0%} of the last layer)")
     fig.update_yaxes(title=f"PC 2 ({explained[1]:.0%})")
     return _style(fig, "Paths of tokens through the layers", height=520, width=620)
+
+
+def tiles(matrices: Any, labels: tuple[str, ...], title: str) -> go.Figure:
+    """`row column k k` as one picture, each tile divided by its largest entry, with thin lines between."""
+    rows, columns, k, _ = matrices.shape
+    top = np.maximum(matrices.max(axis=(2, 3), keepdims=True), 1e-300)
+    padded = np.full((rows, columns, k + 1, k + 1), np.nan)
+    padded[:, :, :k, :k] = matrices / top
+    heat = go.Heatmap(
+        z=padded.transpose(0, 2, 1, 3).reshape(rows * (k + 1), columns * (k + 1)),
+        zmin=0.0,
+        zmax=1.0,
+        colorscale="Viridis",
+        hovertemplate="%{z:.3f}<extra></extra>",
+    )
+    fig = go.Figure(heat)
+    at = [(k + 1) * n + (k - 1) / 2 for n in range(max(rows, columns))]
+    step = max(1, -(-len(labels) // 16))
+    for update, name in ((fig.update_xaxes, "in the singular vectors of"), (fig.update_yaxes, "Jacobian of")):
+        shown = {"tickvals": at[: len(labels) : step], "ticktext": list(labels[::step])}
+        update(title=name, tickmode="array", showgrid=False, zeroline=False, constrain="domain", **shown)
+    fig.update_yaxes(autorange="reversed", scaleanchor="x")
+    return _style(fig, title, height=700, width=780)
+
+
+def spectra(values: Any, labels: list[str]) -> go.Figure:
+    """Singular values, `series direction`, by number on a logarithmic axis."""
+    fig = go.Figure()
+    numbers = list(range(1, values.shape[1] + 1))
+    for n, (label, row) in enumerate(zip(labels, values, strict=True)):
+        [colour] = sample_colorscale("Viridis", [0.9 * n / max(1, len(labels) - 1)])
+        fig.add_scatter(x=numbers, y=np.where(row > 0, row, np.nan), name=label, line={"color": colour, "width": 1.5})
+    fig.update_xaxes(title="number of the singular value")
+    fig.update_yaxes(title="singular value", type="log")
+    return _style(fig, "Singular values of the Jacobians", height=420, width=720)
+
+
+def adjacency(strength: Any, names: tuple[str, ...], title: str) -> go.Figure:
+    """Blocks on a circle, an edge between each two, the stronger the more opaque.
+
+    Args:
+        strength: `layer layer`, symmetric, 0 for no edge and 1 for the strongest there can be.
+        names: of the blocks.
+        title: of the figure.
+    """
+    blocks = len(names)
+    angle = np.pi / 2 - 2 * np.pi * np.arange(blocks) / blocks
+    x, y = np.cos(angle), np.sin(angle)
+    fig = go.Figure()
+    # Edges of a similar strength are one trace: plotly slows down with thousands.
+    for level in range(1, 21):
+        ends = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(20 * strength[a, b])) == level]
+        if ends:
+            xs = [v for a, b in ends for v in (x[a], x[b], None)]
+            ys = [v for a, b in ends for v in (y[a], y[b], None)]
+            line = {"color": FAINT.format(level / 20), "width": 0.5 + 3.5 * level / 20}
+            fig.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip")
+    fig.add_scatter(
+        x=1.08 * x,
+        y=1.08 * y,
+        mode="text",
+        text=short_names(names),
+        customdata=list(names),
+        hovertemplate="%{customdata}<extra></extra>",
+    )
+    fig.update_layout(showlegend=False)
+    fig.update_xaxes(visible=False)
+    fig.update_yaxes(visible=False, scaleanchor="x")
+    return _style(fig, title, height=480, width=480)
+
+
+def curves(x: list[Any], series: dict[str, list[float]], titles: tuple[str, str, str]) -> go.Figure:
+    """Lines over numbers, on a logarithmic axis where these span it; or over names."""
+    fig = go.Figure()
+    for shade, (label, values) in zip(SHADES, series.items(), strict=False):
+        fig.add_scatter(x=x, y=values, name=label, mode="lines+markers", line={"color": FAINT.format(shade), "width": 2})
+    numbers = all(isinstance(one, int | float) for one in x)
+    wide = numbers and min(x) > 0 and max(x) > 20 * min(x)
+    fig.update_xaxes(title=titles[1], type="log" if wide else "linear" if numbers else "category")
+    fig.update_yaxes(title=titles[2])
+    return _style(fig, titles[0], height=420, width=620)
+
+
+def regression(x: Any, y: Any, names: list[str], line: dict[str, Any], titles: tuple[str, str, str]) -> go.Figure:
+    """Points with their names, the line through them, and its confidence band."""
+    fig = go.Figure()
+    band = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+    fig.add_scatter(x=line["x"], y=line["high"], **band)
+    fig.add_scatter(x=line["x"], y=line["low"], fill="tonexty", fillcolor=FAINT.format(0.15), **band)
+    fig.add_scatter(x=line["x"], y=line["fit"], mode="lines", line={"color": BLUE, "width": 2}, hoverinfo="skip")
+    fig.add_scatter(x=x, y=y, mode="markers+text", text=names, textposition="top center", marker={"size": 8, "color": BLUE})
+    fig.update_layout(showlegend=False)
+    fig.update_xaxes(title=titles[1])
+    fig.update_yaxes(title=titles[2])
+    return _style(fig, titles[0], height=460, width=620)
 
 
 def _axis(update: Any, names: tuple[str, ...], title: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -156,7 +157,8 @@ def prediction_grid(
 
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb))
     source = open_source(model, layers=layers, unembed=unembed, remote=remote)
-    out, tokens, word, provenance = _ask(source, prompt, kernel, check, tokenizer, prepend_bos, {"norm": norm})
+    options = {"norm": norm}
+    out, tokens, word, provenance = ask(source, prompt, lambda _: kernel, check, tokenizer, prepend_bos, options, lens=True)
     refuse_bad_logits(out["bad"], source.model.layers)
     return PredictionGrid(
         values=out["probability"].double().T.contiguous(),
@@ -208,7 +210,7 @@ def trajectory_pca(
 
     source = open_source(model, layers=layers, remote=remote)
     options = {"skip_first": skip_first}
-    out, tokens, _, provenance = _ask(source, prompt, pca_kernel, check, tokenizer, prepend_bos, options)
+    out, tokens, _, provenance = ask(source, prompt, lambda _: pca_kernel, check, tokenizer, prepend_bos, options)
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
             "The last layer has no plane: it is the same at every token.",
@@ -225,16 +227,33 @@ def trajectory_pca(
     )
 
 
-def _ask(
+def ask(
     source: Any,
     prompt: Any,
-    kernel: Kernel,
+    kernel: Callable[[int], Kernel],
     check: Callable[[Model], None],
     tokenizer: Any,
     prepend_bos: bool,
     options: dict[str, Any],
+    *,
+    lens: bool = False,
+    calls: bool = False,
+    least: int = 3,
 ) -> tuple[dict[str, Tensor], tuple[str, ...], Callable[[int], str], Provenance]:
-    """What a kernel finds in one prompt; its tokens as text; how an id is written; and the record."""
+    """What a kernel finds in one prompt; its tokens as text; how an id is written; and the record.
+
+    Args:
+        source: the model.
+        prompt: a text, or token ids.
+        kernel: gives, for so many tokens, what runs beside the activations, or refuses them.
+        check: refuses a model that this cannot be asked of.
+        tokenizer: in place of the model's own.
+        prepend_bos: as in `analyze`.
+        options: for the record.
+        lens: whether the kernel reads logits, which are then checked against the model's own.
+        calls: whether it calls blocks again.
+        least: how many tokens it needs.
+    """
     start = time.perf_counter()
     described = with_tokenizer(source.model, tokenizer)
     check(described)
@@ -249,17 +268,18 @@ def _ask(
             do="one shorter prompt; lsim.analyze(model, texts, ...) for many",
         )
     batch = batches[0]
-    if int(batch.counted.sum()) < 3:
+    if int(batch.counted.sum()) < least:
         raise LayersimError(
             "The prompt is too short for a picture.",
             given=f"{int(batch.counted.sum())} tokens",
-            expected="three or more",
+            expected=f"{least} or more",
             do="a longer prompt",
         )
-    with source.evaluating():
-        if described.head is not None and kernel is not pca_kernel:
+    asked = kernel(int(batch.counted.sum()))
+    with source.evaluating(), source.with_calls() if calls else nullcontext():
+        if described.head is not None and lens:
             refuse_other_logits(gap_or_refusal(described, partial(source.unembed_gap, batch)), described)
-        not_finite, out = source.run(batch, {"picture": kernel})
+        not_finite, out = source.run(batch, {"picture": asked})
     refuse_not_finite(not_finite, [described.layers], "this prompt")
     digest = new_digest()
     fingerprint(digest, batch)

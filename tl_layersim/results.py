@@ -76,7 +76,8 @@ def axes(*names: str, default: Any = MISSING) -> Any:
     """A dataclass field that holds a float64 tensor over the named axes.
 
     `row` and `column` are the residual layers of the first and second model, `residual` those of the first, `layer` its
-    blocks (without what enters block 0). Any other axis `x` takes its labels from the result's own field `xs`.
+    blocks (without what enters block 0), as do `row_block` and `column_block`. Any other axis `x` takes its labels from the
+    result's own field `xs`.
     """
     return field(default=default, metadata={"axes": names}) if default is not MISSING else field(metadata={"axes": names})
 
@@ -127,7 +128,7 @@ class Result(ABC):
         """The labels along an axis."""
         if axis in ("row", "residual"):
             return self.layers
-        if axis == "layer":
+        if axis in ("layer", "row_block", "column_block"):
             return self.layers[1:]
         if axis == "column":
             return tuple(getattr(self, "column_layers", self.layers))
@@ -145,6 +146,7 @@ class Result(ABC):
 
         axis_names = self._axes_of(field)
         labels = {"residual": "layer", "row": "row_layer", "column": "column_layer"}
+        labels |= {"row_block": "row_layer", "column_block": "column_layer"}
         table = pandas.DataFrame(
             list(itertools.product(*(self.coordinates(axis) for axis in axis_names))),
             columns=[labels.get(axis, axis) for axis in axis_names],

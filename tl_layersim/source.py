@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from .calls import BlockCall
 from .errors import LayersimError
 from .unembed import Head, Unembed
 
@@ -42,6 +43,7 @@ class View:
         column: `token`, which position of that row it was, padding and what was cut off before it included.
         labels: `token`, the data's own label at that position, `NO_LABEL` where it has none. None if the data has no labels.
         unembed: the model's own way from a residual to logits. None where there is none, or none that is known.
+        calls: the blocks as the model called them, each of which can be called again. None where no analyzer asks for them.
         memo: what one kernel computed of this view and another may use.
     """
 
@@ -54,18 +56,8 @@ class View:
     column: Tensor | None = None
     labels: Tensor | None = None
     unembed: Unembed | None = None
+    calls: tuple[BlockCall, ...] | None = None
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
-
-
-def first_tensor(output: Any) -> Tensor:
-    """The residual in what a block takes or gives: itself, or the first tensor of a tuple, list or mapping."""
-    if isinstance(output, Tensor):
-        return output
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
-    for value in values:
-        if isinstance(value, Tensor):
-            return value
-    raise ValueError(f"a block gave {type(output).__name__} without a tensor in it, where its residual was expected")
 
 
 def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep: Tensor) -> Tensor:
@@ -176,6 +168,7 @@ class Model:
         context: the longest row it takes, None where unknown.
         tokenizer: the model's own, None where it has none.
         head: what stands between the last block and the logits; None where there is nothing, or nothing that is known.
+        calls: what a kernel can do with `view.calls`: nothing, call blocks again for their values, or differentiate them too.
     """
 
     name: str
@@ -190,6 +183,7 @@ class Model:
     context: int | None
     tokenizer: Any
     head: Head | None = None
+    calls: Literal["none", "values", "gradients"] = "none"
 
 
 @dataclass(frozen=True)
@@ -300,6 +294,15 @@ class Source(ABC):
     def evaluating(self) -> AbstractContextManager[None]:
         """A context in which the model runs without dropout and is left as it was found."""
         return _nothing()
+
+    def with_calls(self) -> AbstractContextManager[None]:
+        """A context in which views carry `calls`. Only asked of a source whose `model.calls` is not "none"."""
+        raise LayersimError(
+            f"{type(self).__name__} says that its blocks can be called again, and does not hand them to views.",
+            given=f"model.calls={self.model.calls!r}",
+            expected="a source with with_calls()",
+            do="implement with_calls, or leave model.calls as 'none'",
+        )
 
 
 @contextmanager

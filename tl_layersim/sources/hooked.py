@@ -8,16 +8,17 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..calls import BlockCall, first_tensor, note_call
 from ..data import Batch, next_tokens
 from ..errors import LayersimError
-from ..layout import call_options, describe, find_blocks, hash_config, hash_weights, head_dtype, logit_scaling
+from ..layout import call_options, describe, find_blocks, head_dtype
 from ..source import (
     NO_LABEL,
     Kernel,
@@ -26,13 +27,12 @@ from ..source import (
     Source,
     View,
     eval_mode,
-    first_tensor,
-    layer_names,
     place,
     reduce,
     tokens_alone,
 )
-from ..unembed import Head, Unembed, plain_linear, tensor_of, unembed_gap
+from ..unembed import Unembed, plain_linear, tensor_of, unembed_gap
+from .tl_models import is_transformer_lens, open_transformer_lens
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class HookedSource(Source):
                     expected="layers=None and unembed=None for HookedTransformer and TransformerBridge",
                     do="leave them out, or pass the Hugging Face model",
                 )
-            self._taps, self._embed, self._model = _open_transformer_lens(model)
+            points, self._embed, self._model = open_transformer_lens(model)
+            self._taps = [_Tap(point, False) for point in points]
+            blocks: list[torch.nn.Module] = list(model.blocks)  # type: ignore[arg-type]  # its list of blocks
         else:
             paths = find_blocks(model, layers)
             blocks = [model.get_submodule(path) for path in paths]
@@ -121,6 +123,7 @@ class HookedSource(Source):
             self._embed = find()
             self._model = describe(model, paths, type(model).__name__, getattr(model, "tokenizer", None), unembed)
         self.head, self.unembed = self._open_head()
+        self._blocks, self._calling = blocks, False
 
     def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
         """The module that gives logits, before scale and soft-cap, and the lens."""
@@ -149,6 +152,14 @@ class HookedSource(Source):
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self._module)
 
+    @contextmanager
+    def with_calls(self) -> Iterator[None]:
+        self._calling = True
+        try:
+            yield
+        finally:
+            self._calling = False
+
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce(kernels, self.collect(batch))
 
@@ -157,18 +168,24 @@ class HookedSource(Source):
 
         def stop(view: View) -> None:
             views.append(view)
-            raise _LastLayer
+            if not self._calling:
+                raise _LastLayer
 
-        with torch.no_grad(), self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)):
-            try:
-                self._call(batch)
-            except _LastLayer:
-                view = views[0]
-                # The batch knows them all, also where the model's embedding is not known and cannot be watched.
-                known, device = tokens_alone(batch), view.residual.device
-                names = ("tokens", "next_token", "row", "column", "labels")
-                given = {name: getattr(known, name) for name in names if getattr(known, name) is not None}
-                return replace(view, **{name: values.to(device) for name, values in given.items()})
+        calls: list[BlockCall] = []
+        with (
+            torch.no_grad(),
+            _noting(self._blocks if self._calling else [], calls),
+            self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)),
+            suppress(_LastLayer),
+        ):
+            self._call(batch)
+        if views:
+            view = views[0]
+            # The batch knows them all, also where the model's embedding is not known and cannot be watched.
+            known, device = tokens_alone(batch), view.residual.device
+            names = ("tokens", "next_token", "row", "column", "labels")
+            given = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
+            return replace(view, calls=tuple(calls) if self._calling else None, **given)
         raise LayersimError(
             f"The forward pass of {self.model.name} did not go through its layers in order.",
             given=f"{len(self._taps)} residual layers",
@@ -230,6 +247,28 @@ class HookedSource(Source):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@contextmanager
+def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall]) -> Iterator[None]:
+    """Hooks that note each block's call, with all its arguments, into the list."""
+    given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
+    handles: list[Any] = []
+
+    def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[block] = (args, kwargs)
+
+    def after(block: torch.nn.Module, _args: Any, output: Any) -> None:
+        calls.append(note_call(block, *given.pop(block), output))
+
+    try:
+        for block in blocks:
+            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(block.register_forward_hook(after))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Recorder:
@@ -355,64 +394,3 @@ class _Recorder:
             next_token=following.to(residual.device).reshape(-1)[keep],
             unembed=self.unembed,
         )
-
-
-def is_transformer_lens(model: Any) -> bool:
-    """Whether a model is TransformerLens's, without importing it."""
-    return any(
-        cls.__module__.split(".")[0] == "transformer_lens" and cls.__name__ in ("HookedTransformer", "TransformerBridge")
-        for cls in type(model).__mro__
-    )
-
-
-def _open_transformer_lens(model: Any) -> tuple[list[_Tap], torch.nn.Module, Model]:
-    cfg = model.cfg
-    names = layer_names(cfg.n_layers)
-    missing = [name for name in names if name not in model.hook_dict]
-    if missing:
-        raise LayersimError(
-            f"{cfg.model_name} has no residual stream that TransformerLens names.",
-            given=f"no hook point {missing[0]}",
-            expected="blocks.{i}.hook_resid_pre and hook_resid_post",
-            do="pass the Hugging Face model itself, with layers=[...] if its layout is not known",
-        )
-    plain = {
-        key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
-    }
-    described = Model(
-        name=str(cfg.model_name),
-        config_hash=hash_config(plain),
-        weights_hash=hash_weights(model),
-        source=type(model).__name__,
-        basis=_transformer_lens_basis(model),
-        dtype=str(cfg.dtype),
-        layers=names,
-        d_model=cfg.d_model,
-        vocabulary=cfg.d_vocab,
-        context=cfg.n_ctx,
-        tokenizer=model.tokenizer,
-        head=_transformer_lens_head(model),
-    )
-    return [_Tap(model.hook_dict[name], False) for name in names], model.embed, described
-
-
-def _transformer_lens_head(model: Any) -> Head | None:
-    """TransformerLens's own final norm and unembedding; a bridge's logits are scaled as its Hugging Face model scales them."""
-    names = {name for name, _ in model.named_children()}
-    if "unembed" not in names:
-        return None
-    scale, soft_cap = logit_scaling(getattr(getattr(model, "original_model", None), "config", None))
-    own = getattr(model.cfg, "output_logits_soft_cap", None)
-    # HookedTransformer writes -1 for none.
-    soft_cap = soft_cap or (own if own and own > 0 else None)
-    return Head("ln_final" if "ln_final" in names else "", ("unembed",), "every", scale, soft_cap)
-
-
-def _transformer_lens_basis(model: Any) -> str:
-    """What weight processing did to the residual stream: it changes every number that is not invariant to it."""
-    if type(model).__name__ == "TransformerBridge":
-        return "TransformerBridge, compatibility mode" if model.compatibility_mode else "raw weights, before the final norm"
-    folded = "layer norms folded" if str(model.cfg.normalization_type).endswith("Pre") else "layer norms not folded"
-    scale = model.W_E.abs().mean()
-    centred = "centred" if bool(model.W_E.mean(-1).abs().max() < 1e-4 * scale) else "not centred"
-    return f"HookedTransformer, {folded}, writing weights {centred}"

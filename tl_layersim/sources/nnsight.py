@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..calls import first_tensor, note_call
 from ..data import Batch
 from ..errors import LayersimError
 from ..layout import call_options, describe, find_blocks, head_dtype
-from ..source import Kernel, Model, Reduced, Source, View, eval_mode, first_tensor, place, reduce
+from ..source import Kernel, Model, Reduced, Source, View, eval_mode, place, reduce
 from ..unembed import Unembed, tensor_of, unembed_gap
 from .address import shown
 
@@ -46,7 +47,7 @@ class NNsightSource(Source):
         self._blocks = [model.get(path) for path in paths]
         where = f" (remote={shown(remote)})" if remote else ""
         self._model = describe(self._module, paths, type(model).__name__ + where, getattr(model, "tokenizer", None), unembed)
-        self._unembed = self._open_head()
+        self._unembed, self._calling = self._open_head(), False
 
     def _open_head(self) -> Unembed | None:
         """The lens, made of nnsight's own handles on the modules: they resolve to the model wherever it is."""
@@ -72,6 +73,14 @@ class NNsightSource(Source):
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self._module)
 
+    @contextmanager
+    def with_calls(self) -> Iterator[None]:
+        self._calling = True
+        try:
+            yield
+        finally:
+            self._calling = False
+
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return _trace(
             self._envoy,
@@ -80,6 +89,7 @@ class NNsightSource(Source):
             self._unembed,
             self._where | call_options(self._module, batch),
             travelling(kernels),
+            self._calling,
         )
 
     def unembed_gap(self, batch: Batch) -> Tensor:
@@ -179,6 +189,7 @@ def _trace(
     unembed: Unembed | None,
     options: dict[str, Any],
     kernels: dict[str, Kernel],
+    calling: bool,
 ) -> Reduced:
     """One trace. Its body is shipped: it refers to local names and to functions that need torch alone."""
     import nnsight
@@ -190,9 +201,13 @@ def _trace(
     with torch.no_grad(), model.trace(tokens, **options) as tracer:
         with torch.no_grad():
             buffer = place(None, 0, total, blocks[0].input, keep)
+            noted: list[Any] = []
             for index, block in enumerate(blocks):
+                args, kwargs = block.inputs if calling else ((), {})
                 output = block.output
                 buffer = place(buffer, index + 1, total, first_tensor(output), keep)
+                if calling:
+                    noted.append(note_call(block, args, kwargs, output))
             here: dict[str, Any] = {name: values.to(buffer.device) for name, values in kept.items()}
             rows = keep.to(buffer.device)
             view = View(
@@ -200,6 +215,7 @@ def _trace(
                 sequence=rows // pos,
                 position=rows % pos,
                 unembed=unembed,
+                calls=tuple(noted) if calling else None,
                 **here,
             )
             found = reduce(kernels, view)

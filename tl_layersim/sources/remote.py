@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls import first_tensor, note_call
 from ..data import Batch
 from ..errors import LayersimError, LayersimWarning, in_words
 from ..layout import call_options
 from ..pairs import BLOCK, next_size, push
-from ..source import Kernel, Offer, Part, Reduced, View, first_tensor, place, reduce
+from ..source import Kernel, Offer, Part, Reduced, View, place, reduce
 from ..unembed import Unembed, tensor_of, unembed_gap
 from .frozen import Frozen
 from .ndif import JobTooLong, Ndif, quiet
@@ -69,7 +70,14 @@ class RemoteSource(NNsightSource):
         name = self._model.name + (f"@{which}" if which else "")
         asked = ", ".join(f"{key} {value}" for key, value in sorted(self.ndif.env.items()))
         source = f"{type(model).__name__} on an NDIF server" + (f" ({asked})" if asked else "")
-        self._model = replace(self._model, name=name, dtype=self.offer.dtype, source=source, weights_hash="")
+        self._model = replace(
+            self._model,
+            name=name,
+            dtype=self.offer.dtype,
+            source=source,
+            weights_hash="",
+            calls="gradients" if self.offer.trusted else "values",
+        )
 
     def _ask_offer(self) -> Offer:
         """What the server has, by a request of one token."""
@@ -226,7 +234,10 @@ class RemoteSource(NNsightSource):
         """Send a request off, and return the server's name for it."""
         work, shipped = self.pack(group), travelling(kernels)
         with self._frozen.in_place(shipped):
-            return self.ndif.send_off(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
+            return self.ndif.send_off(lambda backend: self._submit(work, shipped, backend))
+
+    def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> list[tuple[int, Found]]:
+        return submit(self._envoy, self._blocks, work, self._unembed, kernels, self._calling, backend)
 
     def _warn_of_much(self, parts: list[Part]) -> None:
         """Say once of an analyzer that it brings back more than sums over layers are."""
@@ -244,7 +255,7 @@ class RemoteSource(NNsightSource):
     def _ask(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, Found]]:
         work, shipped = self.pack(group), travelling(kernels)
         with self._frozen.in_place(shipped):
-            return self.ndif.request(lambda backend: submit(self._envoy, self._blocks, work, self._unembed, shipped, backend))
+            return self.ndif.request(lambda backend: self._submit(work, shipped, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
         """What a request says of its batches."""
@@ -274,6 +285,7 @@ def submit(
     work: list[dict[str, Any]],
     unembed: Unembed | None,
     kernels: dict[str, Kernel],
+    calling: bool,
     backend: Any,
 ) -> list[tuple[int, Found]]:
     """One request: a session of one trace for each batch. Its body is shipped, see `nnsight._trace`.
@@ -292,14 +304,20 @@ def submit(
                 with torch.no_grad():
                     keep = item["keep"].long()
                     buffer = place(None, 0, total, blocks[0].input, keep)
+                    noted: list[Any] = []
                     for index, block in enumerate(blocks):
+                        args, kwargs = block.inputs if calling else ((), {})
                         hidden = first_tensor(block.output)
                         buffer = place(buffer, index + 1, total, hidden, keep)
+                        if calling:
+                            noted.append(note_call(block, args, kwargs, hidden))
                     here: dict[str, Any] = {name: ids.long().to(buffer.device) for name, ids in item["kept"].items()}
                     rows = keep.to(buffer.device)
                     width = item["tokens"].shape[1]
                     lens = None if unembed is None else there(unembed, hidden)
-                    view = View(residual=buffer, sequence=rows // width, position=rows % width, unembed=lens, **here)
+                    calls = tuple(noted) if calling else None
+                    at = {"sequence": rows // width, "position": rows % width}
+                    view = View(residual=buffer, unembed=lens, calls=calls, **at, **here)
                     push(stack, 1, fetched(reduce(kernels, view)), add_found)
         found = nnsight.save(stack)
     # None for a job that was sent off and not waited for.

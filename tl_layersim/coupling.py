@@ -1,0 +1,199 @@
+"""Coupling of Jacobians: their singular vectors, each one in the others' basis, and how far from diagonal that is.
+
+All of it travels to NDIF servers by value, as source, see `calls.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .calls import BlockCall
+from .jacobian import Jacobian, krylov, top_of
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Which Jacobians are related to each other: for each sample the same number, in the same blocks.
+
+    Attributes:
+        row: `sample`, which row of the batch each sample stands in.
+        block: `connection`, index of the block of each.
+        t_in: `sample connection`, the token that is varied.
+        t_out: `sample connection`, the token whose change is measured; not before `t_in`.
+    """
+
+    row: Tensor
+    block: tuple[int, ...]
+    t_in: Tensor
+    t_out: Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """How Jacobians are taken apart.
+
+    Attributes:
+        ks: numbers of singular vectors; the largest is computed, the others are nested in it.
+        method: "dense", "krylov" or "finite-difference".
+        diagonal: "signed" for A - diag A; "positive" for |A| - diag A, where negative entries of the diagonal count twice.
+        memory_mb: megabytes for products with many directions at once, and for Jacobians that are kept.
+        seed: of random vectors.
+    """
+
+    ks: tuple[int, ...]
+    method: str
+    diagonal: str
+    memory_mb: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """What `couple` gives, all on the device of the activations.
+
+    Attributes:
+        off: `k sample connection connection`, m(A^{ab}) = |A - diag A|_F of Jacobian a in the basis of b; float64.
+        norm: `k sample connection connection`, |A^{ab}|_F.
+        null_off: the same of random orthonormal vectors in place of b's; 0 for a = b, as `off` is.
+        null_norm: see `null_off`.
+        singular_values: `sample connection k`.
+        residual: `sample connection`, of `krylov`, see `jacobian.Top`.
+        step_error: `sample connection`, of finite differences, see `Jacobian`.
+        general: `connection`, whether whole rows had to run through the block.
+        differs: `connection`, whether the block, called again, did not give what it gave.
+        matrices: `sample connection connection k k`, A itself for the largest k; None unless asked for.
+    """
+
+    off: Tensor
+    norm: Tensor
+    null_off: Tensor
+    null_norm: Tensor
+    singular_values: Tensor
+    residual: Tensor
+    step_error: Tensor
+    general: Tensor
+    differs: Tensor
+    matrices: Tensor | None
+
+
+def pick_method(d_model: int, connections: int, k: int) -> str:
+    """Which of the two exact methods is the faster one; both are measured in benchmarks/bench_coupling.py.
+
+    Krylov takes some 0.3 d_model products for its singular vectors and `connections * k` for the other bases, where dense takes
+    d_model and a full decomposition.
+    """
+    return "krylov" if d_model >= 1024 and (connections + 1) * k < 0.4 * d_model else "dense"
+
+
+def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, matrices: bool = False) -> Coupled:
+    """Each connection's Jacobian in the bases of all connections of its sample.
+
+    Twice through the blocks: singular vectors first, then products of each Jacobian with everybody's right ones. Jacobians are
+    kept in between where they fit into half of the memory.
+    """
+    samples, connections = which.t_in.shape
+    d = calls[0].hidden.shape[-1]
+    k = min(max(options.ks), d)
+    device = calls[0].hidden.device
+    wide = torch.float64 if calls[0].hidden.dtype == torch.float64 else torch.float32
+    u = torch.zeros(samples, connections, d, k, dtype=wide, device=device)
+    v, s = torch.zeros_like(u), torch.zeros(samples, connections, k, dtype=wide, device=device)
+    residual = torch.zeros(samples, connections, dtype=torch.float64, device=device)
+    step_error = torch.zeros_like(residual)
+    general = torch.zeros(connections, dtype=torch.bool, device=device)
+    differs = torch.zeros_like(general)
+    size = wide.itemsize * d * d
+    keep = options.method != "krylov" and samples * connections * size <= options.memory_mb * 5e5
+    kept: list[Tensor | None] = []
+    pieces = pieces_of(which, max(1, int(options.memory_mb * 1e6 / (6 * size))))
+    for row, sample, connection in pieces:
+        with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
+            dense = None
+            if options.method == "krylov":
+                top = krylov(jacobian, k, options.seed)
+            else:
+                dense = jacobian.dense().to(wide)
+                top = top_of(dense, k)
+            u[sample, connection], v[sample, connection] = top.u.to(wide), top.v.to(wide)
+            s[sample, connection], residual[sample, connection] = top.s.to(wide), top.residual.double()
+            step_error[sample, connection] = jacobian.step_error.to(device)
+            general[connection] |= jacobian.general
+            differs[connection] |= jacobian.differs
+        kept.append(dense if keep else None)
+    ks = [min(k, one) for one in options.ks]
+    off = torch.zeros(len(ks), samples, connections, connections, dtype=torch.float64, device=device)
+    norm, null_off, null_norm = torch.zeros_like(off), torch.zeros_like(off), torch.zeros_like(off)
+    shape = (samples, connections, connections, k, k)
+    whole = torch.zeros(shape, dtype=wide, device=device) if matrices else None
+    left, right = random_frames(connections, d, k, options.seed, u)
+    for (row, sample, connection), dense in zip(pieces, kept, strict=True):
+        # `sample d_model (connection k)`, and one random frame more.
+        bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
+        if dense is not None:
+            images = dense @ bases
+        else:
+            with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
+                images = jacobian.forward(bases.to(jacobian.dtype)).to(wide)
+        own = images[..., : connections * k].reshape(*images.shape[:-1], connections, k)
+        a = torch.einsum("pndi,pdnj->pnij", u[sample], own)
+        random = torch.einsum("ndi,pdj->pnij", left, images[..., connections * k :])
+        for number, one in enumerate(ks):
+            at = (number, sample, connection)
+            off[at], norm[at] = off_diagonal(a[..., :one, :one], options.diagonal)
+            null_off[at], null_norm[at] = off_diagonal(random[..., :one, :one], options.diagonal)
+        if whole is not None:
+            whole[sample, connection] = a
+    null_off.diagonal(dim1=-2, dim2=-1).zero_()
+    return Coupled(off, norm, null_off, null_norm, s, residual, step_error, general, differs, whole)
+
+
+def open_jacobian(
+    calls: tuple[BlockCall, ...], which: Connections, options: Options, row: Tensor, sample: Tensor, connection: Tensor
+) -> Jacobian:
+    """The Jacobians of connections of one block."""
+    call = calls[which.block[int(connection[0])]]
+    t_in, t_out = which.t_in[sample, connection], which.t_out[sample, connection]
+    return Jacobian(call, row, t_in, t_out, options.memory_mb, options.method == "finite-difference")
+
+
+def pieces_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Row, sample and connection of all Jacobians, block by block, as many in a piece as memory allows."""
+    samples = len(which.row)
+    device = which.row.device
+    found = []
+    for block in dict.fromkeys(which.block):
+        mine = torch.tensor([n for n, other in enumerate(which.block) if other == block], device=device)
+        sample = torch.arange(samples, device=device).repeat_interleave(len(mine))
+        connection = mine.repeat(samples)
+        for start in range(0, len(sample), at_once):
+            part = sample[start : start + at_once]
+            found.append((which.row[part], part, connection[start : start + at_once]))
+    return found
+
+
+def random_frames(connections: int, d: int, k: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal vectors in random directions: `connection d k` on the left, `1 d k` on the right.
+
+    In place of everybody's singular vectors they give A the law that it has where a Jacobian keeps its spectrum and takes
+    random vectors. The same for all samples: what is measured must not depend on how samples fall into batches.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(connections + 1, d, k, generator=generator, dtype=torch.float64)
+    frames = torch.linalg.qr(drawn)[0].to(like.device, like.dtype)
+    return frames[:connections], frames[connections:]
+
+
+def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
+    """What is off the diagonal of `sample connection k k`, and all of it, as Frobenius norms in float64."""
+    a = a.double()
+    rest = (a.abs() if diagonal == "positive" else a) - torch.diag_embed(a.diagonal(dim1=-2, dim2=-1))
+    return rest.flatten(-2).norm(dim=-1), a.flatten(-2).norm(dim=-1)
+
+
+def shares(off: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Off-diagonal over whole, 0 where a Jacobian is 0 and has no singular vectors; and where it is defined."""
+    defined = norm > 0
+    return torch.where(defined, off / norm.clamp(min=1e-300), 0.0), defined
