@@ -239,6 +239,13 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unemb
                 expected="a head that says something at every position",
                 do="lsim.analyze(model, data, analyzers)",
             )
+        if analyzer.needs_calls:
+            raise LayersimError(
+                f"{type(analyzer).__name__} calls blocks again, which a loop of your own would see as further forward passes.",
+                given=type(analyzer).__name__,
+                expected="an analyzer that only reads",
+                do="lsim.analyze(model, data, analyzers)",
+            )
         if analyzer.first_kernel() is not None:
             raise LayersimError(
                 f"{type(analyzer).__name__} needs a first pass over the data, and a loop passes once.",
