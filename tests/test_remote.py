@@ -20,7 +20,7 @@ from tl_layersim.data import Batches
 from tl_layersim.exchange import exchanges
 from tl_layersim.sources import ndif, open_source
 
-from .conftest import tiny_gpt2, tiny_llama, tiny_tokenizer
+from .conftest import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .ndif.client import equal, furthest, rows
 from .ndif.server import free_ports
 from .test_docs import ROOT, blocks
@@ -107,6 +107,23 @@ def test_every_analyzer_gives_there_what_it_gives_here(small, name):
     data = rows(10, 40)
     far = lsim.analyze(small.model(name), data, ALL, remote=small.url, batch_size=4)
     assert furthest(far, local(small, data, ALL, name, batch_size=4)) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["dense", "krylov", "finite-difference"])
+def test_blocks_are_called_again_where_they_are(small, method):
+    data, analyzers = rows(6, 20), [lsim.BlockCoupling(k=(6, 3), method=method), lsim.Cosine(center="none")]
+    far = lsim.analyze(small.model(), data, analyzers, remote=small.url, batch_size=4)
+    assert furthest(far, local(small, data, analyzers, batch_size=4)) < 1e-6
+    assert float(far["block_coupling"].whole_rows.max()) == (method == "finite-difference")
+
+
+def test_pictures_of_blocks_come_back(small):
+    tokens, here = random_tokens(1, 9)[0], small.model(dispatch=True, dtype=torch.float32)
+    far = lsim.block_jacobians(small.model(), tokens, positions=[(2, 5), -1], remote=small.url)
+    torch.testing.assert_close(far.values, lsim.block_jacobians(here, tokens, positions=[(2, 5), -1]).values, rtol=0, atol=1e-6)
+    far = lsim.coupling_matrices(small.model(), tokens, along="fixed-output", k=4, remote=small.url)
+    near = lsim.coupling_matrices(here, tokens, along="fixed-output", k=4)
+    torch.testing.assert_close(far.values, near.values, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens_per_request", [40, 80, 200, 10_000, None])

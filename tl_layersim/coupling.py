@@ -82,8 +82,8 @@ class Coupled:
 def pick_method(d_model: int, connections: int, k: int) -> str:
     """Which of the two exact methods is the faster one; both are measured in benchmarks/bench_coupling.py.
 
-    Krylov takes some 0.3 d_model products for its singular vectors and `connections * k` for the other bases, where dense takes
-    d_model and a full decomposition.
+    Krylov takes 0.1 to 0.3 d_model products for its singular vectors and `connections * k` for the other bases, where dense
+    takes d_model and a full decomposition.
     """
     return "krylov" if d_model >= 1024 and (connections + 1) * k < 0.4 * d_model else "dense"
 

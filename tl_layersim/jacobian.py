@@ -22,6 +22,7 @@ COARSE_STEP = 3e-2
 ALIKE = {torch.float64: 1e-6, torch.float32: 1e-3}
 # As many copies of a token at once: enough for large matrix products, few enough for the scores between them.
 COPIES = 128
+CPU_ROOM = 3e8
 # Krylov: how far from singular vectors they may be, as a share of the largest singular value, and how many more are kept.
 TOLERANCE, SPARE = 1e-4, 6
 
@@ -113,6 +114,8 @@ class Wide:
         self.call, self.dtype, self.row, self.t_in, self.t_out, self.which = call, dtype, row, t_in, t_out, which
         self.differences, self.step_error = differences, torch.zeros(len(row), dtype=torch.float64)
         batch, pos, d = call.hidden.shape
+        # A CPU is fastest where what one product writes is not far from its caches.
+        room = min(room, CPU_ROOM) if call.hidden.device.type == "cpu" else room
         self.most = max(1, int(room / (batch * pos * (48 * d + d // 16 * pos) * dtype.itemsize)))
         block = whole_block(call, dtype, row, t_in, t_out)
         self.x = call.hidden[row, t_in].to(dtype)

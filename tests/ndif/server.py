@@ -1,6 +1,6 @@
 """A real NDIF server on loopback, started and ended by the tests: redis, an object store, Ray, the controller, the API.
 
-with Server(python=".venv-ndif/bin/python", folder=Path("/tmp/x"), hub="http://127.0.0.1:1234") as server:
+with Server(python=".venv-ndif/bin/python", folder=folder, hub="http://127.0.0.1:1234") as server:
 lsim.analyze(model, data, [...], remote=server.url)
 """
 

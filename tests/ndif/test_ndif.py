@@ -112,8 +112,11 @@ def test_remote_equals_local(name, server, hub, trust):
     if name not in hub:
         pytest.skip("optional real model: no models/stories260K")
     data = rows(12, 60)
-    report = lsim.analyze(load(name), data, RESIDUAL + LENS, remote=server.url, batch_size=4, tokens_per_request=4000)
-    here = lsim.analyze(load(name, torch.float32), data, RESIDUAL + LENS, batch_size=4)
+    # A sandbox has no gradients of a model.
+    coupling = lsim.BlockCoupling(k=6, method="dense" if trust == "trusted" else "finite-difference")
+    analyzers = [*RESIDUAL, *LENS, coupling]
+    report = lsim.analyze(load(name), data, analyzers, remote=server.url, batch_size=4, tokens_per_request=4000)
+    here = lsim.analyze(load(name, torch.float32), data, analyzers, batch_size=4)
     assert furthest(report, here) < 1e-6
     for result, local in zip(report.values(), here.values(), strict=True):
         assert result.provenance.data == local.provenance.data
@@ -211,7 +214,9 @@ def test_the_server_says_what_it_can_do(server, trust):
     assert found.offer.devices == ("cpu",)
     assert found.offer.job_limit is None
     assert set(found.analyzers) == set(lsim.find_analyzers())
-    assert not any(found.analyzers.values())
+    reasons = {name: reason for name, reason in found.analyzers.items() if reason}
+    assert list(reasons) == ([] if trust == "trusted" else ["block_coupling"])
+    assert trust == "trusted" or "sandbox" in reasons["block_coupling"]
     assert "beef" not in str(found) + repr(found)
     # The environment of `make test-ndif` has another patch release of nnsight than the server.
     assert any(words.startswith("nnsight ") for words in found.offer.differences)
