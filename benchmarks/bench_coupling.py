@@ -22,6 +22,17 @@ from tl_layersim.jacobian import Jacobian, krylov, top_of
 from tl_layersim.layout import find_blocks
 
 MEMORY = 4096.0
+COLUMNS = (
+    "block",
+    "d reverse passes + SVD, s",
+    "whole rows, batched",
+    "one token + SVD",
+    "one token",
+    "FLOP bound",
+    "naive / ours",
+    "ours / bound",
+    "m~ differs by",
+)
 
 
 def model_of(kind: str, d: int, layers: int) -> torch.nn.Module:
@@ -138,7 +149,9 @@ def against_dense(d: int, runs: int, layers: int = 2, k: int = 10, tokens: int =
     def coupled(method: str) -> Tensor:
         at = torch.full((1, layers), tokens - 1)
         with torch.no_grad():
-            found = couple(calls, Connections(torch.tensor([0]), tuple(range(layers)), at, at), Options((k,), method, "signed", MEMORY, 0))
+            found = couple(
+                calls, Connections(torch.tensor([0]), tuple(range(layers)), at, at), Options((k,), method, "signed", MEMORY, 0)
+            )
         return found.off[0, 0] / found.norm[0, 0]
 
     whole, parts = dense(), by_products()
@@ -157,7 +170,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller shapes, to see that it runs")
     quick = parser.parse_args().quick
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    print("| block | d reverse passes + SVD, s | whole rows, batched | one token + SVD | one token | FLOP bound | naive / ours | ours / bound | m~ differs by |")
+    print(f"| {' | '.join(COLUMNS)} |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind in ("gpt2", "llama"):
         against_naive(kind, 3 if quick else 7, *((128, 16) if quick else (768, 128)))

@@ -2,7 +2,7 @@
 
     python benchmarks/real_coupling.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --prompts 20 > tables.md
 
-Folders hold Hugging Face weights. Each line of the text that is long enough gives one prompt, its first 32 tokens, BOS among them.
+Folders hold Hugging Face weights. Each line of the text that is long enough gives a prompt, its first 32 tokens with BOS.
 """
 
 import argparse
@@ -64,7 +64,9 @@ def main() -> None:
                 flush=True,
             )
         top = [f"{value:.1f}" for value in found.singular_values[:, 0]]
-        depth.append(f"- {name}, weights `{found.provenance.weights_hash}`, data `{found.provenance.data[:12]}`: {', '.join(top)}")
+        depth.append(
+            f"- {name}, weights `{found.provenance.weights_hash}`, data `{found.provenance.data[:12]}`: {', '.join(top)}"
+        )
     print("\nLargest singular value of each block's Jacobian, in the mean over prompts:\n")
     print("\n".join(depth))
 

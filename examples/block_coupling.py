@@ -2,8 +2,8 @@
 
 python examples/block_coupling.py
 
-A model of four blocks is trained from scratch for some seconds, and measured at some of its steps; then the pictures of one prompt,
-for the demo model and for the same model with fresh random weights. Nothing is downloaded.
+A model of four blocks is trained from scratch for some seconds, and measured at some of its steps; then the pictures of one
+prompt, for the demo model and for the same model with fresh random weights. Nothing is downloaded.
 """
 
 from pathlib import Path
@@ -60,7 +60,7 @@ for step in (STEPS[0], STEPS[-1]):
     lsim.plot_adjacency(coupling[step], title=f"After {step} steps").write_html(OUT / f"coupling_adjacency_{step}.html")
 relation = lsim.relate({f"step {s}": r for s, r in coupling.items()}, {f"step {s}": a for s, a in accuracy.items()})
 relation.plot().write_html(OUT / "coupling_accuracy.html")
-print(f"accuracy over coupling: R2 = {relation.r_squared:.2f}, p = {relation.p_value:.2g} (steps of one run: no independent models)")
+print(f"accuracy over coupling: R2 = {relation.r_squared:.2f}, p = {relation.p_value:.2g}; steps of a run are not independent")
 
 # Figures 2 to 4: the matrices themselves.
 torch.manual_seed(0)

@@ -353,6 +353,7 @@ def oracle_block_coupling(batches: list[np.ndarray], k: int = 10) -> dict[str, n
     by = [[s for s, n in zip(score, lengths, strict=True) if int(np.log2(n)) == octave] for octave in octaves]
     return {
         "values": values.mean(0),
+        "defined": np.ones((blocks, blocks)),
         "std": values.std(0),
         "coupling": 1 - values.mean(0),
         "null": null.mean(0),

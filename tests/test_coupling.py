@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.calls import BlockCall, Widened, again, note_call
-from tl_layersim.coupling import Connections, Options, couple, shares
+from tl_layersim.coupling import Connections, Options, couple
 from tl_layersim.jacobian import Jacobian, krylov, top_of
 from tl_layersim.layout import find_blocks
 
@@ -214,6 +214,31 @@ def test_a_model_is_left_as_it_was_when_something_fails():
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_model_is_left_as_it_was_when_memory_ends_while_it_is_widened(monkeypatch):
+    model = tiny_llama(dtype=torch.bfloat16)
+    call = calls_of(model, lambda: model(random_tokens(2, 9), use_cache=False))[1]
+    # Distributed training listens at what accumulates gradients.
+    weight = model.model.layers[1].mlp.up_proj.weight
+    accumulator = weight.view_as(weight).grad_fn.next_functions[0][0]
+    plain, room = Tensor.to, [3]
+
+    def to(self, *args, **kwargs):
+        room[0] -= 1
+        if room[0] < 0:
+            raise torch.OutOfMemoryError("no memory")
+        return plain(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "to", to)
+        with pytest.raises(torch.OutOfMemoryError), Widened(call.block, torch.float32):
+            pass
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with Widened(call.block, torch.float32):
+        assert {p.dtype for p in call.block.parameters()} == {torch.float32}
+    assert weight.view_as(weight).grad_fn.next_functions[0][0] is accumulator
+    assert model.model.layers[1].mlp.up_proj.weight is weight
+
+
 def test_neither_gradients_nor_hooks_are_left():
     model = tiny_llama()
     lsim.analyze(model, random_tokens(2, 9), lsim.BlockCoupling(k=4))
@@ -299,7 +324,7 @@ def test_positions_are_tokens_of_each_prompt():
         js = [oracles.own_jacobian(x[layer], layer, t, t) for layer in range(3)]
         expected.append([[oracles.miscoupling(oracles.coupling_matrix(a, b, 3)) for b in js] for a in js])
     np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-9)
-    assert found.lengths == ("1", "8 to 15")
+    assert (found.lengths, found.length_count.tolist()) == (("8 to 15",), [2.0])
     with pytest.raises(lsim.LayersimError, match=r"shorter than the positions(.|\n)*at least 13"):
         lsim.analyze(tiny_llama(), random_tokens(2, 12), lsim.BlockCoupling(k=3, positions=(12,)))
 
@@ -311,12 +336,15 @@ def test_degenerate_jacobians():
     nothing = np.zeros((24, 24))
     full = u @ np.diag(np.geomspace(2, 0.2, 24)) @ v.T
     for method in ("dense", "krylov"):
-        found = from_views(lsim.BlockCoupling(k=5, method=method), [linear_view([poor, full, nothing])])
-        assert bool(torch.isfinite(found.values[:2, :2]).all())
+        found = from_views(lsim.BlockCoupling(k=(5, 2), method=method), [linear_view([poor, full, nothing])])
         np.testing.assert_allclose(found.singular_values[0], [3, 3, 0, 0, 0], atol=1e-6)
-        # A Jacobian of 0 has no singular vectors to be coupled, and is in nobody's mean.
-        assert bool(found.values[2].isnan().all())
-        assert bool(found.values[:2].isfinite().all())
+        # A basis of fewer than k directions says nothing, a Jacobian of 0 neither; both are in nobody's mean.
+        assert found.values.isnan().tolist() == [[True, False, True], [True, False, True], [True, True, True]]
+        assert found.by_k[1].isnan().tolist() == [[False, False, True], [False, False, True], [True, True, True]]
+        assert found.defined.tolist() == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
+        np.testing.assert_allclose(found.mean(), float(found.coupling[0, 1]))
+        expected = oracles.miscoupling(oracles.coupling_matrix(poor, full, 5))
+        np.testing.assert_allclose(found.values[0, 1], expected, atol=1e-5)
 
 
 def test_a_single_block_has_nothing_to_couple_with():
@@ -419,9 +447,13 @@ class TestPrompt:
             "no such block": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
             "stands twice": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
             "no position": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
-            "no more singular": lambda: lsim.coupling_matrices(model, tokens, k=33),
+            "no number of singular": lambda: lsim.coupling_matrices(model, tokens, k=33),
             "no one token": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
             "no tokens that vary": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
+            "stands twice.": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
+            "nothing to relate": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
+            "is no position": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
+            "need some memory": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):
                 call()
@@ -494,7 +526,7 @@ class TestRefusals:
             pass
 
     def test_options(self):
-        for options in ({"k": 0}, {"k": ()}, {"k": (5, 5)}, {"positions": ()}, {"memory_mb": 0}):
+        for options in ({"k": 0}, {"k": 1}, {"k": ()}, {"k": (5, 5)}, {"positions": ()}, {"memory_mb": 0}):
             with pytest.raises(lsim.LayersimError):
                 lsim.BlockCoupling(**options)
         with pytest.raises(lsim.LayersimError, match="k of at most 32"):
@@ -539,6 +571,9 @@ class TestRelate:
             ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, "c, d on one side"),
             ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3}, "no line"),
             ({"a": 1, "b": float("nan"), "c": 1}, {"a": 1, "b": 2, "c": 3}, "no line"),
+            ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, {"a": 1, "b": 2, "c": 3}, "no line"),
+            ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 1}, "no line"),
+            ({"a": None, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, "no coupling"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.relate(couplings, scores)
@@ -553,14 +588,13 @@ class TestRelate:
         graph = lsim.plot_adjacency(found)
         assert list(graph.data[-1].text) == ["0", "1", "2"]
         raw = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(residuals(1)[:, :9])])
-        with pytest.raises(lsim.LayersimError):
-            lsim.plot_sweep({})
+        for bad in ({}, {1: found, 2: raw}):
+            with pytest.raises(lsim.LayersimError):
+                lsim.plot_sweep(bad)
+        with pytest.raises(lsim.LayersimError, match="between 0 and 1"):
+            lsim.plot_adjacency(raw)
         assert raw.mean() < 0
-
-
-def test_shares_of_nothing_are_not_defined():
-    values, defined = shares(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 2.0]))
-    assert (values.tolist(), defined.tolist()) == ([0.0, 0.5], [False, True])
+        assert lsim.plot_sweep({0: found, 1: found, 512: found}).layout.xaxis.type == "category"
 
 
 def test_it_runs_without_warnings():
@@ -585,3 +619,174 @@ def test_couple_relates_connections_of_one_row_only():
         both = couple(calls, Connections(torch.tensor([0, 1]), (1, 1), at, at), options)
         second = couple(calls, Connections(torch.tensor([1]), (1, 1), at[1:], at[1:]), options)
     torch.testing.assert_close(both.off[:, 1:], second.off, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_on_positions_see_whole_rows():
+    model = tiny_llama()
+
+    def ablate(_module, _args, output):
+        output = output.clone()
+        output[:, -1] = 0
+        return output
+
+    tokens = random_tokens(1, 9)
+    model.model.layers[1].mlp.register_forward_hook(ablate)
+    found = lsim.block_jacobians(model, tokens[0], layers=[1], positions=[8, 3])
+    call = calls_of(model, lambda: model(tokens, use_cache=False))[1]
+    for number, t in enumerate((8, 3)):
+        expected = naive(call, 0, t, t)
+        assert float((found.values[0, number] - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_hooks_of_a_bridge_see_whole_rows():
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    model = tiny_llama()
+    bridge = build_bridge_from_module(model, "LlamaForCausalLM", hf_config=model.config)
+
+    def ablate(x, hook):
+        x = x.clone()
+        x[:, -1] = 0
+        return x
+
+    tokens = random_tokens(1, 9)[0]
+    with bridge.hooks([("blocks.1.hook_mlp_out", ablate)]):
+        exact, near = (lsim.block_jacobians(bridge, tokens, method=method) for method in ("dense", "finite-difference"))
+    assert float((exact.values - near.values)[1].norm() / near.values[1].norm()) < 3e-3
+
+
+def test_hooks_that_change_what_enters_a_block_are_applied_once():
+    model = tiny_llama()
+    push = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    model.model.layers[1].register_forward_pre_hook(lambda m, a: (a[0] + push, *a[1:]))
+    tokens = random_tokens(1, 9)
+    found = lsim.block_jacobians(model, tokens[0], layers=[1])
+    before, after = [], []
+    model.model.layers[0].register_forward_hook(lambda m, a, o: before.append(o))
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    plain = tiny_llama()
+    call = calls_of(plain, lambda: plain(tokens, use_cache=False))[1]
+    given = BlockCall(call.block, (before[0] + push,), dict(call.kwargs), 0, after)
+    expected = naive(given, 0, 8, 8)
+    assert float((found.values[0, 0] - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_more_copies_than_a_window_or_a_table_has_room_for():
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    torch.manual_seed(0)
+    kinds = [[["global", "local"], 1]]
+    config = GPTNeoConfig(
+        vocab_size=100,
+        hidden_size=48,
+        num_layers=2,
+        num_heads=4,
+        max_position_embeddings=40,
+        attention_types=kinds,
+        window_size=20,
+    )
+    model = GPTNeoForCausalLM(config).eval().double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_proj" in name:
+                parameter.mul_(6)
+    tokens = random_tokens(1, 19)
+    calls = calls_of(model, lambda: model(tokens, use_cache=False))
+    found = lsim.block_jacobians(model, tokens[0])
+    for layer, call in enumerate(calls):
+        expected = naive(call, 0, 18, 18)
+        assert float((found.values[layer, 0] - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_krylov_of_jacobians_with_empty_rows():
+    model = tiny_llama()
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.o_proj.weight[5:] = 0
+            block.mlp.down_proj.weight[5:] = 0
+    tokens = random_tokens(2, 9)
+    dense, krylov_ = (
+        lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, method=m))["block_coupling"] for m in ("dense", "krylov")
+    )
+    torch.testing.assert_close(dense.singular_values, krylov_.singular_values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dense.values, krylov_.values, rtol=0, atol=1e-4)
+
+
+def test_tokens_that_see_later_ones():
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 100}
+    model = ModernBertForMaskedLM(ModernBertConfig(**small, pad_token_id=0, attn_implementation="eager")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(12)
+    tokens = random_tokens(1, 9)
+    call = calls_of(model, lambda: model(tokens))[1]
+    found = lsim.block_jacobians(model, tokens[0], layers=[1], positions=[(6, 3), (3, 6), 3])
+    for number, pair in enumerate([(6, 3), (3, 6), (3, 3)]):
+        expected = naive(call, 0, *pair)
+        assert float(expected.norm()) > 1e-2
+        assert float((found.values[0, number] - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_post_norm_blocks_that_no_name_tells():
+    from transformers import BartConfig, BartForCausalLM
+
+    small = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24, "vocab_size": 100}
+    model = BartForCausalLM(BartConfig(**small)).eval()
+    for method in ("dense", "finite-difference"):
+        with pytest.raises(lsim.LayersimError, match="does not add to what it is given"):
+            lsim.analyze(model, random_tokens(2, 9), lsim.BlockCoupling(k=4, method=method))
+
+
+def test_finite_differences_where_arguments_have_rows_for_heads():
+    model = family("bloom", "eager")
+    tokens = random_tokens(2, 7)
+    exact, near = (
+        lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, method=m))["block_coupling"] for m in ("dense", "finite-difference")
+    )
+    assert float((exact.values - near.values).abs().max()) < 2e-3
+
+
+def test_finite_differences_in_float64():
+    tokens = random_tokens(1, 9)[0]
+    exact, near = (
+        lsim.block_jacobians(tiny_llama(dtype=torch.float64), tokens, method=m) for m in ("dense", "finite-difference")
+    )
+    assert float((exact.values - near.values).norm() / exact.values.norm()) < 1e-3
+
+
+def test_finite_differences_of_what_has_no_effect():
+    model = family("mistral")
+    found = lsim.block_jacobians(model, random_tokens(1, 11)[0], layers=[1], positions=[(2, 9)], method="finite-difference")
+    assert float(found.values.abs().max()) < 1e-2
+    assert float(found.step_error.max()) < 0.1
+
+
+def test_finite_differences_that_measure_rounding_are_refused():
+    model = tiny_llama(dtype=torch.bfloat16)
+    from tl_layersim.analyzers.block_coupling import refuse_trouble
+
+    none = torch.zeros(2)
+    refuse_trouble(none, none, torch.tensor([0.0, 0.05]), ("embed", "a", "b"))
+    with pytest.raises(lsim.LayersimError, match=r"too coarse(.|\n)*b: 30%"):
+        refuse_trouble(none, none, torch.tensor([0.0, 0.3]), ("embed", "a", "b"))
+    assert model.dtype == torch.bfloat16
+
+
+def test_under_inference_mode():
+    model, tokens = tiny_llama(), random_tokens(2, 9)
+    expected = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4))["block_coupling"]
+    with torch.inference_mode():
+        assert worst(expected, lsim.analyze(model, tokens, lsim.BlockCoupling(k=4))["block_coupling"]) < 1e-6
+        found = lsim.block_jacobians(model, tokens[0])
+    torch.testing.assert_close(found.values, lsim.block_jacobians(model, tokens[0]).values)
+
+
+def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
+    rows = [random_tokens(1, n, seed=n)[0] for n in (1, 3, 9)]
+    found = lsim.analyze(tiny_llama(), rows, lsim.BlockCoupling(k=4, positions=(0,)))["block_coupling"]
+    assert found.lengths == ("1", "2 to 3", "8 to 15")

@@ -177,7 +177,11 @@ def test_trained_blocks_couple_more_than_random_ones(name):
     torch.manual_seed(0)
     fresh = AutoModelForCausalLM.from_config(model.config).eval()
     fresh.tokenizer = model.tokenizer
-    texts = ["Once upon a time there was a little girl", "The dog ran to the park and saw a big", "Tom was sad because he lost his"]
+    texts = [
+        "Once upon a time there was a little girl",
+        "The dog ran to the park and saw a big",
+        "Tom was sad because he lost his",
+    ]
     trained, random = (lsim.analyze(m, texts, lsim.BlockCoupling(k=10))["block_coupling"] for m in (model, fresh))
     assert trained.mean() > random.mean() + 0.01
     # Without training, blocks know nothing of each other.

@@ -11,14 +11,15 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .analyzers.block_coupling import need_calls, refuse_other_outputs
-from .coupling import Connections, Options, couple, open_jacobian, pick_method, pieces_of, shares
+from .analyzers.block_coupling import need_calls, need_memory, refuse_trouble
+from .coupling import Connections, Options, couple, open_jacobian, pick_method, pieces_of, share
 from .errors import LayersimError
 from .prompt import ask
 from .results import Picture, Result, axes
 from .source import Kernel, Model, View
 from .sources import open_source
 from .typed import typed
+from .where import connections_of, different, numbers_of, pair_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -32,7 +33,7 @@ class BlockJacobians(Result):
     """Jacobians of blocks without their skip connection, between tokens of one prompt. Tensors are float64.
 
     Attributes:
-        values: `block pair output input`: d (block(X) - X)_{t_out} / d x_{t_in}; 0 where t_in stands after t_out.
+        values: `block pair output input`: d (block(X) - X)_{t_out} / d x_{t_in}; in a causal model 0 where t_in > t_out.
         singular_values: `block pair direction`, all of them, descending.
         step_error: `block`, of finite differences: the relative change of a product with twice the step; 0 of gradients.
         blocks: names of the chosen layers.
@@ -84,7 +85,7 @@ class CouplingMatrices(Result):
     Tensors are float64; the row's Jacobian stands in the singular vectors of the column's.
 
     Attributes:
-        values: `connection other`, mis-coupling m~ of each matrix.
+        values: `connection other`, mis-coupling m~ of each matrix; NaN where the other has not k vectors beyond rounding.
         coupling: `connection other`, 1 - values.
         null: `connection other`, as `values` for random orthonormal vectors in place of the column's.
         matrices: `connection other left right`, A = U' J V themselves.
@@ -145,8 +146,8 @@ class CouplingMatrices(Result):
         if not other.any():
             return {"largest singular value": float(self.singular_values.max())}
         return {
-            "coupling, mean over different connections": float(self.coupling[other].mean()),
-            "the same of random vectors": 1.0 - float(self.null[other].mean()),
+            "coupling, mean over different connections": float(self.coupling[other].nanmean()),
+            "the same of random vectors": 1.0 - float(self.null[other].nanmean()),
         }
 
 
@@ -191,19 +192,20 @@ def block_jacobians(
         (torch.Size([2, 2, 128, 128]), ('0 > 2', '3 > 3'))
     """
     source = _open(model, layers, remote)
-    chosen = _blocks(layers, len(source.model.layers) - 1)
-    asked = [positions] if isinstance(positions, int | str) else list(positions)
+    chosen = numbers_of(layers, len(source.model.layers) - 1)
+    asked = list(positions) if isinstance(positions, list | tuple) else [positions]
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        pairs[:] = [_pair(one, tokens) for one in asked]
+        pairs[:] = different([pair_of(one, tokens) for one in asked])
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
     options = {"blocks": list(chosen), "positions": asked, "method": method}
+    need_memory(memory_mb)
     check = partial(_check, what="block_jacobians", differences=method == "finite-difference", k=None)
     out, tokens, _, provenance = ask(source, prompt, kernel, check, tokenizer, prepend_bos, options, calls=True, least=1)
     layers_of = tuple(source.model.layers[1 + block] for block in chosen)
-    refuse_other_outputs(out["differs"], ("", *layers_of))
+    refuse_trouble(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
     values = out["jacobians"].double()
     return BlockJacobians(
         values=values,
@@ -269,7 +271,7 @@ def coupling_matrices(
     """
     source = _open(model, layers, remote)
     blocks = len(source.model.layers) - 1
-    chosen = _blocks(layers, blocks) if along == "depth" or layers is not None else ((blocks - 1) // 2,)
+    chosen = numbers_of(layers, blocks) if along == "depth" or layers is not None else ((blocks - 1) // 2,)
     if (along == "self" and token is not None) or (along == "depth" and positions is not None):
         raise LayersimError(
             f"along={along!r} has no {'one token' if along == 'self' else 'tokens that vary'}.",
@@ -280,7 +282,7 @@ def coupling_matrices(
     where: list[tuple[int, int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        where[:] = _connections(along, chosen, token, positions, tokens)
+        where[:] = different(connections_of(along, chosen, token, positions, tokens))
         picked = pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method
         decided = Options((k,), picked, diagonal, float(memory_mb), seed)
         return partial(matrices_kernel, where=tuple(where), options=decided)
@@ -294,9 +296,11 @@ def coupling_matrices(
         "method": method,
     }
     options |= {"diagonal": diagonal, "seed": seed}
+    need_memory(memory_mb)
     check = partial(_check, what="coupling_matrices", differences=method == "finite-difference", k=k)
     out, tokens, _, provenance = ask(source, prompt, kernel, check, tokenizer, prepend_bos, options, calls=True, least=1)
-    refuse_other_outputs(out["differs"], ("", *(source.model.layers[1 + block] for block, _, _ in where)))
+    of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
+    refuse_trouble(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
     values, null = out["values"].double(), out["null"].double()
     return CouplingMatrices(
         values=values,
@@ -321,95 +325,33 @@ def _open(model: Any, layers: Sequence[Any] | None, remote: bool | str) -> Any:
 
 def _check(model: Model, what: str, differences: bool, k: int | None) -> None:
     need_calls(model, what, differences)
-    if k is not None and not 1 <= k <= (model.d_model or k):
+    if k is not None and not 2 <= k <= (model.d_model or k):
         raise LayersimError(
-            "There are no more singular vectors than d_model.",
+            "This is no number of singular vectors.",
             given=f"k={k} and {model.name} with d_model {model.d_model}",
-            expected=f"k from 1 to {model.d_model or 'd_model'}",
+            expected=f"k from 2 to {model.d_model or 'd_model'}",
             do="k=10",
         )
-
-
-def _blocks(layers: Sequence[Any] | None, blocks: int) -> tuple[int, ...]:
-    """Numbers of the chosen blocks, from 0."""
-    if not layers or isinstance(layers[0], str):
-        return tuple(range(blocks))
-    wrong = [layer for layer in layers if not -blocks <= layer < blocks]
-    if wrong or len({layer % blocks for layer in layers}) < len(layers):
-        raise LayersimError(
-            "There is no such block." if wrong else "A block stands twice.",
-            given=f"layers={list(layers)}",
-            expected=f"different numbers from 0 to {blocks - 1}, or negative ones from the end",
-            do=f"layers=[0, {blocks - 1}]" if blocks > 1 else "layers=[0]",
-        )
-    return tuple(layer % blocks for layer in layers)
-
-
-def _pair(one: Any, tokens: int) -> tuple[int, int]:
-    """t_in and t_out from 0."""
-    both = (-1, -1) if one == "last" else (one, one) if isinstance(one, int) else one
-    if not isinstance(both, tuple | list) or len(both) != 2:
-        raise LayersimError(
-            "This is no position.",
-            given=f"{one!r} in positions=",
-            expected="'last', a list of tokens, or of pairs (t_in, t_out)",
-            do="positions=[(0, 5), -1]",
-        )
-    return _token(both[0], tokens), _token(both[1], tokens)
-
-
-def _token(position: int, tokens: int) -> int:
-    """A token's index from 0."""
-    if not -tokens <= position < tokens:
-        raise LayersimError(
-            "There is no such token.",
-            given=f"token {position} of a prompt of {tokens}",
-            expected=f"a number from 0 to {tokens - 1}, or a negative one from the end",
-            do="positions='last', or token=-1",
-        )
-    return position % tokens
-
-
-def _connections(
-    along: str, blocks: tuple[int, ...], token: int | None, positions: list[int] | None, tokens: int
-) -> list[tuple[int, int, int]]:
-    """Block, t_in and t_out of each connection."""
-    at = _token((0 if along == "fixed-input" else -1) if token is None else token, tokens)
-    if along == "depth":
-        return [(block, at, at) for block in blocks]
-    first, last = (at, tokens) if along == "fixed-input" else (0, at + 1) if along == "fixed-output" else (0, tokens)
-    moving = list(range(first, last)) if positions is None else [_token(p, tokens) for p in positions]
-    wrong = [t for t in moving if not first <= t < last]
-    if wrong:
-        raise LayersimError(
-            "A token has no effect on earlier ones.",
-            given=f"token {wrong[0]} and {'input' if along == 'fixed-input' else 'output'} {at}, along={along!r}",
-            expected=f"positions from {first} to {last - 1}",
-            do=f"positions={list(range(first, last))[:4]}",
-        )
-    if along == "self":
-        return [(block, t, t) for block in blocks for t in moving]
-    return [(block, at, t) if along == "fixed-input" else (block, t, at) for block in blocks for t in moving]
 
 
 def jacobians_kernel(
     view: View, *, blocks: tuple[int, ...], pairs: tuple[tuple[int, int], ...], method: str, memory_mb: float
 ) -> dict[str, Tensor]:
-    """`block pair d_model d_model`; 0 where t_in stands after t_out."""
+    """`block pair d_model d_model`."""
     calls = view.calls
     assert calls is not None
     device, d = calls[0].hidden.device, view.residual.shape[-1]
-    out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.residual.dtype, device=device)
-    step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
-    real = torch.tensor([n for n, (a, b) in enumerate(pairs) if a <= b], dtype=torch.int64, device=device)
     options = Options((1,), method, "signed", memory_mb, 0)
-    for number, block in enumerate(blocks) if len(real) else []:
-        which = connections([(block, *pairs[n]) for n in real.tolist()], device)
-        for row, sample, connection in pieces_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
-            with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
-                out[number, real[connection]] = jacobian.dense().to(out.dtype)
-                step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
-                differs[number] |= int(jacobian.differs)
+    with torch.inference_mode(False), torch.no_grad():
+        out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.residual.dtype, device=device)
+        step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
+        for number, block in enumerate(blocks):
+            which = connections([(block, *pair) for pair in pairs], device)
+            for row, sample, connection in pieces_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
+                with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
+                    out[number, connection] = jacobian.dense().to(out.dtype)
+                    step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
+                    differs[number] |= jacobian.trouble
     return {"jacobians": out, "step_error": step_error, "differs": differs}
 
 
@@ -419,16 +361,15 @@ def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], opti
     assert calls is not None
     found = couple(calls, connections(list(where), calls[0].hidden.device), options, matrices=True)
     assert found.matrices is not None
-    values, defined = shares(found.off[0, 0], found.norm[0, 0])
-    null, null_defined = shares(found.null_off[0, 0], found.null_norm[0, 0])
+    defined = found.defined[0, 0]
     return {
-        "values": torch.where(defined, values, torch.nan),
-        "null": torch.where(null_defined, null, torch.nan),
+        "values": share(found.off[0, 0], found.norm[0, 0]).where(defined, torch.nan),
+        "null": share(found.null_off[0, 0], found.null_norm[0, 0]).where(defined, torch.nan),
         "matrices": found.matrices[0],
         "singular_values": found.singular_values[0],
         "residual": found.residual[0],
         "step_error": found.step_error[0],
-        "differs": found.differs.long(),
+        "differs": found.differs,
     }
 
 

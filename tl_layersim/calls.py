@@ -85,8 +85,9 @@ def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = No
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor inside, in that dtype."""
+    """Every floating-point tensor inside, in that dtype; none that autograd may not keep."""
     if isinstance(value, Tensor):
+        value = value.clone() if value.is_inference() else value
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (list, tuple):
         return type(value)(in_dtype(item, dtype) for item in value)
@@ -108,25 +109,36 @@ def copied(value: Any, batch: int, times: int) -> Any:
 
 
 class Widened:
-    """A context in which a block's weights are of another dtype; their own storage comes back at its end.
+    """A context in which a block's weights are of another dtype.
 
-    Weights that are elsewhere, or no floating-point numbers, stay as they are.
+    They are exchanged where modules look them up, and are themselves never touched: gradients, their hooks and optimisers do
+    not notice. Weights that are elsewhere, or no floating-point numbers, stay as they are.
     """
 
     def __init__(self, block: Any, dtype: torch.dtype) -> None:
         module = getattr(block, "_module", block)
-        mine = list(module.parameters()) + list(module.buffers()) if isinstance(module, torch.nn.Module) else []
-        self.tensors = [x for x in mine if x.is_floating_point() and not x.is_meta and x.dtype != dtype]
-        self.dtype, self.before = dtype, list[Tensor]()
+        self.dtype, self.places = dtype, list[tuple[dict[str, Any], str, Tensor]]()
+        for part in module.modules() if isinstance(module, torch.nn.Module) else ():
+            for store in (part._parameters, part._buffers):
+                for name, x in store.items():
+                    if x is not None and x.is_floating_point() and not x.is_meta and x.dtype != dtype:
+                        self.places.append((store, name, x))
 
     def __enter__(self) -> None:
-        self.before = [x.data for x in self.tensors]
-        for x in self.tensors:
-            x.data = x.data.to(self.dtype)
+        wide: dict[int, Tensor] = {}
+        try:
+            for store, name, x in self.places:
+                if id(x) not in wide:
+                    found = x.detach().to(self.dtype)
+                    wide[id(x)] = torch.nn.Parameter(found, False) if isinstance(x, torch.nn.Parameter) else found
+                store[name] = wide[id(x)]
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_error: Any) -> None:
-        for x, data in zip(self.tensors, self.before, strict=True):
-            x.data = data
+        for store, name, x in self.places:
+            store[name] = x
 
 
 class Written:
@@ -156,6 +168,17 @@ class Beside(Written):
 
     def update(self, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
+
+
+def has_hooks(block: Any) -> bool:
+    """Whether somebody's hooks stand in the block: they may look at positions, which single tokens do not have."""
+    module = getattr(block, "_module", block)
+    known = ("nnsight", "accelerate", "transformer_lens.model_bridge")
+    return isinstance(module, torch.nn.Module) and any(
+        not str(getattr(hook, "__module__", "")).startswith(known)
+        for part in module.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values())
+    )
 
 
 def by_name(call: BlockCall) -> dict[str, Any]:
@@ -199,6 +222,8 @@ class FewTokens:
     """
 
     def __init__(self, call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor) -> None:
+        if has_hooks(call.block):
+            raise ValueError("hooks inside")
         named = by_name(call)
         caches = [name for name in CACHES if name in named]
         if not caches:

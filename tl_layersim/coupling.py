@@ -59,11 +59,12 @@ class Coupled:
         norm: `k sample connection connection`, |A^{ab}|_F.
         null_off: the same of random orthonormal vectors in place of b's; 0 for a = b, as `off` is.
         null_norm: see `null_off`.
+        defined: `k sample connection connection`, whether a is more than rounding and b has k singular vectors.
         singular_values: `sample connection k`.
         residual: `sample connection`, of `krylov`, see `jacobian.Top`.
         step_error: `sample connection`, of finite differences, see `Jacobian`.
         general: `connection`, whether whole rows had to run through the block.
-        differs: `connection`, whether the block, called again, did not give what it gave.
+        differs: `connection`, 1 where the block, called again, did not give what it gave, 2 where it has no skip connection.
         matrices: `sample connection connection k k`, A itself for the largest k; None unless asked for.
     """
 
@@ -71,6 +72,7 @@ class Coupled:
     norm: Tensor
     null_off: Tensor
     null_norm: Tensor
+    defined: Tensor
     singular_values: Tensor
     residual: Tensor
     step_error: Tensor
@@ -89,6 +91,12 @@ def pick_method(d_model: int, connections: int, k: int) -> str:
 
 
 def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, matrices: bool = False) -> Coupled:
+    """As `couple_all`, also where the caller has switched autograd off for good."""
+    with torch.inference_mode(False), torch.no_grad():
+        return couple_all(calls, which, options, matrices)
+
+
+def couple_all(calls: tuple[BlockCall, ...], which: Connections, options: Options, matrices: bool) -> Coupled:
     """Each connection's Jacobian in the bases of all connections of its sample.
 
     Twice through the blocks: singular vectors first, then products of each Jacobian with everybody's right ones. Jacobians are
@@ -104,7 +112,7 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, m
     residual = torch.zeros(samples, connections, dtype=torch.float64, device=device)
     step_error = torch.zeros_like(residual)
     general = torch.zeros(connections, dtype=torch.bool, device=device)
-    differs = torch.zeros_like(general)
+    differs = torch.zeros(connections, dtype=torch.int64, device=device)
     size = wide.itemsize * d * d
     keep = options.method != "krylov" and samples * connections * size <= options.memory_mb * 5e5
     kept: list[Tensor | None] = []
@@ -121,7 +129,7 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, m
             s[sample, connection], residual[sample, connection] = top.s.to(wide), top.residual.double()
             step_error[sample, connection] = jacobian.step_error.to(device)
             general[connection] |= jacobian.general
-            differs[connection] |= jacobian.differs
+            differs[connection] |= jacobian.trouble
         kept.append(dense if keep else None)
     ks = [min(k, one) for one in options.ks]
     off = torch.zeros(len(ks), samples, connections, connections, dtype=torch.float64, device=device)
@@ -147,7 +155,10 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, m
         if whole is not None:
             whole[sample, connection] = a
     null_off.diagonal(dim1=-2, dim2=-1).zero_()
-    return Coupled(off, norm, null_off, null_norm, s, residual, step_error, general, differs, whole)
+    floor = rounding_floor(s, step_error, d, calls[0].hidden.dtype if options.method == "finite-difference" else wide)
+    there = s[..., 0] > floor
+    defined = torch.stack([there[:, :, None] & (s[..., one - 1] > floor)[:, None] for one in ks])
+    return Coupled(off, norm, null_off, null_norm, defined, s, residual, step_error, general, differs, whole)
 
 
 def open_jacobian(
@@ -193,7 +204,15 @@ def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
     return rest.flatten(-2).norm(dim=-1), a.flatten(-2).norm(dim=-1)
 
 
-def shares(off: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Off-diagonal over whole, 0 where a Jacobian is 0 and has no singular vectors; and where it is defined."""
-    defined = norm > 0
-    return torch.where(defined, off / norm.clamp(min=1e-300), 0.0), defined
+def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) -> Tensor:
+    """`sample connection`, below which singular values are what computing left: block and identity are subtracted.
+
+    Singular vectors of such values are arbitrary, and so is what is said in their basis.
+    """
+    share = torch.maximum(step_error, torch.full_like(step_error, 8 * d**0.5 * torch.finfo(dtype).eps))
+    return (share * (1.0 + s[..., 0].double())).to(s.dtype)
+
+
+def share(off: Tensor, norm: Tensor) -> Tensor:
+    """Off-diagonal over whole, 0 where there is nothing."""
+    return off / norm.clamp(min=1e-300)

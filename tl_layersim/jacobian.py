@@ -15,16 +15,24 @@ from torch.nn import attention
 
 from .calls import BlockCall, FewTokens, Widened, whole_block
 
-# A step of finite differences, as a share of the residual's norm: rounding and curvature are both small there.
-STEP = {torch.float64: 1e-5, torch.float32: 1e-3}
-COARSE_STEP = 3e-2
+# A step of finite differences, as a share of the residual's norm: rounding and curvature are both small there. Models in
+# float64 compute norms, rotations and softmax in float32.
+STEP, COARSE_STEP = 1e-3, 3e-2
 # Beyond this share of the residual's norm, what a block gives when it is called again is not what it gave.
-ALIKE = {torch.float64: 1e-6, torch.float32: 1e-3}
+ALIKE = {torch.float64: 1e-5, torch.float32: 1e-3}
+# Beyond these shares of what the block adds and of the residual, a token alone is not the token in its row.
+NARROW_BRANCH, NARROW_WHOLE = 1e-4, 2e-6
+# So much longer a residual goes through a block that adds to it; one that ends in a norm does not let it pass.
+LONGER = 1e4
 # As many copies of a token at once: enough for large matrix products, few enough for the scores between them.
 COPIES = 128
 CPU_ROOM = 3e8
 # Krylov: how far from singular vectors they may be, as a share of the largest singular value, and how many more are kept.
 TOLERANCE, SPARE = 1e-4, 6
+
+
+class NotAlone(Exception):
+    """A block does not do to a token alone what it does to it in its row."""
 
 
 class Narrow:
@@ -33,11 +41,12 @@ class Narrow:
     Args:
         few: the block as a function of these tokens.
         which: indices of the samples.
+        given: `sample d_model`, what the block gives at the tokens that are read, when whole rows run through it.
         room: bytes for one product.
     """
 
-    def __init__(self, few: FewTokens, which: Tensor, room: float) -> None:
-        self.few, self.which = few, which
+    def __init__(self, few: FewTokens, which: Tensor, given: Tensor, room: float) -> None:
+        self.few, self.which, self.given = few, which, given
         samples, d = few.x.shape
         # Roughly what a copy takes: some tens of residuals, and attention scores of some d / 64 heads.
         floats = samples * len(few.at[0]) * (48 * d + d // 16 * (few.pos + COPIES))
@@ -45,15 +54,31 @@ class Narrow:
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
-        """Copies of the tokens and what the block gives for them; kept, as all products with as many directions need it."""
+        """Copies of the tokens and what the block gives for them; kept, as all products with as many directions need it.
+
+        Raises:
+            NotAlone: for one of the copies that is not what it gives in the row.
+        """
         if n not in self.graphs:
-            with torch.enable_grad(), plain_attention():
-                x = self.few.x[:, None].repeat(1, n, 1).requires_grad_()
-                self.graphs[n] = x, self.few.block(n)(x)
+            x = self.few.x[:, None].repeat(1, n, 1)
+            try:
+                with torch.enable_grad(), plain_attention():
+                    y = self.few.block(n)(x.requires_grad_())
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise NotAlone from error
+            whole = self.given[:, None]
+            allowed = NARROW_BRANCH * (whole - self.few.out[:, None]).norm(dim=-1) + NARROW_WHOLE * whole.norm(dim=-1)
+            if y.shape != x.shape or not bool(((y.detach() - whole).norm(dim=-1) <= allowed).all()):
+                raise NotAlone
+            self.graphs[n] = x, y
         return self.graphs[n]
 
+    def longer(self) -> Tensor:
+        """`sample d_model`, what the block gives where the token that is read is `LONGER` times as long; or the one varied."""
+        with torch.no_grad(), plain_attention():
+            return self.few.block(1)(LONGER * self.few.x[:, None])[:, 0]
+
     def value(self) -> Tensor:
-        """`sample d_model`, what the block gives at the tokens that are read."""
         return self.graph(1)[1][:, 0].detach()
 
     def transposed(self, u: Tensor) -> Tensor:
@@ -122,6 +147,20 @@ class Wide:
         with torch.set_grad_enabled(not differences), plain_attention():
             self.x.requires_grad_(not differences)
             self.y = block(self.x)
+        self.block = block
+        self.together = differences and self._can_be_copied()
+
+    def _can_be_copied(self) -> bool:
+        """Whether the block does to copies of its batch what it does to the batch: not if an argument has rows for heads."""
+        try:
+            twice = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2)(self.x.repeat(2, 1))
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return False
+        return alike(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
+
+    def longer(self) -> Tensor:
+        with torch.no_grad(), plain_attention():
+            return self.block(LONGER * self.x.detach())
 
     def value(self) -> Tensor:
         return self.y.detach()
@@ -151,16 +190,21 @@ class Wide:
     def _stepped(self, v: Tensor) -> Tensor:
         """Central differences, `n sample d_model` at once; the first of them once more with twice the step."""
         length = self.x.norm(dim=-1)[None, :, None]
-        size = STEP.get(self.call.hidden.dtype, COARSE_STEP) * length / v.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+        share = STEP if self.call.hidden.dtype in (torch.float32, torch.float64) else COARSE_STEP
+        size = share * length / v.norm(dim=-1, keepdim=True).clamp(min=1e-30)
         found: Tensor = self._difference(size * v) / size
         twice = self._difference(2 * size[:1] * v[:1]) / (2 * size[:1])
         branch = found[0] - v[0] * (self.t_in == self.t_out)[:, None]
-        off = (found[0] - twice[0]).double().norm(dim=-1) / branch.double().norm(dim=-1).clamp(min=1e-30)
+        off = (found[0] - twice[0]).double().norm(dim=-1) / torch.maximum(
+            branch.norm(dim=-1), 1e-4 * v[0].norm(dim=-1)
+        ).double()
         self.step_error = torch.maximum(self.step_error, off.cpu())
         return found
 
     def _difference(self, step: Tensor) -> Tensor:
         """(block(x + step) - block(x - step)) / 2."""
+        if not self.together:
+            return torch.stack([(self.block(self.x + one) - self.block(self.x - one)) / 2 for one in step])
         block = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2 * len(step))
         x = torch.stack([self.x + step, self.x - step])
         ahead, behind = torch.unbind(block(x.reshape(-1, step.shape[-1])).reshape(x.shape))
@@ -170,7 +214,7 @@ class Wide:
 class Jacobian:
     """The Jacobians of one block without its skip connection, one for each sample, as linear maps. A context.
 
-    J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for samples with t_in <= t_out.
+    J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for for each sample; 0 for t_in > t_out of a causal model.
 
     Args:
         call: the block with its own arguments.
@@ -186,6 +230,7 @@ class Jacobian:
             elsewhere.
         general: whether whole rows run through the block, because it has no form for a few tokens.
         differs: whether the block, called again, did not give what it gave.
+        no_skip: whether what enters does not go through to the output, so that block minus input is no branch.
     """
 
     def __init__(
@@ -205,7 +250,7 @@ class Jacobian:
         self.d_model = call.hidden.shape[-1]
         self.skip = (t_in == t_out).to(self.dtype)[:, None, None]
         self.parts: list[Narrow | Wide] = []
-        self.general, self.differs = False, False
+        self.general, self.differs, self.no_skip = False, False, False
         self.widened = Widened(call.block, self.dtype)
 
     def __enter__(self) -> Jacobian:
@@ -215,8 +260,12 @@ class Jacobian:
             self.general = not self.parts
             self.parts = self.parts or self._whole()
             for part in self.parts:
-                given = self.call.output[self.row[part.which], self.t_out[part.which]].to(self.dtype)
+                at = self.row[part.which], self.t_out[part.which]
+                given, before = self.call.output[at].to(self.dtype), self.call.hidden[at].to(self.dtype)
                 self.differs = self.differs or not alike(part.value(), given, self.call.hidden.dtype)
+                own = (self.t_in == self.t_out)[part.which]
+                short = part.longer().norm(dim=-1) < LONGER / 2 * before.norm(dim=-1)
+                self.no_skip = self.no_skip or bool((short & own).any())
         except BaseException:
             self.widened.__exit__()
             raise
@@ -233,18 +282,22 @@ class Jacobian:
         for which in (same.nonzero()[:, 0], (~same).nonzero()[:, 0]):
             if not len(which):
                 continue
+            row, t_in, t_out = self.row[which], self.t_in[which], self.t_out[which]
             try:
                 with plain_attention():
-                    few = FewTokens(self.call, self.dtype, self.row[which], self.t_in[which], self.t_out[which])
-                part = Narrow(few, which, self.room)
-                near = part.value()
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+                    few = FewTokens(self.call, self.dtype, row, t_in, t_out)
+                part = Narrow(few, which, few.whole[row, t_out], self.room)
+                part.graph(1)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, NotAlone):
                 # A block of another make, which cannot be called on a few tokens: whole rows always can.
-                return []
-            if not alike(near, few.whole[self.row[which], self.t_out[which]], self.dtype):
                 return []
             found.append(part)
         return found
+
+    @property
+    def trouble(self) -> int:
+        """0 for none, 1 for `differs`, 2 for `no_skip`, 3 for both."""
+        return int(self.differs) + 2 * int(self.no_skip)
 
     def _whole(self) -> list[Narrow | Wide]:
         """As few calls of the block on whole rows as there are samples in a row."""
@@ -272,17 +325,22 @@ class Jacobian:
 
     def transposed(self, u: Tensor) -> Tensor:
         """J'u, `sample d_model n` for the same."""
-        out = torch.empty_like(u)
-        for part in self.parts:
-            out[part.which] = part.transposed(u[part.which])
-        return out - self.skip * u
+        return self._product("transposed", u)
 
     def forward(self, v: Tensor) -> Tensor:
         """J v, `sample d_model n` for the same."""
-        out = torch.empty_like(v)
-        for part in self.parts:
-            out[part.which] = part.forward(v[part.which])
-        return out - self.skip * v
+        return self._product("forward", v)
+
+    def _product(self, kind: str, directions: Tensor) -> Tensor:
+        out = torch.empty_like(directions)
+        try:
+            for part in self.parts:
+                out[part.which] = getattr(part, kind)(directions[part.which])
+        except NotAlone:
+            # One copy was as it should be, but not so many: a window or a table of positions is over.
+            self.general, self.parts = True, self._whole()
+            return self._product(kind, directions)
+        return out - self.skip * directions
 
     def dense(self) -> Tensor:
         """J, `sample d_model d_model`: output by input."""
@@ -349,7 +407,7 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
     while True:
         right.append(block)
         images.append(jacobian.forward(block))
-        left.append(orthogonal_to(images[-1], left))
+        left.append(orthogonal_to(images[-1], left, generator))
         back.append(jacobian.transposed(left[-1]))
         products += 2 * block.shape[-1]
         u_all, v_all = torch.cat(left, -1), torch.cat(right, -1)
@@ -360,13 +418,27 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
         left_room = d - v_all.shape[-1]
         if left_room == 0 or bool((off <= TOLERANCE).all()):
             return Top(u, s[..., :k], v, off, products)
-        block = orthogonal_to(back[-1][..., : min(width, left_room)], right)
+        block = orthogonal_to(back[-1][..., : min(width, left_room)], right, generator)
 
 
-def orthogonal_to(block: Tensor, basis: list[Tensor]) -> Tensor:
-    """An orthonormal basis of what the block adds to others, completed at random order of rounding where it adds nothing."""
-    for _ in range(3):
+def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator) -> Tensor:
+    """An orthonormal basis of what the block adds to others; where it adds nothing, random directions complete it."""
+
+    def without(x: Tensor) -> Tensor:
         for known in basis:
-            block = block - known @ (known.mT @ block)
-        block = torch.linalg.qr(block)[0]
-    return block
+            x = x - known @ (known.mT @ x)
+        return x
+
+    # A direction is spent when so little of it is left; what is left is rounding. Drawn ones lose little.
+    share = 1e-4
+    for _ in range(8):
+        size = block.norm(dim=-2).clamp(min=1e-30)
+        block, r = torch.linalg.qr(without(block))
+        spent = r.diagonal(dim1=-2, dim2=-1).abs() <= share * size
+        if not bool(spent.any()):
+            break
+        drawn = torch.randn(block.shape, generator=generator, dtype=torch.float64).to(block)
+        block, share = torch.where(spent[..., None, :], drawn / drawn.norm(dim=-2, keepdim=True), block), 1e-2
+    # Once more: what was left of a column that lost nearly all is not orthogonal to rounding.
+    block = torch.linalg.qr(without(block))[0]
+    return torch.linalg.qr(without(block))[0]  # type: ignore[no-any-return]  # torch does not say

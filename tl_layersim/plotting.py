@@ -272,8 +272,10 @@ def curves(x: list[Any], series: dict[str, list[float]], titles: tuple[str, str,
     for shade, (label, values) in zip(SHADES, series.items(), strict=False):
         fig.add_scatter(x=x, y=values, name=label, mode="lines+markers", line={"color": FAINT.format(shade), "width": 2})
     numbers = all(isinstance(one, int | float) for one in x)
-    wide = numbers and min(x) > 0 and max(x) > 20 * min(x)
-    fig.update_xaxes(title=titles[1], type="log" if wide else "linear" if numbers else "category")
+    above = [one for one in x if one > 0] if numbers else []
+    wide = bool(above) and max(above) > 20 * min(above)
+    even = not numbers or (wide and len(above) < len(x))
+    fig.update_xaxes(title=titles[1], type="category" if even else "log" if wide else "linear")
     fig.update_yaxes(title=titles[2])
     return _style(fig, titles[0], height=420, width=620)
 

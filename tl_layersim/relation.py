@@ -103,13 +103,15 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
         raise LayersimError(
             "This is no confidence.", given=f"confidence={confidence}", expected="between 0 and 1", do="confidence=0.95"
         )
+    _same_options([result for result in results.values() if isinstance(result, BlockCouplingResult)])
     x = np.array([_mean(result) for result in results.values()], dtype=np.float64)
     y = np.array([float(scores[name]) for name in results], dtype=np.float64)
-    if not (np.isfinite(x).all() and np.isfinite(y).all()) or np.ptp(x) == 0:
+    flat = [bool(np.ptp(v) <= 1e-9 * np.abs(v).max()) for v in (x, y)]
+    if not (np.isfinite(x).all() and np.isfinite(y).all()) or any(flat):
         raise LayersimError(
             "There is no line through these.",
             given=f"couplings {x.round(4).tolist()}, scores {y.tolist()}",
-            expected="finite numbers, and couplings that differ",
+            expected="finite numbers that differ",
             do="check the models: one of a single block has no coupling",
         )
     fitted = OLS(y, add_constant(x)).fit()
@@ -130,7 +132,29 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
 
 
 def _mean(result: Any) -> float:
-    return result.mean() if isinstance(result, BlockCouplingResult) else float(result)
+    if isinstance(result, BlockCouplingResult):
+        return result.mean()
+    if isinstance(result, int | float) and not isinstance(result, bool):
+        return float(result)
+    raise LayersimError(
+        "This is no coupling.",
+        given=type(result).__name__,
+        expected="a BlockCouplingResult, or its mean as a number",
+        do="report['block_coupling']",
+    )
+
+
+def _same_options(results: list[BlockCouplingResult]) -> None:
+    """Refuse to set numbers beside each other that mean something else."""
+    asked = ("diagonal", "positions")
+    found = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in asked))) for r in results}
+    if len(found) > 1:
+        raise LayersimError(
+            "These results were not measured in the same way.",
+            given=f"k, normalize, diagonal, positions: {sorted(found)}",
+            expected="one set of options",
+            do="lsim.BlockCoupling(k=10) for all of them",
+        )
 
 
 @typed
@@ -139,7 +163,7 @@ def plot_sweep(results: Mapping[Any, BlockCouplingResult], *, title: str = "Coup
 
     Args:
         results: `BlockCoupling` results by training step, in order. Numbers that span more than a factor of 20 are drawn on a
-            logarithmic axis.
+            logarithmic axis; with 0 among them, side by side.
         title: of the figure.
 
     Returns:
@@ -152,16 +176,13 @@ def plot_sweep(results: Mapping[Any, BlockCouplingResult], *, title: str = "Coup
 
     if not results:
         raise LayersimError("There is nothing to draw.", given="no results", expected="one or more", do="{step: result, ...}")
+    _same_options(list(results.values()))
     series = {
         "all pairs": [result.mean() for result in results.values()],
-        "neighbours": [float(result.coupling.diagonal(1).mean()) for result in results.values()],
-        "random vectors": [_null_coupling(result) for result in results.values()],
+        "neighbours": [result.neighbours() for result in results.values()],
+        "random vectors": [float(result.normalize) - result.mean("null") for result in results.values()],
     }
     return curves(list(results), series, (title, "training step", "coupling"))
-
-
-def _null_coupling(result: BlockCouplingResult) -> float:
-    return (1.0 if result.provenance.options.get("normalize", True) else 0.0) - result.mean("null")
 
 
 @typed
@@ -182,7 +203,7 @@ def plot_adjacency(result: BlockCouplingResult, *, title: str = "Coupling of blo
     """
     from .plotting import adjacency
 
-    if not result.provenance.options.get("normalize", True):
+    if not result.normalize:
         raise LayersimError(
             "Edges need couplings between 0 and 1.",
             given="normalize=False",

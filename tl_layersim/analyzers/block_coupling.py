@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..analyzer import Analyzer, Run, need_tokens
-from ..coupling import Connections, Options, couple, pick_method, shares
+from ..coupling import Connections, Options, couple, pick_method, share
 from ..data import Batch
 from ..errors import LayersimError
 from ..results import Picture, Result, axes
@@ -21,6 +21,8 @@ from ..typed import typed
 
 # Prompt lengths are gathered by octaves: 1, 2 to 3, 4 to 7, ...
 OCTAVES = 21
+# Beyond this relative error finite differences measure rounding.
+TOO_COARSE = 0.1
 SOURCE = "(Aubry et al. 2025, {})."
 
 
@@ -32,6 +34,8 @@ class BlockCouplingResult(Result):
     Attributes:
         values: `layer layer`, mean over prompts of the mis-coupling m~(A^{ll'}) of the Jacobian of l in the basis of l'; m
             itself with `normalize=False`. Not symmetric. The diagonal is 0 but for rounding.
+        defined: `layer layer`, share of prompts in which the row's Jacobian is more than rounding and the column's has k
+            singular vectors that are; means are over these, NaN where there are none.
         std: `layer layer`, its standard deviation over prompts (divided by N).
         coupling: `layer layer`, 1 - values; -values with `normalize=False`.
         null: `layer layer`, the same as `values` for random orthonormal vectors in place of those of l': what is there without
@@ -49,10 +53,12 @@ class BlockCouplingResult(Result):
         ks: numbers of singular vectors.
         lengths: how many tokens the prompts had, by octaves.
         method: "dense", "krylov" or "finite-difference": what was used.
+        normalize: whether values are m~, or m.
     """
 
     values_name: ClassVar[str] = "miscoupling"
     values: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
+    defined: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
     std: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
     coupling: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
     null: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
@@ -69,6 +75,7 @@ class BlockCouplingResult(Result):
     ks: tuple[int, ...]
     lengths: tuple[str, ...]
     method: str
+    normalize: bool = True
 
     pictures: ClassVar[tuple[Picture, ...]] = (
         Picture(
@@ -95,23 +102,25 @@ class BlockCouplingResult(Result):
         return tuple(range(1, self.singular_values.shape[1] + 1))
 
     def mean(self, field: str = "coupling") -> float:
-        """The mean of a matrix over pairs of different blocks; NaN for a single block.
+        """The mean of a matrix over pairs of different blocks, those left out that are not defined; NaN where there are none.
 
         The paper's mean takes the diagonal in, which is 1 in every model: (L - 1) / L of this one, plus 1 / L.
         """
         matrix = getattr(self, field)
         other = ~torch.eye(len(matrix), dtype=torch.bool)
-        return float(matrix[other].mean())
+        return float(matrix[other].nanmean())
+
+    def neighbours(self) -> float:
+        """Mean coupling of blocks that follow one another, in both directions."""
+        return float(torch.cat([self.coupling.diagonal(1), self.coupling.diagonal(-1)]).nanmean())
 
     def headline(self) -> dict[str, float]:
         if len(self.values) < 2:
             return {"largest singular value": float(self.singular_values[:, 0].max())}
-        normal = self.provenance.options.get("normalize", True)
-        near = torch.cat([self.coupling.diagonal(1), self.coupling.diagonal(-1)])
         return {
             "coupling, mean over pairs of different blocks": self.mean(),
-            "the same of random vectors": (1.0 if normal else 0.0) - self.mean("null"),
-            "coupling of neighbouring blocks": float(near.mean()),
+            "the same of random vectors": float(self.normalize) - self.mean("null"),
+            "coupling of neighbouring blocks": self.neighbours(),
         }
 
 
@@ -131,7 +140,7 @@ class BlockCoupling(Analyzer):
     the weights are, float64 if the model is.
 
     Args:
-        k: how many singular vectors, or several such numbers, nested in one another: all come from one pass.
+        k: how many singular vectors, two or more, or several such numbers, nested in one another: all come from one pass.
         positions: of each prompt "last", or tokens by their index, negative ones from its end.
         normalize: m~, or m.
         method: "dense" computes each Jacobian whole; "krylov" its top singular vectors and what else is needed by products;
@@ -165,22 +174,17 @@ class BlockCoupling(Analyzer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for given, least in ((self.ks, 1), (self.tokens, None)):
+        for given, least in ((self.ks, 2), (self.tokens, None)):
             if not given or len(set(given)) < len(given) or (least is not None and min(given) < least):
                 name = "k" if least else "positions"
                 raise LayersimError(
                     f"{name} is no choice of numbers.",
                     given=f"{name}={getattr(self, name)}",
-                    expected="one or more different whole numbers" + (", each 1 or more" if least else ""),
+                    expected="one or more different whole numbers"
+                    + (", each 2 or more: a matrix of one is diagonal" if least else ""),
                     do="k=10" if least else "positions='last'",
                 )
-        if not 0 < self.memory_mb < float("inf"):
-            raise LayersimError(
-                "Jacobians need some memory.",
-                given=f"memory_mb={self.memory_mb}",
-                expected="megabytes, above 0",
-                do="memory_mb=1024",
-            )
+        need_memory(self.memory_mb)
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -232,11 +236,12 @@ class BlockCoupling(Analyzer):
         )
 
     def compute(self, sums: Sums, run: Run) -> BlockCouplingResult:
-        refuse_other_outputs(sums["differs"], run.layers)
         samples = int(sums["samples"])
         need_tokens(samples, 1, "BlockCoupling", "prompts")
+        refuse_trouble(sums["differs"], sums["no_skip"], sums["step_error"] / samples, run.layers)
         count = sums["count"].double()
-        by_k, square, null = (sums[name] / count for name in ("total", "square", "null"))
+        by_k, null = (sums[name] / count for name in ("total", "null"))
+        square = sums["square"] / count[0]
         spectrum = sums["spectrum"] / samples
         lengths = sums["length_count"].nonzero()[:, 0]
         many = sums["length_count"][lengths].double()
@@ -246,6 +251,7 @@ class BlockCoupling(Analyzer):
         whole = 1.0 if self.normalize else 0.0
         return BlockCouplingResult(
             values=by_k[0],
+            defined=count[0] / samples,
             std=(square - by_k[0].square()).clamp(min=0).sqrt(),
             coupling=whole - by_k[0],
             null=null[0],
@@ -262,6 +268,7 @@ class BlockCoupling(Analyzer):
             ks=ks,
             lengths=tuple("1" if i == 0 else f"{2**i} to {2 ** (i + 1) - 1}" for i in lengths.tolist()),
             method=pick_method(d_model, len(run.layers) - 1, max(ks)) if self.method == "auto" else self.method,
+            normalize=self.normalize,
             layers=run.layers,
             provenance=run.provenance,
         )
@@ -290,15 +297,17 @@ def block_coupling_kernel(
     chosen = pick_method(d_model, blocks, min(max(ks), d_model)) if method == "auto" else method
     options = Options(ks, chosen, diagonal, memory_mb, seed)
     found = couple(calls, Connections(row, tuple(range(blocks)), where, where), options)
-    shared, defined = shares(found.off, found.norm)
-    null, null_defined = shares(found.null_off, found.null_norm)
-    values, random = (shared, null) if normalize else (found.off, found.null_off)
-    defined = (defined & null_defined).all(0)
-    values, random = torch.where(defined, values, 0.0), torch.where(defined, random, 0.0)
-    other = ~torch.eye(blocks, dtype=torch.bool, device=values.device) & defined
+    defined = found.defined
+    kept = defined.double()
+    values, random = found.off, found.null_off
+    if normalize:
+        values, random = share(values, found.norm), share(random, found.null_norm)
+    values, random = values * kept, random * kept
+    other = ~torch.eye(blocks, dtype=torch.bool, device=values.device) & defined[0]
     # Of each prompt; a single block has no pairs.
-    score = (float(normalize) - values[0] * other).where(other, 0.0).sum((1, 2)) / other.sum((1, 2)).clamp(min=1)
-    octave = (token + 1).double().log2().floor().long().clamp(0, OCTAVES - 1)
+    score = (float(normalize) - values[0]).where(other, 0.0).sum((1, 2)) / other.sum((1, 2)).clamp(min=1)
+    length = (view.position[ends] + 1).repeat(len(positions)).to(values.device)
+    octave = length.double().log2().floor().long().clamp(0, OCTAVES - 1)
 
     def by_length(weights: Tensor) -> Tensor:
         return torch.zeros(OCTAVES, dtype=torch.float64, device=weights.device).index_add(0, octave, weights)
@@ -309,7 +318,7 @@ def block_coupling_kernel(
         "samples": torch.tensor(len(row)),
         "batches": torch.tensor(1),
         "width": torch.tensor(len(row) * d_model),
-        "count": defined.sum(0),
+        "count": defined.sum(1),
         "total": values.sum(1),
         "square": values[0].square().sum(0),
         "null": random.sum(1),
@@ -318,7 +327,8 @@ def block_coupling_kernel(
         "residual": found.residual.sum(0),
         "step_error": found.step_error.sum(0),
         "general": found.general.long(),
-        "differs": found.differs.long(),
+        "differs": found.differs & 1,
+        "no_skip": found.differs & 2,
         "length_count": by_length(with_pairs).long(),
         "length_total": by_length(score * with_pairs),
         "length_square": by_length(score.square() * with_pairs),
@@ -350,13 +360,44 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
         )
 
 
-def refuse_other_outputs(differs: Tensor, layers: tuple[str, ...]) -> None:
-    """Refuse Jacobians of blocks that, called again, do something else."""
+def need_memory(memory_mb: float) -> None:
+    """Refuse a budget that is none."""
+    if not 0 < memory_mb < float("inf"):
+        raise LayersimError(
+            "Jacobians need some memory.", given=f"memory_mb={memory_mb}", expected="megabytes, above 0", do="memory_mb=1024"
+        )
+
+
+def refuse_trouble(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
+    """Refuse Jacobians of blocks that do something else when called again, or do not add to what they are given.
+
+    Args:
+        differs: `layer`, how often a block did not give what it had given.
+        no_skip: `layer`, how often what entered did not come through.
+        step_error: `layer`, of finite differences.
+        layers: residual layers, what enters block 0 first.
+    """
     where = [name for name, n in zip(layers[1:], differs, strict=True) if n]
     if where:
         raise LayersimError(
             "A block that is called again with its own arguments does not give what it gave.",
             given=", ".join(where[:4]),
             expected="blocks without dropout, caches or other state",
-            do="model.eval(), and no hooks that change what blocks give",
+            do="model.eval(), no torch.autocast around the call, and no hooks that change what blocks give from call to call",
+        )
+    where = [name for name, n in zip(layers[1:], no_skip, strict=True) if n]
+    if where:
+        raise LayersimError(
+            "A block does not add to what it is given, so block minus input is no branch of it.",
+            given=f"{', '.join(where[:4])}: what enters does not come through",
+            expected="pre-norm blocks, which add to the residual stream",
+            do="another model; CKA and Cosine read this one",
+        )
+    coarse = [f"{name}: {float(e):.0%}" for name, e in zip(layers[1:], step_error, strict=True) if e > TOO_COARSE]
+    if coarse:
+        raise LayersimError(
+            "Finite differences are too coarse for these blocks.",
+            given=f"a product changes with twice the step, {', '.join(coarse[:4])}",
+            expected=f"a step_error of at most {TOO_COARSE:.0%}",
+            do="method='dense', on a trusted server if the model is on one; or weights in float32",
         )

@@ -263,7 +263,8 @@ def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall]) -> Iterator[N
 
     try:
         for block in blocks:
-            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+            # Before anybody else's, which will change the arguments once more when the block is called again.
+            handles.append(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             handles.append(block.register_forward_hook(after))
         yield
     finally:
