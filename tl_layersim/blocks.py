@@ -189,7 +189,7 @@ def block_jacobians(
         >>> import tl_layersim as lsim
         >>> found = lsim.block_jacobians(lsim.demo_model(), "Once upon a time", layers=[0, -1], positions=[(0, 2), -1])
         >>> found.values.shape, found.pairs
-        (torch.Size([2, 2, 128, 128]), ('0 > 2', '3 > 3'))
+        (torch.Size([2, 2, 128, 128]), ('0 > 2', '4 > 4'))
     """
     source = _open(model, layers, remote)
     chosen = numbers_of(layers, len(source.model.layers) - 1)
@@ -267,7 +267,7 @@ def coupling_matrices(
         >>> import tl_layersim as lsim
         >>> found = lsim.coupling_matrices(lsim.demo_model(), "Once upon a time there was", along="fixed-output", k=4)
         >>> found.connections[:2], found.matrices.shape
-        (('3: 0 > 5', '3: 1 > 5'), torch.Size([6, 6, 4, 4]))
+        (('3: 0 > 6', '3: 1 > 6'), torch.Size([7, 7, 4, 4]))
     """
     source = _open(model, layers, remote)
     blocks = len(source.model.layers) - 1

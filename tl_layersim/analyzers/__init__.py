@@ -17,7 +17,7 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
     """All analyzers by name: those of this folder, then those that installed packages offer as `tl_layersim.analyzers`.
 
     >>> sorted(find_analyzers())[:2]
-    ['cka', 'cosine']
+    ['block_coupling', 'cka']
     """
     found: dict[str, type[Analyzer]] = {}
     for info in pkgutil.iter_modules(__path__):
