@@ -790,3 +790,11 @@ def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
     rows = [random_tokens(1, n, seed=n)[0] for n in (1, 3, 9)]
     found = lsim.analyze(tiny_llama(), rows, lsim.BlockCoupling(k=4, positions=(0,)))["block_coupling"]
     assert found.lengths == ("1", "2 to 3", "8 to 15")
+
+
+def test_hooks_that_change_derivatives_alone_see_whole_rows():
+    model, tokens = tiny_llama(), random_tokens(1, 9)
+    model.model.layers[1].mlp.register_forward_hook(lambda m, a, o: torch.cat([o[:, :-1], o[:, -1:].detach()], 1))
+    found = lsim.block_jacobians(model, tokens[0], layers=[1])
+    expected = naive(calls_of(model, lambda: model(tokens, use_cache=False))[1], 0, 8, 8)
+    assert float((found.values[0, 0] - expected).norm() / expected.norm()) < 1e-5

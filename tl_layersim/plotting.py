@@ -246,7 +246,8 @@ def adjacency(strength: Any, names: tuple[str, ...], title: str) -> go.Figure:
     fig = go.Figure()
     # Edges of a similar strength are one trace: plotly slows down with thousands.
     for level in range(1, 21):
-        ends = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(20 * strength[a, b])) == level]
+        # By the root: weak edges are many, and would not be seen.
+        ends = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(20 * strength[a, b] ** 0.5)) == level]
         if ends:
             xs = [v for a, b in ends for v in (x[a], x[b], None)]
             ys = [v for a, b in ends for v in (y[a], y[b], None)]

@@ -189,7 +189,7 @@ def plot_sweep(results: Mapping[Any, BlockCouplingResult], *, title: str = "Coup
 def plot_adjacency(result: BlockCouplingResult, *, title: str = "Coupling of blocks") -> Any:
     """Blocks on a circle, and between each two an edge, the more opaque the more they are coupled beyond chance.
 
-    An edge is the mean of both directions, from 0 at the null to 1 at full coupling.
+    An edge is the mean of both directions, from 0 at the null to 1 at full coupling; its opacity is the root of that.
 
     Args:
         result: of `BlockCoupling` with `normalize=True`.

@@ -231,7 +231,12 @@ class Source(ABC):
     """A model that runs token batches and hands the residual stream to kernels, wherever the activations are.
 
     A new source implements `model` and `run`; `collect` too if activations may leave the place where they are made.
+
+    Attributes:
+        calling: whether an analyzer calls blocks again, so that views must carry `calls`.
     """
+
+    calling: bool = False
 
     @property
     @abstractmethod
@@ -295,14 +300,14 @@ class Source(ABC):
         """A context in which the model runs without dropout and is left as it was found."""
         return _nothing()
 
-    def with_calls(self) -> AbstractContextManager[None]:
-        """A context in which views carry `calls`. Only asked of a source whose `model.calls` is not "none"."""
-        raise LayersimError(
-            f"{type(self).__name__} says that its blocks can be called again, and does not hand them to views.",
-            given=f"model.calls={self.model.calls!r}",
-            expected="a source with with_calls()",
-            do="implement with_calls, or leave model.calls as 'none'",
-        )
+    @contextmanager
+    def with_calls(self) -> Iterator[None]:
+        """A context in which `calling` is true. Only asked of a source whose `model.calls` is not "none"."""
+        self.calling = True
+        try:
+            yield
+        finally:
+            self.calling = False
 
 
 @contextmanager

@@ -349,7 +349,7 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
             f"{what} calls blocks again, which this source does not offer.",
             given=f"{model.source}, whose views have no calls",
             expected="a TransformerLens, nnsight or Hugging Face model",
-            do="Model(calls=...) and Source.with_calls() in a source of your own",
+            do="in a source of your own: Model(calls=...), and views with calls while self.calling",
         )
     if model.calls == "values" and not differences:
         raise LayersimError(

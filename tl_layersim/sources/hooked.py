@@ -123,7 +123,7 @@ class HookedSource(Source):
             self._embed = find()
             self._model = describe(model, paths, type(model).__name__, getattr(model, "tokenizer", None), unembed)
         self.head, self.unembed = self._open_head()
-        self._blocks, self._calling = blocks, False
+        self._blocks = blocks
 
     def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
         """The module that gives logits, before scale and soft-cap, and the lens."""
@@ -152,14 +152,6 @@ class HookedSource(Source):
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self._module)
 
-    @contextmanager
-    def with_calls(self) -> Iterator[None]:
-        self._calling = True
-        try:
-            yield
-        finally:
-            self._calling = False
-
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce(kernels, self.collect(batch))
 
@@ -168,13 +160,13 @@ class HookedSource(Source):
 
         def stop(view: View) -> None:
             views.append(view)
-            if not self._calling:
+            if not self.calling:
                 raise _LastLayer
 
         calls: list[BlockCall] = []
         with (
             torch.no_grad(),
-            _noting(self._blocks if self._calling else [], calls),
+            _noting(self._blocks if self.calling else [], calls),
             self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)),
             suppress(_LastLayer),
         ):
@@ -185,7 +177,7 @@ class HookedSource(Source):
             known, device = tokens_alone(batch), view.residual.device
             names = ("tokens", "next_token", "row", "column", "labels")
             given = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
-            return replace(view, calls=tuple(calls) if self._calling else None, **given)
+            return replace(view, calls=tuple(calls) if self.calling else None, **given)
         raise LayersimError(
             f"The forward pass of {self.model.name} did not go through its layers in order.",
             given=f"{len(self._taps)} residual layers",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class NNsightSource(Source):
         self._blocks = [model.get(path) for path in paths]
         where = f" (remote={shown(remote)})" if remote else ""
         self._model = describe(self._module, paths, type(model).__name__ + where, getattr(model, "tokenizer", None), unembed)
-        self._unembed, self._calling = self._open_head(), False
+        self._unembed = self._open_head()
 
     def _open_head(self) -> Unembed | None:
         """The lens, made of nnsight's own handles on the modules: they resolve to the model wherever it is."""
@@ -73,14 +73,6 @@ class NNsightSource(Source):
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self._module)
 
-    @contextmanager
-    def with_calls(self) -> Iterator[None]:
-        self._calling = True
-        try:
-            yield
-        finally:
-            self._calling = False
-
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return _trace(
             self._envoy,
@@ -89,7 +81,7 @@ class NNsightSource(Source):
             self._unembed,
             self._where | call_options(self._module, batch),
             travelling(kernels),
-            self._calling,
+            self.calling,
         )
 
     def unembed_gap(self, batch: Batch) -> Tensor:

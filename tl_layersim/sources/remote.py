@@ -237,7 +237,7 @@ class RemoteSource(NNsightSource):
             return self.ndif.send_off(lambda backend: self._submit(work, shipped, backend))
 
     def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> list[tuple[int, Found]]:
-        return submit(self._envoy, self._blocks, work, self._unembed, kernels, self._calling, backend)
+        return submit(self._envoy, self._blocks, work, self._unembed, kernels, self.calling, backend)
 
     def _warn_of_much(self, parts: list[Part]) -> None:
         """Say once of an analyzer that it brings back more than sums over layers are."""
