@@ -325,26 +325,30 @@ def miscoupling(a: np.ndarray, normalize: bool = True) -> float:
     return float(np.sqrt(off) / (np.linalg.norm(a) if normalize else 1.0))
 
 
-def random_frames(blocks: int, d: int, k: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The package's own draw: what is checked against an oracle is what it does with it."""
+def random_frames(blocks: int, d: int, k: int, seed: int = 0, draws: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The package's own draws: what is checked against an oracle is what it does with them."""
     import torch
 
-    drawn = torch.randn(blocks + 1, d, k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    frames = np.array([np.linalg.qr(one)[0] for one in drawn.numpy()])
-    return frames[:blocks], frames[blocks]
+    frames = []
+    for number in range(draws * (blocks + 1)):
+        generator = torch.Generator().manual_seed(seed + 7919 * number)
+        frames.append(np.linalg.qr(torch.randn(-(-k // 16) * 16, d, generator=generator, dtype=torch.float64).numpy()[:k].T)[0])
+    each = [frames[n : n + blocks + 1] for n in range(0, len(frames), blocks + 1)]
+    return [(np.array(one[:blocks]), one[blocks]) for one in each]
 
 
 def oracle_block_coupling(batches: list[np.ndarray], k: int = 10) -> dict[str, np.ndarray]:
     """Each batch is one prompt."""
     blocks, d = len(batches[0]) - 1, batches[0].shape[-1]
     k = min(k, d)
-    left, right = random_frames(blocks, d, k)
+    draws = random_frames(blocks, d, k)
     values, null, spectra, lengths = [], [], [], []
     for x in batches:
         last = x.shape[1] - 1
         js = [own_jacobian(x[layer], layer, last, last) for layer in range(blocks)]
         values.append([[miscoupling(coupling_matrix(a, b, k)) for b in js] for a in js])
-        null.append([[0.0 if i == j else miscoupling(left[j].T @ a @ right) for j in range(blocks)] for i, a in enumerate(js)])
+        random = [[np.mean([miscoupling(left[j].T @ a @ right) for left, right in draws]) for j in range(blocks)] for a in js]
+        null.append(np.where(np.eye(blocks), 0.0, random))
         spectra.append([np.linalg.svd(a)[1][:k] for a in js])
         lengths.append(last + 1)
     values, null, spectra = np.array(values), np.array(null), np.array(spectra)

@@ -76,6 +76,16 @@ def test_a_folder_of_weights_and_a_text_file(tmp_path):
     assert result.values.shape == (4, 4)
 
 
+def test_prompts_are_not_packed(tmp_path):
+    text = tmp_path / "t.txt"
+    text.write_text("Once upon a time there was a dog.\n\nThe sun was red and the sky was blue.\n")
+    done = run("report", "--data", text, "--analyzers", "block_coupling", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "one text a row" in done.output
+    done = run("report", "--data", text, "--analyzers", "block_coupling", "--pack", "--out", tmp_path / "out")
+    assert "each row for a prompt" in str(done.exception)
+
+
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
 def test_a_table(kind, tmp_path):
     import pandas

@@ -587,8 +587,14 @@ class TestRelate:
         np.testing.assert_allclose(sweep.data[2].y, [1 - found.mean("null")] * 3)
         graph = lsim.plot_adjacency(found)
         assert list(graph.data[-1].text) == ["0", "1", "2"]
+        edges = {frozenset(one[:2]): one[2] for one in graph.data[-2].customdata}
+        chance = (found.null[0, 2] - found.values[0, 2]) / found.null[0, 2]
+        back = (found.null[2, 0] - found.values[2, 0]) / found.null[2, 0]
+        expected = max(0.0, float(chance + back) / 2)
+        assert abs(edges[frozenset(("blocks.0.hook_resid_post", "blocks.2.hook_resid_post"))] - expected) < 1e-12
+        assert "R2" in repr(lsim.relate({"a": 0.1, "b": 0.2, "c": 0.4}, {"a": 1, "b": 2, "c": 3}))
         raw = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(residuals(1)[:, :9])])
-        for bad in ({}, {1: found, 2: raw}):
+        for bad in ({}, {1: found, 2: raw}, {1: found, 2: "x"}):
             with pytest.raises(lsim.LayersimError):
                 lsim.plot_sweep(bad)
         with pytest.raises(lsim.LayersimError, match="between 0 and 1"):
@@ -787,9 +793,45 @@ def test_under_inference_mode():
 
 
 def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
-    rows = [random_tokens(1, n, seed=n)[0] for n in (1, 3, 9)]
+    rows = [random_tokens(1, n, seed=n)[0] for n in (1, 3, 8)]
     found = lsim.analyze(tiny_llama(), rows, lsim.BlockCoupling(k=4, positions=(0,)))["block_coupling"]
-    assert found.lengths == ("1", "2 to 3", "8 to 15")
+    assert (found.lengths, found.prompts) == (("1", "2 to 3", "8 to 15"), 3)
+
+
+def test_packed_rows_are_no_prompts():
+    with pytest.raises(lsim.LayersimError, match=r"each row for a prompt(.|\n)*pack=False"):
+        lsim.analyze(lsim.demo_model(), lsim.demo_text()[:2], lsim.BlockCoupling(), pack=True)
+
+
+def test_a_window_that_copies_would_outgrow():
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 100, "hidden_size": 48, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 512}
+    model = GPTNeoForCausalLM(GPTNeoConfig(**small, attention_types=[[["global", "local"], 1]], window_size=24)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_proj" in name:
+                parameter.mul_(6)
+    tokens = random_tokens(1, 22)
+    calls = calls_of(model, lambda: model(tokens, use_cache=False))
+    found = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4))["block_coupling"]
+    assert found.whole_rows.tolist() == [0, 1]
+    for layer, call in enumerate(calls):
+        np.testing.assert_allclose(found.singular_values[layer], np.linalg.svd(naive(call, 0, 21, 21))[1][:4], rtol=1e-5)
+
+
+def test_means_of_each_k():
+    found = from_views(lsim.BlockCoupling(k=(5, 3)), [view(residuals(1)[:, :9])])
+    other = ~torch.eye(3, dtype=torch.bool)
+    assert found.mean(k=3) == float((1 - found.by_k[1])[other].mean())
+    assert found.mean("null_coupling", k=5) == found.mean("null_coupling")
+    assert abs(found.mean("null_coupling") - (1 - found.mean("null"))) < 1e-12
+    with pytest.raises(lsim.LayersimError, match=r"k=7(.|\n)*one of 5, 3"):
+        found.mean(k=7)
+    # A larger k adds to the draws of a smaller one.
+    alone = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
+    torch.testing.assert_close(found.null_by_k[1], alone.null)
 
 
 def test_hooks_that_change_derivatives_alone_see_whole_rows():

@@ -69,6 +69,7 @@ class Analyzer(ABC):
         first_without_model: whether that first pass reads tokens and labels only, so that the model need not run.
         needs_unembed: whether its kernel calls `view.unembed`; the lens is then checked against the model's logits first.
         needs_calls: whether its kernel calls blocks again, through `view.calls`.
+        prompts: whether each row has to be a text of its own, so that packed rows are refused.
     """
 
     name: ClassVar[str]
@@ -77,6 +78,7 @@ class Analyzer(ABC):
     first_without_model: ClassVar[bool] = False
     needs_unembed: ClassVar[bool] = False
     needs_calls: ClassVar[bool] = False
+    prompts: ClassVar[bool] = False
 
     @property
     def whole_rows(self) -> bool:

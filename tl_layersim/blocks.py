@@ -172,7 +172,7 @@ def block_jacobians(
         model: as in `analyze`.
         prompt: a text, or token ids `pos`.
         layers: numbers of blocks, negative ones from the end; or as in `analyze`, paths of all blocks. Default: all.
-        positions: "last", or a list of tokens t for t_in = t_out = t and of pairs (t_in, t_out); negative ones from the end.
+        positions: "last", a token t for t_in = t_out = t, a pair (t_in, t_out), or a list of these; negative ones from the end.
         method: "dense", or "finite-difference" where nothing can be differentiated.
         memory_mb: megabytes for products with many directions at once.
         remote: as in `analyze`. Whole Jacobians come back: 4 d_model^2 bytes each.
@@ -193,7 +193,7 @@ def block_jacobians(
     """
     source = _open(model, layers, remote)
     chosen = numbers_of(layers, len(source.model.layers) - 1)
-    asked = list(positions) if isinstance(positions, list | tuple) else [positions]
+    asked = positions if isinstance(positions, list) else [positions]
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
@@ -364,7 +364,7 @@ def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], opti
     defined = found.defined[0, 0]
     return {
         "values": share(found.off[0, 0], found.norm[0, 0]).where(defined, torch.nan),
-        "null": share(found.null_off[0, 0], found.null_norm[0, 0]).where(defined, torch.nan),
+        "null": found.null_share[0, 0].where(defined, torch.nan),
         "matrices": found.matrices[0],
         "singular_values": found.singular_values[0],
         "residual": found.residual[0],

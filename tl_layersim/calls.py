@@ -30,6 +30,8 @@ class BlockCall:
         kwargs: the others.
         key: where among them the residual stands: an index of `args` or a name in `kwargs`.
         output: `batch pos d_model`, the residual after the block.
+
+    `hidden` is what it was given; `again(call, hidden)` calls it with another one.
     """
 
     block: Any

@@ -42,7 +42,8 @@ def report(
     seq_len: Annotated[int | None, typer.Option(help="Longest row of tokens. Default: 256, or the model's context.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a forward pass.")] = 16,
     pack: Annotated[
-        bool | None, typer.Option(help="Join texts and cut full rows. Default: for text files, not for tables.")
+        bool | None,
+        typer.Option(help="Join texts and cut full rows. Default: for text files, but not for block_coupling."),
     ] = None,
     skip_first: Annotated[int, typer.Option(help="Leave out the first positions of each row.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, or auto to spread it over GPUs.")] = "cpu",
@@ -70,7 +71,8 @@ def report(
         tokenizer=getattr(loaded, "tokenizer", None),
         batch_size=batch_size,
         seq_len=seq_len,
-        pack=is_text if pack is None else pack,
+        # Some take each row for a prompt.
+        pack=is_text and not any(analyzer.prompts for analyzer in chosen) if pack is None else pack,
         max_tokens=max_tokens,
         skip_first=skip_first,
         column=column,

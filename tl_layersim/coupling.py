@@ -13,6 +13,9 @@ from torch import Tensor
 from .calls import BlockCall
 from .jacobian import Jacobian, krylov, top_of
 
+# Draws of the null: their mean is then as steady as what it stands beside.
+DRAWS = 8
+
 
 @dataclass(frozen=True)
 class Connections:
@@ -57,8 +60,8 @@ class Coupled:
     Attributes:
         off: `k sample connection connection`, m(A^{ab}) = |A - diag A|_F of Jacobian a in the basis of b; float64.
         norm: `k sample connection connection`, |A^{ab}|_F.
-        null_off: the same of random orthonormal vectors in place of b's; 0 for a = b, as `off` is.
-        null_norm: see `null_off`.
+        null_off: the same as `off` of random orthonormal vectors in place of b's, in the mean over draws; 0 for a = b.
+        null_share: as `null_off`, each draw divided by its own norm.
         defined: `k sample connection connection`, whether a is more than rounding and b has k singular vectors.
         singular_values: `sample connection k`.
         residual: `sample connection`, of `krylov`, see `jacobian.Top`.
@@ -71,7 +74,7 @@ class Coupled:
     off: Tensor
     norm: Tensor
     null_off: Tensor
-    null_norm: Tensor
+    null_share: Tensor
     defined: Tensor
     singular_values: Tensor
     residual: Tensor
@@ -84,10 +87,10 @@ class Coupled:
 def pick_method(d_model: int, connections: int, k: int) -> str:
     """Which of the two exact methods is the faster one; both are measured in benchmarks/bench_coupling.py.
 
-    Krylov takes 0.1 to 0.3 d_model products for its singular vectors and `connections * k` for the other bases, where dense
-    takes d_model and a full decomposition.
+    Krylov takes 0.1 to 0.3 d_model products for its singular vectors and `(connections + DRAWS) * k` for the other bases,
+    where dense takes d_model and a full decomposition.
     """
-    return "krylov" if d_model >= 1024 and (connections + 1) * k < 0.4 * d_model else "dense"
+    return "krylov" if d_model >= 1024 and (connections + DRAWS) * k < 0.4 * d_model else "dense"
 
 
 def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, matrices: bool = False) -> Coupled:
@@ -133,12 +136,12 @@ def couple_all(calls: tuple[BlockCall, ...], which: Connections, options: Option
         kept.append(dense if keep else None)
     ks = [min(k, one) for one in options.ks]
     off = torch.zeros(len(ks), samples, connections, connections, dtype=torch.float64, device=device)
-    norm, null_off, null_norm = torch.zeros_like(off), torch.zeros_like(off), torch.zeros_like(off)
+    norm, null_off, null_share = torch.zeros_like(off), torch.zeros_like(off), torch.zeros_like(off)
     shape = (samples, connections, connections, k, k)
     whole = torch.zeros(shape, dtype=wide, device=device) if matrices else None
     left, right = random_frames(connections, d, k, options.seed, u)
     for (row, sample, connection), dense in zip(pieces, kept, strict=True):
-        # `sample d_model (connection k)`, and one random frame more.
+        # `sample d_model (connection k)`, and random frames more.
         bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
         if dense is not None:
             images = dense @ bases
@@ -147,18 +150,21 @@ def couple_all(calls: tuple[BlockCall, ...], which: Connections, options: Option
                 images = jacobian.forward(bases.to(jacobian.dtype)).to(wide)
         own = images[..., : connections * k].reshape(*images.shape[:-1], connections, k)
         a = torch.einsum("pndi,pdnj->pnij", u[sample], own)
-        random = torch.einsum("ndi,pdj->pnij", left, images[..., connections * k :])
+        drawn = images[..., connections * k :].reshape(*images.shape[:-1], DRAWS, k)
+        random = torch.einsum("rndi,pdrj->rpnij", left, drawn)
         for number, one in enumerate(ks):
             at = (number, sample, connection)
             off[at], norm[at] = off_diagonal(a[..., :one, :one], options.diagonal)
-            null_off[at], null_norm[at] = off_diagonal(random[..., :one, :one], options.diagonal)
+            parts = off_diagonal(random[..., :one, :one], options.diagonal)
+            null_off[at], null_share[at] = parts[0].mean(0), share(*parts).mean(0)
         if whole is not None:
             whole[sample, connection] = a
-    null_off.diagonal(dim1=-2, dim2=-1).zero_()
+    for null in (null_off, null_share):
+        null.diagonal(dim1=-2, dim2=-1).zero_()
     floor = rounding_floor(s, step_error, d, calls[0].hidden.dtype if options.method == "finite-difference" else wide)
     there = s[..., 0] > floor
     defined = torch.stack([there[:, :, None] & (s[..., one - 1] > floor)[:, None] for one in ks])
-    return Coupled(off, norm, null_off, null_norm, defined, s, residual, step_error, general, differs, whole)
+    return Coupled(off, norm, null_off, null_share, defined, s, residual, step_error, general, differs, whole)
 
 
 def open_jacobian(
@@ -186,19 +192,23 @@ def pieces_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Te
 
 
 def random_frames(connections: int, d: int, k: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal vectors in random directions: `connection d k` on the left, `1 d k` on the right.
+    """Orthonormal vectors in random directions: on the left `draw connection d k`, on the right `1 d (draw k)`.
 
     In place of everybody's singular vectors they give A the law that it has where a Jacobian keeps its spectrum and takes
-    random vectors. The same for all samples: what is measured must not depend on how samples fall into batches.
+    random vectors. The same for all samples: what is measured must not depend on how samples fall into batches. A larger k
+    adds vectors to those of a smaller one.
     """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(connections + 1, d, k, generator=generator, dtype=torch.float64)
-    frames = torch.linalg.qr(drawn)[0].to(like.device, like.dtype)
-    return frames[:connections], frames[connections:]
+    frames = []
+    for number in range(DRAWS * (connections + 1)):
+        generator = torch.Generator().manual_seed(seed + 7919 * number)
+        # Sixteen rows and more at a time: torch draws the rest of a sixteen in another order.
+        frames.append(torch.randn(-(-k // 16) * 16, d, generator=generator, dtype=torch.float64)[:k].T)
+    found = torch.linalg.qr(torch.stack(frames))[0].to(like.device, like.dtype).unflatten(0, (DRAWS, connections + 1))
+    return found[:, :connections], torch.cat(list(found[:, connections]), -1)[None]
 
 
 def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
-    """What is off the diagonal of `sample connection k k`, and all of it, as Frobenius norms in float64."""
+    """What is off the diagonal of `... k k`, and all of it, as Frobenius norms in float64."""
     a = a.double()
     rest = (a.abs() if diagonal == "positive" else a) - torch.diag_embed(a.diagonal(dim1=-2, dim2=-1))
     return rest.flatten(-2).norm(dim=-1), a.flatten(-2).norm(dim=-1)

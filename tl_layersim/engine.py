@@ -191,6 +191,13 @@ def _run(
     first_kernels = {name: k for name, a in analyzers.items() if (k := a.first_kernel()) is not None}
     for name, analyzer in analyzers.items():
         analyzer.check(*models)
+        if analyzer.prompts and batches.pack:
+            raise LayersimError(
+                f"{type(analyzer).__name__} takes each row for a prompt, and packed rows end anywhere in a text.",
+                given="pack=True",
+                expected="one text a row",
+                do="pack=False, in a call of its own if other analyzers want packed rows; --no-pack on the command line",
+            )
         if name in first_kernels and batches.one_shot:
             raise LayersimError(
                 f"{type(analyzer).__name__} reads the data twice, and this data is gone after one pass.",

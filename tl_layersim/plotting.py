@@ -37,7 +37,7 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
         labels = result.coordinates("direction")
         shown = sorted({round(n) for n in np.geomspace(1, len(labels), min(len(labels), len(SHADES)))})
         series = [(f"number {n}", values[:, n - 1], shade) for n, shade in zip(shown, SHADES, strict=False)]
-        return _lines(result.coordinates("layer"), series, title, field, "layer")
+        return _lines(result.coordinates("layer"), series, title, field, "layer").update_yaxes(type="log", rangemode="normal")
     if len(axes) == 2 and axes[0] == "quantile":
         levels = result.coordinates("quantile")
         # The median stands out; the further from it, the fainter.
@@ -66,21 +66,27 @@ def short_names(names: tuple[str, ...]) -> list[str]:
 
 def _heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str) -> go.Figure:
     rows, columns = (result.coordinates(axis) for axis in axes)
-    low = min(0.0, float(values.min()))
+    low, high = min(0.0, float(values.min())), 1.0
+    if axes[0] == "row_block" and len(rows) > 1:
+        # A block in its own basis is diagonal by definition, and would hide what there is between blocks.
+        values = np.where(np.eye(len(rows), dtype=bool), np.nan, values)
+        low, high = (float(f(values)) for f in (np.nanmin, np.nanmax)) if not np.isnan(values).all() else (0.0, 1.0)
     heat = go.Heatmap(
         z=values,
         x=list(range(len(columns))),
         y=list(range(len(rows))),
         zmin=low,
-        zmax=1.0,
+        zmax=high,
         colorscale="Viridis",
         customdata=[[(row, column) for column in columns] for row in rows],
         hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}<extra></extra>",
     )
     fig = go.Figure(heat)
     models = result.provenance.model.split(" | ")
-    _axis(fig.update_xaxes, columns, f"block of {models[-1]}" if len(models) > 1 else "after block")
-    _axis(fig.update_yaxes, rows, f"block of {models[0]}" if len(models) > 1 else "after block")
+    names = [f"block of {model}" for model in (models[-1], models[0])] if len(models) > 1 else ["after block"] * 2
+    names = ["in the singular vectors of block", "Jacobian of block"] if axes[0] == "row_block" else names
+    _axis(fig.update_xaxes, columns, names[0])
+    _axis(fig.update_yaxes, rows, names[1])
     fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")
     fig.update_xaxes(constrain="domain")
     return _style(fig, title, height=520, width=620)
@@ -198,7 +204,7 @@ def paths(coordinates: Any, explained: list[float], tokens: tuple[str, ...], lay
 
 
 def tiles(matrices: Any, labels: tuple[str, ...], title: str) -> go.Figure:
-    """`row column k k` as one picture, each tile divided by its largest entry, with thin lines between."""
+    """`row column k k` as one picture, each tile divided by its largest entry, with gaps between."""
     rows, columns, k, _ = matrices.shape
     top = np.maximum(matrices.max(axis=(2, 3), keepdims=True), 1e-300)
     padded = np.full((rows, columns, k + 1, k + 1), np.nan)
@@ -208,6 +214,7 @@ def tiles(matrices: Any, labels: tuple[str, ...], title: str) -> go.Figure:
         zmin=0.0,
         zmax=1.0,
         colorscale="Viridis",
+        colorbar={"title": "share of the<br>tile's largest"},
         hovertemplate="%{z:.3f}<extra></extra>",
     )
     fig = go.Figure(heat)
@@ -232,11 +239,12 @@ def spectra(values: Any, labels: list[str]) -> go.Figure:
     return _style(fig, "Singular values of the Jacobians", height=420, width=720)
 
 
-def adjacency(strength: Any, names: tuple[str, ...], title: str) -> go.Figure:
+def adjacency(strength: Any, strongest: float, names: tuple[str, ...], title: str) -> go.Figure:
     """Blocks on a circle, an edge between each two, the stronger the more opaque.
 
     Args:
-        strength: `layer layer`, symmetric, 0 for no edge and 1 for the strongest there can be.
+        strength: `layer layer`, symmetric, 0 for no edge.
+        strongest: of an edge that is fully opaque.
         names: of the blocks.
         title: of the figure.
     """
@@ -244,15 +252,26 @@ def adjacency(strength: Any, names: tuple[str, ...], title: str) -> go.Figure:
     angle = np.pi / 2 - 2 * np.pi * np.arange(blocks) / blocks
     x, y = np.cos(angle), np.sin(angle)
     fig = go.Figure()
+    share = np.clip(strength / max(strongest, 1e-12), 0, 1)
     # Edges of a similar strength are one trace: plotly slows down with thousands.
     for level in range(1, 21):
-        # By the root: weak edges are many, and would not be seen.
-        ends = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(20 * strength[a, b] ** 0.5)) == level]
+        ends = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(20 * share[a, b])) == level]
         if ends:
             xs = [v for a, b in ends for v in (x[a], x[b], None)]
             ys = [v for a, b in ends for v in (y[a], y[b], None)]
             line = {"color": FAINT.format(level / 20), "width": 0.5 + 3.5 * level / 20}
             fig.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip")
+    middle = [
+        ((x[a] + x[b]) / 2, (y[a] + y[b]) / 2, names[a], names[b], strength[a, b]) for a in range(blocks) for b in range(a)
+    ]
+    fig.add_scatter(
+        x=[one[0] for one in middle],
+        y=[one[1] for one in middle],
+        mode="markers",
+        marker={"size": 9, "opacity": 0},
+        customdata=[one[2:] for one in middle],
+        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]:.3f} beyond chance<extra></extra>",
+    )
     fig.add_scatter(
         x=1.08 * x,
         y=1.08 * y,
@@ -264,14 +283,18 @@ def adjacency(strength: Any, names: tuple[str, ...], title: str) -> go.Figure:
     fig.update_layout(showlegend=False)
     fig.update_xaxes(visible=False)
     fig.update_yaxes(visible=False, scaleanchor="x")
-    return _style(fig, title, height=480, width=480)
+    below = f"darkest: {strongest:.2f} of the way from chance to full coupling"
+    fig.add_annotation(text=below, x=0.5, y=-0.06, xref="paper", yref="paper", showarrow=False)
+    return _style(fig, title, height=500, width=480)
 
 
 def curves(x: list[Any], series: dict[str, list[float]], titles: tuple[str, str, str]) -> go.Figure:
     """Lines over numbers, on a logarithmic axis where these span it; or over names."""
     fig = go.Figure()
     for shade, (label, values) in zip(SHADES, series.items(), strict=False):
-        fig.add_scatter(x=x, y=values, name=label, mode="lines+markers", line={"color": FAINT.format(shade), "width": 2})
+        chance = {"color": "grey", "width": 1.5, "dash": "dash"}
+        line = chance if label == "random vectors" else {"color": FAINT.format(shade), "width": 2}
+        fig.add_scatter(x=x, y=values, name=label, mode="lines+markers", line=line)
     numbers = all(isinstance(one, int | float) for one in x)
     above = [one for one in x if one > 0] if numbers else []
     wide = bool(above) and max(above) > 20 * min(above)

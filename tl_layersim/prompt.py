@@ -262,7 +262,7 @@ def ask(
     batches = list(rows)
     if len(batches) != 1:
         raise LayersimError(
-            "This is a picture of one prompt.",
+            "This is a picture of one prompt." if batches else "The prompt is empty.",
             given=f"{len(batches)} rows of tokens",
             expected=f"one row, of at most {described.context or 256} tokens",
             do="one shorter prompt; lsim.analyze(model, texts, ...) for many",

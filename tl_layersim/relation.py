@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor, from_numpy
 
 from .analyzers.block_coupling import BlockCouplingResult
-from .errors import LayersimError
+from .errors import LayersimError, LayersimWarning
 from .typed import typed
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @typed
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Relation:
     """A straight line through the scores of models over their mean coupling, by ordinary least squares.
 
@@ -45,6 +46,10 @@ class Relation:
     p_value: float
     confidence: float
     band: Float64[Tensor, "point 4"]
+
+    def __repr__(self) -> str:
+        found = f"score = {self.intercept:.4g} + {self.slope:.4g} coupling"
+        return f"Relation({len(self.names)} models: {found}, R2 = {self.r_squared:.3g}, p = {self.p_value:.2g})"
 
     def to_frame(self) -> pandas.DataFrame:
         """One line for each model, with what the line says."""
@@ -147,18 +152,25 @@ def _mean(result: Any) -> float:
 def _same_options(results: list[BlockCouplingResult]) -> None:
     """Refuse to set numbers beside each other that mean something else."""
     asked = ("diagonal", "positions")
+    data = {r.provenance.data for r in results}
+    if len(data) > 1:
+        warnings.warn(
+            "These couplings were measured on different prompts, whose length and content matter.",
+            LayersimWarning,
+            stacklevel=4,
+        )
     found = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in asked))) for r in results}
     if len(found) > 1:
         raise LayersimError(
             "These results were not measured in the same way.",
             given=f"k, normalize, diagonal, positions: {sorted(found)}",
             expected="one set of options",
-            do="lsim.BlockCoupling(k=10) for all of them",
+            do=f"the same options for all, such as lsim.BlockCoupling(k={results[0].ks[0]})",
         )
 
 
 @typed
-def plot_sweep(results: Mapping[Any, BlockCouplingResult], *, title: str = "Coupling of blocks") -> Any:
+def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks") -> Any:
     """Mean coupling over training checkpoints, or over whatever the keys are, with neighbours and the null beside it.
 
     Args:
@@ -174,25 +186,32 @@ def plot_sweep(results: Mapping[Any, BlockCouplingResult], *, title: str = "Coup
     """
     from .plotting import curves
 
-    if not results:
-        raise LayersimError("There is nothing to draw.", given="no results", expected="one or more", do="{step: result, ...}")
+    others = [type(one).__name__ for one in results.values() if not isinstance(one, BlockCouplingResult)]
+    if not results or others:
+        raise LayersimError(
+            "There is nothing to draw.",
+            given=", ".join(others) or "no results",
+            expected="one or more results of BlockCoupling",
+            do="plot_sweep({step: report['block_coupling'], ...})",
+        )
     _same_options(list(results.values()))
     series = {
         "all pairs": [result.mean() for result in results.values()],
         "neighbours": [result.neighbours() for result in results.values()],
-        "random vectors": [float(result.normalize) - result.mean("null") for result in results.values()],
+        "random vectors": [result.mean("null_coupling") for result in results.values()],
     }
     return curves(list(results), series, (title, "training step", "coupling"))
 
 
 @typed
-def plot_adjacency(result: BlockCouplingResult, *, title: str = "Coupling of blocks") -> Any:
+def plot_adjacency(result: BlockCouplingResult, *, strongest: float | None = None, title: str = "Coupling of blocks") -> Any:
     """Blocks on a circle, and between each two an edge, the more opaque the more they are coupled beyond chance.
 
-    An edge is the mean of both directions, from 0 at the null to 1 at full coupling; its opacity is the root of that.
+    An edge is the mean of both directions, from 0 at the null to 1 at full coupling.
 
     Args:
         result: of `BlockCoupling` with `normalize=True`.
+        strongest: of an edge that is fully opaque, the same for pictures that are compared; this one's strongest by default.
         title: of the figure.
 
     Returns:
@@ -212,4 +231,7 @@ def plot_adjacency(result: BlockCouplingResult, *, title: str = "Coupling of blo
         )
     beyond = (result.null - result.values) / result.null.clamp(min=1e-9)
     strength = ((beyond + beyond.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0)
-    return adjacency(strength.numpy(), result.layers[1:], title)
+    # A block with itself is no edge.
+    strength.fill_diagonal_(0.0)
+    full = float(strength.max()) if strongest is None else strongest
+    return adjacency(strength.numpy(), full, result.layers[1:], title)

@@ -56,7 +56,7 @@ def token_of(position: int, tokens: int) -> int:
             "There is no such token.",
             given=f"token {position} of a prompt of {tokens}",
             expected=f"a number from 0 to {tokens - 1}, or a negative one from the end",
-            do="positions='last', or token=-1",
+            do="-1 for the last",
         )
     return position % tokens
 

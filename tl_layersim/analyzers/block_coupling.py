@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -18,6 +18,9 @@ from ..results import Picture, Result, axes
 from ..source import Kernel, Model, View, row_ends
 from ..sums import Sums
 from ..typed import typed
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
 
 # Prompt lengths are gathered by octaves: 1, 2 to 3, 4 to 7, ...
 OCTAVES = 21
@@ -38,8 +41,8 @@ class BlockCouplingResult(Result):
             singular vectors that are; means are over these, NaN where there are none.
         std: `layer layer`, its standard deviation over prompts (divided by N).
         coupling: `layer layer`, 1 - values; -values with `normalize=False`.
-        null: `layer layer`, the same as `values` for random orthonormal vectors in place of those of l': what is there without
-            any coupling, about sqrt(1 - 1/k).
+        null: `layer layer`, the same as `values` for random orthonormal vectors in place of those of l', in the mean over
+            eight draws: what is there without any coupling, about sqrt(1 - 1/k).
         by_k: `k layer layer`, as `values`, for each k; `values` is that of the first.
         null_by_k: `k layer layer`, as `null`.
         singular_values: `layer direction`, mean over prompts, descending; of the Jacobian without skip connection.
@@ -54,6 +57,7 @@ class BlockCouplingResult(Result):
         lengths: how many tokens the prompts had, by octaves.
         method: "dense", "krylov" or "finite-difference": what was used.
         normalize: whether values are m~, or m.
+        prompts: how many tokens blocks were linearised at: one of each prompt, or each of `positions`.
     """
 
     values_name: ClassVar[str] = "miscoupling"
@@ -76,6 +80,7 @@ class BlockCouplingResult(Result):
     lengths: tuple[str, ...]
     method: str
     normalize: bool = True
+    prompts: int = 0
 
     pictures: ClassVar[tuple[Picture, ...]] = (
         Picture(
@@ -101,12 +106,40 @@ class BlockCouplingResult(Result):
         """Numbers of the singular values, from 1."""
         return tuple(range(1, self.singular_values.shape[1] + 1))
 
-    def mean(self, field: str = "coupling") -> float:
+    @property
+    def null_coupling(self) -> Tensor:
+        """`layer layer`, the coupling of random vectors: 1 - null, or -null with `normalize=False`."""
+        return float(self.normalize) - self.null
+
+    def plot(self, field: str = "coupling") -> plotly.graph_objects.Figure:
+        """A figure of a field, coupling if none is named."""
+        return super().plot(field)
+
+    def mean(
+        self, field: Literal["coupling", "values", "null", "null_coupling", "std", "defined"] = "coupling", k: int | None = None
+    ) -> float:
         """The mean of a matrix over pairs of different blocks, those left out that are not defined; NaN where there are none.
 
         The paper's mean takes the diagonal in, which is 1 in every model: (L - 1) / L of this one, plus 1 / L.
+
+        Args:
+            field: which matrix.
+            k: of which k, for coupling, values and null; the first by default.
+
+        Raises:
+            LayersimError: this k was not measured, or not of this matrix.
         """
-        matrix = getattr(self, field)
+        matrix: Tensor = getattr(self, field)
+        if k is not None:
+            if k not in self.ks or field in ("std", "defined"):
+                raise LayersimError(
+                    f"There is no {field} of this k.",
+                    given=f"k={k}",
+                    expected=f"one of {', '.join(map(str, self.ks))}, for coupling, values and null",
+                    do=f"BlockCoupling(k=({', '.join(map(str, (*self.ks, k)))}))",
+                )
+            matrix = (self.null_by_k if "null" in field else self.by_k)[self.ks.index(k)]
+            matrix = float(self.normalize) - matrix if "coupling" in field else matrix
         other = ~torch.eye(len(matrix), dtype=torch.bool)
         return float(matrix[other].nanmean())
 
@@ -117,10 +150,12 @@ class BlockCouplingResult(Result):
     def headline(self) -> dict[str, float]:
         if len(self.values) < 2:
             return {"largest singular value": float(self.singular_values[:, 0].max())}
+        what = f"{'coupling' if self.normalize else '-m'}, k = {self.ks[0]}"
         return {
-            "coupling, mean over pairs of different blocks": self.mean(),
-            "the same of random vectors": float(self.normalize) - self.mean("null"),
-            "coupling of neighbouring blocks": self.neighbours(),
+            f"{what}, mean over pairs of different blocks": self.mean(),
+            "the same of random vectors": self.mean("null_coupling"),
+            "the same of neighbouring blocks": self.neighbours(),
+            "prompts": float(self.prompts),
         }
 
 
@@ -136,7 +171,8 @@ class BlockCoupling(Analyzer):
     $$
 
     f is the block without its skip connection and without the final norm, t the prompt's last token. Each row of the data is a
-    prompt: texts are not packed, and one that is longer than `seq_len` is several. Jacobians are computed in float32 whatever
+    prompt: packed rows are refused, and a text that is longer than `seq_len` is several, all of which count the same. What
+    `max_tokens` and `skip_first` leave out is no token of it. Jacobians are computed in float32 whatever
     the weights are, float64 if the model is.
 
     Args:
@@ -164,6 +200,7 @@ class BlockCoupling(Analyzer):
 
     name: ClassVar[str] = "block_coupling"
     needs_calls: ClassVar[bool] = True
+    prompts: ClassVar[bool] = True
 
     k: int | tuple[int, ...] = 10
     positions: Literal["last"] | tuple[int, ...] = "last"
@@ -269,6 +306,7 @@ class BlockCoupling(Analyzer):
             lengths=tuple("1" if i == 0 else f"{2**i} to {2 ** (i + 1) - 1}" for i in lengths.tolist()),
             method=pick_method(d_model, len(run.layers) - 1, max(ks)) if self.method == "auto" else self.method,
             normalize=self.normalize,
+            prompts=samples,
             layers=run.layers,
             provenance=run.provenance,
         )
@@ -299,9 +337,7 @@ def block_coupling_kernel(
     found = couple(calls, Connections(row, tuple(range(blocks)), where, where), options)
     defined = found.defined
     kept = defined.double()
-    values, random = found.off, found.null_off
-    if normalize:
-        values, random = share(values, found.norm), share(random, found.null_norm)
+    values, random = (share(found.off, found.norm), found.null_share) if normalize else (found.off, found.null_off)
     values, random = values * kept, random * kept
     other = ~torch.eye(blocks, dtype=torch.bool, device=values.device) & defined[0]
     # Of each prompt; a single block has no pairs.
