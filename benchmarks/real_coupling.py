@@ -6,7 +6,6 @@ Folders hold Hugging Face weights. Each line of the text that is long enough giv
 """
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ KS = (10, 30, 50)
 LENGTH = 32
 
 
-def measure(model: Any, rows: torch.Tensor) -> tuple[lsim.BlockCouplingResult, float]:
-    """The result, and seconds for one prompt."""
-    start = time.perf_counter()
-    found = lsim.analyze(model, rows, lsim.BlockCoupling(k=KS), batch_size=4)["block_coupling"]
-    return found, (time.perf_counter() - start) / len(rows)
+def measure(model: Any, rows: torch.Tensor) -> lsim.BlockCouplingResult:
+    """Coupling over all prompts."""
+    found: lsim.BlockCouplingResult = lsim.analyze(model, rows, lsim.BlockCoupling(k=KS), batch_size=4)["block_coupling"]
+    return found
 
 
 def spread(found: lsim.BlockCouplingResult, number: int) -> str:
@@ -43,8 +41,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=20)
     arguments = parser.parse_args()
     lines = [line.strip() for line in arguments.text.read_text(encoding="utf-8").splitlines()]
-    print("| model | k | coupling | of neighbours | random vectors | random weights | of neighbours | prompts | s a prompt |")
-    print("| --- |" + " --- |" * 8)
+    print("| model | k | coupling | of neighbours | random vectors | random weights | of neighbours | prompts |")
+    print("| --- |" + " --- |" * 7)
     depth = []
     for name, folder in (one.split("=", 1) for one in arguments.model):
         model = load(Path(folder))
@@ -52,15 +50,15 @@ def main() -> None:
         bos = model.tokenizer.bos_token_id
         rows = [([] if one[0] == bos else [bos]) + one for one in ids]
         prompts = torch.tensor([row[:LENGTH] for row in rows if len(row) >= LENGTH][: arguments.prompts])
-        found, seconds = measure(model, prompts)
+        found = measure(model, prompts)
         torch.manual_seed(0)
-        fresh, _ = measure(AutoModelForCausalLM.from_config(model.config).eval(), prompts)
+        fresh = measure(AutoModelForCausalLM.from_config(model.config).eval(), prompts)
         for number, k in enumerate(KS):
             null = found.null_by_k[number]
             other = ~torch.eye(len(null), dtype=torch.bool)
             print(
                 f"| {name} | {k} | {spread(found, number)} | {1 - float(null[other].mean()):.3f} | {spread(fresh, number)} "
-                f"| {len(prompts)} | {seconds:.1f} |",
+                f"| {len(prompts)} |",
                 flush=True,
             )
         top = [f"{value:.1f}" for value in found.singular_values[:, 0]]
