@@ -790,6 +790,11 @@ def test_under_inference_mode():
         assert worst(expected, lsim.analyze(model, tokens, lsim.BlockCoupling(k=4))["block_coupling"]) < 1e-6
         found = lsim.block_jacobians(model, tokens[0])
     torch.testing.assert_close(found.values, lsim.block_jacobians(model, tokens[0]).values)
+    # On whole rows too, which a hook asks for.
+    model.model.layers[1].mlp.register_forward_hook(lambda m, a, o: None)
+    with torch.inference_mode():
+        whole = lsim.block_jacobians(model, tokens[0])
+    torch.testing.assert_close(found.values, whole.values, rtol=1e-4, atol=1e-5)
 
 
 def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
