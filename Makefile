@@ -72,6 +72,7 @@ bench: $(VENV)/dev ## Time and weigh the analyzers against their peers: make ben
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r benchmarks/requirements.txt
 	$(VENV)/bin/python benchmarks/bench_analyze.py --model "$(MODEL)" --data "$(TEXT)"
 	$(VENV)/bin/python benchmarks/bench_lens.py --model "$(MODEL)" --data "$(TEXT)"
+	$(VENV)/bin/python benchmarks/bench_coupling.py
 
 format: $(VENV)/dev ## Format the code
 	$(VENV)/bin/ruff check --fix .

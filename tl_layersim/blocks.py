@@ -349,7 +349,7 @@ def jacobians_kernel(
             which = connections([(block, *pair) for pair in pairs], device)
             for row, sample, connection in pieces_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
                 with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
-                    out[number, connection] = jacobian.dense().to(out.dtype)
+                    out[number, connection] = jacobian.dense().to(out)
                     step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
                     differs[number] |= jacobian.trouble
     return {"jacobians": out, "step_error": step_error, "differs": differs}

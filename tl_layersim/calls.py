@@ -83,7 +83,8 @@ def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = No
     else:
         named[call.key] = hidden
     args, named = in_dtype(args, hidden.dtype), in_dtype(named, hidden.dtype)
-    return first_tensor(call.block(*args, **named))
+    # A model over several devices moves what enters a block to its weights, and leaves there what comes out.
+    return first_tensor(call.block(*args, **named)).to(hidden.device)
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
@@ -247,7 +248,7 @@ class FewTokens:
     def _rows(self, value: Tensor) -> Tensor:
         """The samples' rows of an argument that has one for each row of the batch, or one for all."""
         if value.shape[0] == len(self.hidden):
-            return value.index_select(0, self.row)
+            return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])
 
     def _mask(self, given: Any) -> Tensor:
@@ -259,7 +260,7 @@ class FewTokens:
             return zeros.masked_fill(later, self._never())[:, None]
         if not isinstance(given, Tensor) or given.dim() != 4 or given.shape[2:] != (pos, pos):
             raise ValueError("its mask has another form")
-        mask: Tensor = in_dtype(self._rows(given), self.hidden.dtype)
+        mask: Tensor = in_dtype(self._rows(given), self.hidden.dtype).to(at.device)
         return mask.gather(2, at[:, None, :, None].expand(-1, mask.shape[1], -1, pos))
 
     def _never(self) -> float:
@@ -290,7 +291,7 @@ class FewTokens:
                 for x in parts:
                     mine = self._rows(x)
                     index = at.reshape(*at.shape, *([1] * (mine.dim() - 2))).expand(-1, -1, *mine.shape[2:])
-                    taken.append(mine.gather(1, index))
+                    taken.append(mine.gather(1, index.to(mine.device)))
                 arguments[name] = type(value)(taken) if type(value) in (list, tuple) else taken[0]
             elif name != "attention_mask":
                 if any(isinstance(x, Tensor) and self.pos in x.shape for x in parts):

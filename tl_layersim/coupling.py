@@ -128,8 +128,8 @@ def couple_all(calls: tuple[BlockCall, ...], which: Connections, options: Option
             else:
                 dense = jacobian.dense().to(wide)
                 top = top_of(dense, k)
-            u[sample, connection], v[sample, connection] = top.u.to(wide), top.v.to(wide)
-            s[sample, connection], residual[sample, connection] = top.s.to(wide), top.residual.double()
+            u[sample, connection], v[sample, connection] = top.u.to(u), top.v.to(v)
+            s[sample, connection], residual[sample, connection] = top.s.to(s), top.residual.to(residual)
             step_error[sample, connection] = jacobian.step_error.to(device)
             general[connection] |= jacobian.general
             differs[connection] |= jacobian.trouble
@@ -144,10 +144,10 @@ def couple_all(calls: tuple[BlockCall, ...], which: Connections, options: Option
         # `sample d_model (connection k)`, and random frames more.
         bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
         if dense is not None:
-            images = dense @ bases
+            images = (dense @ bases.to(dense.device)).to(bases.device)
         else:
             with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
-                images = jacobian.forward(bases.to(jacobian.dtype)).to(wide)
+                images = jacobian.forward(bases.to(jacobian.row.device, jacobian.dtype)).to(bases)
         own = images[..., : connections * k].reshape(*images.shape[:-1], connections, k)
         a = torch.einsum("pndi,pdnj->pnij", u[sample], own)
         drawn = images[..., connections * k :].reshape(*images.shape[:-1], DRAWS, k)
@@ -170,10 +170,11 @@ def couple_all(calls: tuple[BlockCall, ...], which: Connections, options: Option
 def open_jacobian(
     calls: tuple[BlockCall, ...], which: Connections, options: Options, row: Tensor, sample: Tensor, connection: Tensor
 ) -> Jacobian:
-    """The Jacobians of connections of one block."""
+    """The Jacobians of connections of one block, on the device of what enters it."""
     call = calls[which.block[int(connection[0])]]
-    t_in, t_out = which.t_in[sample, connection], which.t_out[sample, connection]
-    return Jacobian(call, row, t_in, t_out, options.memory_mb, options.method == "finite-difference")
+    here = call.hidden.device
+    t_in, t_out = which.t_in[sample, connection].to(here), which.t_out[sample, connection].to(here)
+    return Jacobian(call, row.to(here), t_in, t_out, options.memory_mb, options.method == "finite-difference")
 
 
 def pieces_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -261,7 +261,8 @@ class Jacobian:
             self.parts = self.parts or self._whole()
             for part in self.parts:
                 at = self.row[part.which], self.t_out[part.which]
-                given, before = self.call.output[at].to(self.dtype), self.call.hidden[at].to(self.dtype)
+                before = self.call.hidden[at].to(self.dtype)
+                given = self.call.output.to(before.device)[at].to(self.dtype)
                 self.differs = self.differs or not alike(part.value(), given, self.call.hidden.dtype)
                 own = (self.t_in == self.t_out)[part.which]
                 short = part.longer().norm(dim=-1) < LONGER / 2 * before.norm(dim=-1)
