@@ -18,8 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tl_layersim.calls import BlockCall, again, note_call
 from tl_layersim.coupling import Connections, Options, couple, off_diagonal
-from tl_layersim.jacobian import Jacobian, krylov, top_of
+from tl_layersim.jacobian import Jacobian
 from tl_layersim.layout import find_blocks
+from tl_layersim.spectrum import krylov, top_of
 
 MEMORY = 4096.0
 COLUMNS = (

@@ -16,7 +16,7 @@ PACKAGE = Path(lsim.__file__).parent
 # A room may import rooms of its own floor and of those below. Results draw and print themselves only when asked to.
 FLOORS = [
     {"errors", "sums", "pairs", "hsic", "unembed", "calls"},
-    {"storage", "typed", "jacobian", "where"},
+    {"storage", "typed", "jacobian", "spectrum", "where"},
     {"results", "coupling"},
     {"source", "plotting", "distributed"},
     {"rows", "lens", "guards", "report", "checkpoint", "demo"},

@@ -13,8 +13,9 @@ from torch import Tensor
 import tl_layersim as lsim
 from tl_layersim.calls import BlockCall, Widened, again, note_call
 from tl_layersim.coupling import Connections, Options, couple
-from tl_layersim.jacobian import Jacobian, krylov, top_of
+from tl_layersim.jacobian import Jacobian
 from tl_layersim.layout import find_blocks
+from tl_layersim.spectrum import krylov, top_of
 
 from . import oracles
 from .conftest import from_views, random_tokens, residuals, tiny_gpt2, tiny_llama, tiny_tokenizer, view, worst
@@ -774,7 +775,7 @@ def test_finite_differences_of_what_has_no_effect():
 
 def test_finite_differences_that_measure_rounding_are_refused():
     model = tiny_llama(dtype=torch.bfloat16)
-    from tl_layersim.analyzers.block_coupling import refuse_trouble
+    from tl_layersim.guards import refuse_trouble
 
     none = torch.zeros(2)
     refuse_trouble(none, none, torch.tensor([0.0, 0.05]), ("embed", "a", "b"))
@@ -845,3 +846,15 @@ def test_hooks_that_change_derivatives_alone_see_whole_rows():
     found = lsim.block_jacobians(model, tokens[0], layers=[1])
     expected = naive(calls_of(model, lambda: model(tokens, use_cache=False))[1], 0, 8, 8)
     assert float((found.values[0, 0] - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_what_is_expensive_is_said_first(capfd):
+    from dataclasses import replace
+
+    lsim.analyze(tiny_llama(), random_tokens(1, 5), lsim.BlockCoupling(k=4))
+    assert "BlockCoupling" not in capfd.readouterr().err
+    lsim.analyze(tiny_llama(), random_tokens(1, 5), lsim.BlockCoupling(k=4, method="finite-difference"))
+    assert "each prompt runs 64 times through every block" in capfd.readouterr().err
+    large = replace(_described(), d_model=4096, layers=lsim.layer_names(32))
+    assert "krylov: each prompt costs about a forward pass of 2,400 tokens." in lsim.BlockCoupling().cost(large)
+    assert "dense: each prompt costs about a forward pass of 4,900 tokens, and 32" in lsim.BlockCoupling(k=50).cost(large)

@@ -117,6 +117,10 @@ class Analyzer(ABC):
             LayersimError: with the setting to change.
         """
 
+    def cost(self, model: Model) -> str:
+        """A sentence on what it asks beyond forward passes, said before a run; "" where that is nothing to speak of."""
+        return ""
+
     def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
         """Refuse, before the model runs on it, a batch that lacks what the analyzer needs.
 

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .analyzers.block_coupling import need_calls, need_memory, refuse_trouble
 from .coupling import Connections, Options, couple, open_jacobian, pick_method, pieces_of, share
 from .errors import LayersimError
+from .guards import need_calls, need_memory, refuse_trouble
 from .prompt import ask
 from .results import Picture, Result, axes
 from .source import Kernel, Model, View

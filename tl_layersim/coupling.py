@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .calls import BlockCall
-from .jacobian import Jacobian, krylov, top_of
+from .jacobian import Jacobian
+from .spectrum import krylov, top_of
 
 # Draws of the null: their mean is then as steady as what it stands beside.
 DRAWS = 8

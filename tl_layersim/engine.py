@@ -205,6 +205,9 @@ def _run(
                 expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
                 do="list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else ""),
             )
+    for analyzer in analyzers.values():
+        if said := analyzer.cost(models[0]):
+            tqdm.write(said, file=sys.stderr)
     options = {name: analyzer.options() for name, analyzer in analyzers.items()}
     identity = {
         "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in models],
