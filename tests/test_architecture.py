@@ -16,9 +16,9 @@ PACKAGE = Path(lsim.__file__).parent
 # A room may import rooms of its own floor and of those below. Results draw and print themselves only when asked to.
 FLOORS = [
     {"errors", "sums", "pairs", "hsic", "unembed", "calls"},
-    {"storage", "typed", "jacobian", "spectrum", "where"},
-    {"results", "coupling"},
-    {"source", "plotting", "distributed"},
+    {"storage", "typed", "jacobian", "where"},
+    {"results", "spectrum"},
+    {"source", "plotting", "distributed", "coupling"},
     {"rows", "lens", "guards", "report", "checkpoint", "demo"},
     {"data"},
     {"analyzer", "labels", "layout"},
