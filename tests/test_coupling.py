@@ -858,3 +858,14 @@ def test_what_is_expensive_is_said_first(capfd):
     large = replace(_described(), d_model=4096, layers=lsim.layer_names(32))
     assert "krylov: each prompt costs about a forward pass of 2,400 tokens." in lsim.BlockCoupling().cost(large)
     assert "dense: each prompt costs about a forward pass of 4,900 tokens, and 32" in lsim.BlockCoupling(k=50).cost(large)
+
+
+def test_the_end_of_memory_is_no_reason_to_take_more(monkeypatch):
+    from tl_layersim.calls import FewTokens
+
+    def block(self, n):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(FewTokens, "block", block)
+    with pytest.raises(torch.OutOfMemoryError):
+        lsim.block_jacobians(tiny_llama(), random_tokens(1, 5)[0])

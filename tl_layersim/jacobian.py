@@ -61,6 +61,8 @@ class Narrow:
             try:
                 with torch.enable_grad(), plain_attention():
                     y = self.few.block(n)(x.requires_grad_())
+            except torch.OutOfMemoryError:
+                raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise NotAlone from error
             whole = self.given[:, None]
@@ -286,6 +288,9 @@ class Jacobian:
                     few = FewTokens(self.call, self.dtype, row, t_in, t_out)
                 part = Narrow(few, which, few.whole[row, t_out], self.room)
                 part.graph(1)
+            except torch.OutOfMemoryError:
+                # Whole rows would take more still.
+                raise
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, NotAlone):
                 # A block of another make, which cannot be called on a few tokens: whole rows always can.
                 return []
