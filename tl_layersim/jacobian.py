@@ -58,27 +58,42 @@ class Narrow:
         """
         if n not in self.graphs:
             x = self.few.x[:, None].repeat(1, n, 1)
-            try:
-                with torch.enable_grad(), plain_attention():
-                    y = self.few.block(n)(x.requires_grad_())
-            except torch.OutOfMemoryError:
-                raise
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise NotAlone from error
-            whole = self.given[:, None]
-            allowed = NARROW_BRANCH * (whole - self.few.out[:, None]).norm(dim=-1) + NARROW_WHOLE * whole.norm(dim=-1)
-            if y.shape != x.shape or not bool(((y.detach() - whole).norm(dim=-1) <= allowed).all()):
-                raise NotAlone
+            with torch.enable_grad(), plain_attention():
+                y = self._run(x.requires_grad_())
+            self._compare(y.detach())
             self.graphs[n] = x, y
         return self.graphs[n]
 
+    def _run(self, x: Tensor) -> Tensor:
+        try:
+            return self.few.block(x.shape[1])(x)
+        except torch.OutOfMemoryError:
+            # Whole rows would take more still.
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise NotAlone from error
+
+    def _compare(self, y: Tensor) -> None:
+        whole = self.given[:, None]
+        allowed = NARROW_BRANCH * (whole - self.few.out[:, None]).norm(dim=-1) + NARROW_WHOLE * whole.norm(dim=-1)
+        if y.shape[::2] != whole.shape[::2] or not bool(((y - whole).norm(dim=-1) <= allowed).all()):
+            raise NotAlone
+
     def longer(self) -> Tensor:
-        """`sample d_model`, what the block gives where the token that is read is `LONGER` times as long; or the one varied."""
+        """`sample d_model`, what the block gives where the token that is varied is `LONGER` times as long.
+
+        Beside it runs a copy that is not.
+
+        Raises:
+            NotAlone: for the other copy that is not what it gives in the row.
+        """
         with torch.no_grad(), plain_attention():
-            return self.few.block(1)(LONGER * self.few.x[:, None])[:, 0]
+            y = self._run(torch.stack([self.few.x, LONGER * self.few.x], 1))
+        self._compare(y[:, :1])
+        return y[:, 1]
 
     def value(self) -> Tensor:
-        return self.graph(1)[1][:, 0].detach()
+        return self.given
 
     def transposed(self, u: Tensor) -> Tensor:
         return self._in_chunks(u, self._transposed)
@@ -256,16 +271,14 @@ class Jacobian:
         self.widened.__enter__()
         try:
             self.parts = self._few() if self.narrow else []
-            self.general = not self.parts
-            self.parts = self.parts or self._whole()
-            for part in self.parts:
-                at = self.row[part.which], self.t_out[part.which]
-                before = self.call.hidden[at].to(self.dtype)
-                given = self.call.output.to(before.device)[at].to(self.dtype)
-                self.differs = self.differs or not alike(part.value(), given, self.call.hidden.dtype)
-                own = (self.t_in == self.t_out)[part.which]
-                short = part.longer().norm(dim=-1) < LONGER / 2 * before.norm(dim=-1)
-                self.no_skip = self.no_skip or bool((short & own).any())
+            try:
+                self._look()
+            except NotAlone:
+                self.parts = []
+            if not self.parts:
+                self.general, self.parts = True, self._whole()
+                self.differs = self.no_skip = False
+                self._look()
         except BaseException:
             self.widened.__exit__()
             raise
@@ -274,6 +287,17 @@ class Jacobian:
     def __exit__(self, *_error: Any) -> None:
         self.parts = []
         self.widened.__exit__()
+
+    def _look(self) -> None:
+        """Whether the block gives what it gave, and lets through what enters."""
+        for part in self.parts:
+            at = self.row[part.which], self.t_out[part.which]
+            before = self.call.hidden[at].to(self.dtype)
+            given = self.call.output.to(before.device)[at].to(self.dtype)
+            own = (self.t_in == self.t_out)[part.which]
+            short = part.longer().norm(dim=-1) < LONGER / 2 * before.norm(dim=-1)
+            self.no_skip = self.no_skip or bool((short & own).any())
+            self.differs = self.differs or not alike(part.value(), given, self.call.hidden.dtype)
 
     def _few(self) -> list[Narrow | Wide]:
         """Samples by their tokens alone; none of them where the block cannot be called so."""
@@ -286,15 +310,12 @@ class Jacobian:
             try:
                 with plain_attention():
                     few = FewTokens(self.call, self.dtype, row, t_in, t_out)
-                part = Narrow(few, which, few.whole[row, t_out], self.room)
-                part.graph(1)
             except torch.OutOfMemoryError:
-                # Whole rows would take more still.
                 raise
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, NotAlone):
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
                 # A block of another make, which cannot be called on a few tokens: whole rows always can.
                 return []
-            found.append(part)
+            found.append(Narrow(few, which, few.whole[row, t_out], self.room))
         return found
 
     @property
