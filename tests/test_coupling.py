@@ -468,33 +468,23 @@ class TestPrompt:
             assert found.headline()
 
 
+def tiny_bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    small = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForMaskedLM(BertConfig(**small, vocab_size=100)).eval()
+
+
 class TestRefusals:
     def test_post_norm_blocks(self):
-        from transformers import BertConfig, BertForMaskedLM
-
-        small = {
-            "hidden_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "vocab_size": 100,
-        }
-        model = BertForMaskedLM(BertConfig(**small)).eval()
+        model = tiny_bert()
         with pytest.raises(lsim.LayersimError, match="no residual branch"):
             lsim.analyze(model, random_tokens(2, 9), lsim.BlockCoupling(k=4))
 
     def test_post_norm_blocks_of_a_bridge(self):
         from transformer_lens.model_bridge.sources import build_bridge_from_module
-        from transformers import BertConfig, BertForMaskedLM
 
-        small = {
-            "hidden_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "vocab_size": 100,
-        }
-        model = BertForMaskedLM(BertConfig(**small)).eval()
+        model = tiny_bert()
         bridge = build_bridge_from_module(model, "BertForMaskedLM", hf_config=model.config)
         with pytest.raises(lsim.LayersimError, match="no residual branch"):
             lsim.block_jacobians(bridge, random_tokens(1, 9)[0])

@@ -342,16 +342,15 @@ def jacobians_kernel(
     assert calls is not None
     device, d = calls[0].hidden.device, view.residual.shape[-1]
     options = Options((1,), method, "signed", memory_mb, 0)
-    with torch.inference_mode(False), torch.no_grad():
-        out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.residual.dtype, device=device)
-        step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
-        for number, block in enumerate(blocks):
-            which = connections([(block, *pair) for pair in pairs], device)
-            for row, sample, connection in pieces_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
-                with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
-                    out[number, connection] = jacobian.dense().to(out)
-                    step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
-                    differs[number] |= jacobian.trouble
+    out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.residual.dtype, device=device)
+    step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
+    for number, block in enumerate(blocks):
+        which = connections([(block, *pair) for pair in pairs], device)
+        for row, sample, connection in pieces_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
+            with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
+                out[number, connection] = jacobian.dense().to(out)
+                step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
+                differs[number] |= jacobian.trouble
     return {"jacobians": out, "step_error": step_error, "differs": differs}
 
 

@@ -95,12 +95,6 @@ def pick_method(d_model: int, connections: int, k: int) -> str:
 
 
 def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, matrices: bool = False) -> Coupled:
-    """As `couple_all`, also where the caller has switched autograd off for good."""
-    with torch.inference_mode(False), torch.no_grad():
-        return couple_all(calls, which, options, matrices)
-
-
-def couple_all(calls: tuple[BlockCall, ...], which: Connections, options: Options, matrices: bool) -> Coupled:
     """Each connection's Jacobian in the bases of all connections of its sample.
 
     Twice through the blocks: singular vectors first, then products of each Jacobian with everybody's right ones. Jacobians are

@@ -32,7 +32,7 @@ class NotAlone(Exception):
     """A block does not do to a token alone what it does to it in its row."""
 
 
-class Narrow:
+class TokenProducts:
     """Products with the Jacobians of samples by their tokens alone, in copies, one for each direction.
 
     Args:
@@ -125,7 +125,7 @@ class Narrow:
         return found
 
 
-class Wide:
+class RowProducts:
     """The same by whole rows: one sample of a row at a time, which every block allows.
 
     Args:
@@ -228,7 +228,7 @@ class Wide:
 class Jacobian:
     """The Jacobians of one block without its skip connection, one for each sample, as linear maps. A context.
 
-    J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for for each sample; 0 for t_in > t_out of a causal model.
+    J_{t_in t_out} = d (block(X) - X)_{t_out} / d x_{t_in}, for each sample; 0 for t_in > t_out of a causal model.
 
     Args:
         call: the block with its own arguments.
@@ -263,7 +263,7 @@ class Jacobian:
         self.room, self.differences, self.narrow = memory_mb * 1e6, differences, narrow and not differences
         self.d_model = call.hidden.shape[-1]
         self.skip = (t_in == t_out).to(self.dtype)[:, None, None]
-        self.parts: list[Narrow | Wide] = []
+        self.parts: list[TokenProducts | RowProducts] = []
         self.general, self.differs, self.no_skip = False, False, False
         self.widened = Widened(call.block, self.dtype)
 
@@ -299,10 +299,10 @@ class Jacobian:
             self.no_skip = self.no_skip or bool((short & own).any())
             self.differs = self.differs or not alike(part.value(), given, self.call.hidden.dtype)
 
-    def _few(self) -> list[Narrow | Wide]:
+    def _few(self) -> list[TokenProducts | RowProducts]:
         """Samples by their tokens alone; none of them where the block cannot be called so."""
         same = self.t_in == self.t_out
-        found: list[Narrow | Wide] = []
+        found: list[TokenProducts | RowProducts] = []
         for which in (same.nonzero()[:, 0], (~same).nonzero()[:, 0]):
             if not len(which):
                 continue
@@ -315,7 +315,7 @@ class Jacobian:
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
                 # A block of another make, which cannot be called on a few tokens: whole rows always can.
                 return []
-            found.append(Narrow(few, which, few.whole[row, t_out], self.room))
+            found.append(TokenProducts(few, which, few.whole[row, t_out], self.room))
         return found
 
     @property
@@ -323,16 +323,16 @@ class Jacobian:
         """0 for none, 1 for `differs`, 2 for `no_skip`, 3 for both."""
         return int(self.differs) + 2 * int(self.no_skip)
 
-    def _whole(self) -> list[Narrow | Wide]:
+    def _whole(self) -> list[TokenProducts | RowProducts]:
         """As few calls of the block on whole rows as there are samples in a row."""
-        parts: list[Narrow | Wide] = []
+        parts: list[TokenProducts | RowProducts] = []
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):
             rows = self.row[waiting]
             first = torch.stack([(rows == row).nonzero()[0, 0] for row in torch.unique(rows)])
             which = waiting[first]
             at = self.row[which], self.t_in[which], self.t_out[which]
-            parts.append(Wide(self.call, self.dtype, *at, which, self.room, self.differences))
+            parts.append(RowProducts(self.call, self.dtype, *at, which, self.room, self.differences))
             kept = torch.ones(len(waiting), dtype=torch.bool, device=waiting.device)
             kept[first] = False
             waiting = waiting[kept]
@@ -343,7 +343,7 @@ class Jacobian:
         """`sample`, of finite differences: how far a product is from that with twice the step, as a share; 0 otherwise."""
         found = torch.zeros(len(self.row), dtype=torch.float64)
         for part in self.parts:
-            if isinstance(part, Wide):
+            if isinstance(part, RowProducts):
                 found[part.which.cpu()] = part.step_error
         return found
 

@@ -96,7 +96,9 @@ def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
     """
     before = _set_precision(None)
     try:
-        with torch.no_grad(), torch.autocast(device_type=views[0].residual.device.type, enabled=False):
+        device = views[0].residual.device.type
+        # Not in inference mode either, in which a kernel could not differentiate a block.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type=device, enabled=False):
             not_finite = [_count_not_finite(view.residual) for view in views]
             if any(bool(count.any()) for count in not_finite):
                 return not_finite, {}

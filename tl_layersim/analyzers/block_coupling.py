@@ -297,12 +297,11 @@ class BlockCoupling(Analyzer):
         by_length = sums["length_total"][lengths] / many
         d_model = int(sums["width"]) // samples
         ks = tuple(min(k, d_model) for k in self.ks)
-        whole = 1.0 if self.normalize else 0.0
         return BlockCouplingResult(
             values=by_k[0],
             defined=count[0] / samples,
             std=(square - by_k[0].square()).clamp(min=0).sqrt(),
-            coupling=whole - by_k[0],
+            coupling=float(self.normalize) - by_k[0],
             null=null[0],
             by_k=by_k,
             null_by_k=null,
