@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapter import Adapter
     from .analyzer import Analyzer, Exchange, Run, need_head, need_tokens
     from .analyzers import find_analyzers
     from .analyzers.block_coupling import BlockCoupling, BlockCouplingResult
@@ -43,10 +44,15 @@ if TYPE_CHECKING:
         quantiles_from_histogram,
     )
     from .source import Kernel, Model, Offer, Part, Source, View, eval_mode, layer_names, place, reduce
+    from .sources.stitched import StitchedModel
+    from .stitching.results import Interval, StitchGrid, StitchResult
+    from .stitching.run import stitch, stitch_grid
+    from .stitching.training import StitchTraining
     from .sums import Sums
     from .unembed import Head, Unembed
 
 _HOME = {
+    "adapter": ("Adapter",),
     "engine": ("analyze", "compare"),
     "analyzer": ("Analyzer", "Exchange", "Run", "need_head", "need_tokens"),
     "analyzers": ("find_analyzers",),
@@ -73,6 +79,10 @@ _HOME = {
         "quantiles_from_histogram",
     ),
     "source": ("Kernel", "Model", "Offer", "Part", "Source", "View", "eval_mode", "layer_names", "place", "reduce"),
+    "sources.stitched": ("StitchedModel",),
+    "stitching.results": ("Interval", "StitchGrid", "StitchResult"),
+    "stitching.run": ("stitch", "stitch_grid"),
+    "stitching.training": ("StitchTraining",),
     "sums": ("Sums",),
     "unembed": ("Head", "Unembed"),
 }
@@ -81,6 +91,7 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 __version__ = "0.1.0"
 __all__ = [
     "CKA",
+    "Adapter",
     "Analyzer",
     "Batch",
     "BlockCall",
@@ -97,6 +108,7 @@ __all__ = [
     "ExitCurveResult",
     "ExitPoint",
     "Head",
+    "Interval",
     "Kernel",
     "LayerCurve",
     "LayerMatrix",
@@ -122,6 +134,10 @@ __all__ = [
     "SaturationResult",
     "Source",
     "Spread",
+    "StitchGrid",
+    "StitchResult",
+    "StitchTraining",
+    "StitchedModel",
     "Sums",
     "Trajectory",
     "TrajectoryPCA",
@@ -152,6 +168,8 @@ __all__ = [
     "quantiles_from_histogram",
     "reduce",
     "relate",
+    "stitch",
+    "stitch_grid",
     "trajectory_pca",
 ]
 
@@ -165,6 +183,7 @@ def __getattr__(name: str) -> Any:
             # A file of results can only be read where the classes of results are known.
             importlib.import_module(".analyzers", __name__).find_analyzers()
             importlib.import_module(".blocks", __name__)
+            importlib.import_module(".stitching.results", __name__)
     else:
         value = _from_analyzers(name)
     globals()[name] = value

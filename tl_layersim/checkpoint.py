@@ -75,7 +75,7 @@ class Checkpoint:
             return {}
         header, tensors = read(self.path, ("checkpoint",))
         if header["identity"] != self._identity:
-            now, then = _differences(self._identity, header["identity"])
+            now, then = differences(self._identity, header["identity"])
             raise LayersimError(
                 f"{self.path} belongs to another run.",
                 given=now,
@@ -118,11 +118,11 @@ def _unpack(where: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict
     return {name: Sums(found) for name, found in fields.items()}
 
 
-def _differences(now: Any, then: Any) -> tuple[str, str]:
+def differences(now: Any, then: Any) -> tuple[str, str]:
     """What differs between two identities, and nothing else."""
     if isinstance(now, dict) and isinstance(then, dict):
         keys = [key for key in now | then if now.get(key) != then.get(key)]
-        parts = [_differences(now.get(key), then.get(key)) for key in keys]
+        parts = [differences(now.get(key), then.get(key)) for key in keys]
         sides = ([f"{key}: {part[side]}" for key, part in zip(keys, parts, strict=True)] for side in (0, 1))
         given, expected = (", ".join(side) for side in sides)
         return given, expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import sample_colorscale
+from plotly.colors import qualitative, sample_colorscale
 
 from .results import Result
 
@@ -336,3 +336,60 @@ def _style(fig: go.Figure, title: str, height: int, width: int) -> go.Figure:
         margin={"l": 60, "r": 20, "t": 50, "b": 50},
         legend={"orientation": "h", "yanchor": "top", "y": -0.18},
     )
+
+
+def learning_curve(losses: Any, loss: float, alone: float, title: str) -> go.Figure:
+    """Loss by training step, smoothed over it, with what the stitched model and the back alone lose on other data."""
+    fig = go.Figure()
+    steps = np.arange(1, len(losses) + 1)
+    fig.add_scatter(x=steps, y=losses, name="each step", mode="lines", line={"color": FAINT.format(0.25), "width": 1})
+    if len(losses) >= 25:
+        smooth = np.convolve(losses, np.ones(25) / 25, mode="valid")
+        fig.add_scatter(x=steps[24:], y=smooth, name="mean of 25 steps", mode="lines", line={"color": BLUE, "width": 2})
+    for value, name, dash in ((loss, "stitched, other data", "dot"), (alone, "back alone, other data", "dash")):
+        fig.add_scatter(
+            x=[1, max(len(losses), 2)],
+            y=[value, value],
+            name=f"{name}: {value:.3f}",
+            mode="lines",
+            line={"dash": dash, "color": "#444", "width": 1.5},
+        )
+    fig.update_xaxes(title="training step")
+    fig.update_yaxes(title="nats a token")
+    return _style(fig, title, height=420, width=720)
+
+
+def directions(
+    values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], title: str, unit: str
+) -> go.Figure:
+    """Values `front back seam` by seam: a line for each direction, with intervals; models with themselves dashed and grey."""
+    fig = go.Figure()
+    places = list(range(len(seams)))
+    pairs = [(a, b) for a in range(len(names)) for b in range(len(names))]
+    colours = iter(qualitative.D3 * (1 + len(pairs) // len(qualitative.D3)))
+    greys = iter(["#555", "#888", "#aaa", "#bbb"] * len(names))
+    # Side by side, so that intervals at one seam do not hide each other.
+    shifts = np.linspace(-0.12, 0.12, len(pairs)) if len(pairs) > 1 else np.zeros(1)
+    for (a, b), shift in zip(pairs, shifts, strict=True):
+        colour = next(greys) if a == b else next(colours)
+        fig.add_scatter(
+            x=[place + shift for place in places],
+            y=values[a, b],
+            name=f"{names[a]} into {names[b]}",
+            mode="lines+markers",
+            line={"color": colour, "dash": "dash" if a == b else "solid", "width": 1.5 if a == b else 2},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": np.nan_to_num(high[a, b] - values[a, b]),
+                "arrayminus": np.nan_to_num(values[a, b] - low[a, b]),
+                "thickness": 1,
+                "width": 3,
+            },
+            customdata=[[seam] for seam in seams],
+            hovertemplate="%{customdata[0]}<br>%{y:.4f}<extra>" + html.escape(f"{names[a]} into {names[b]}") + "</extra>",
+        )
+    short = short_names(seams) if all("hook" in seam for seam in seams) else list(seams)
+    fig.update_xaxes(tickvals=places, ticktext=short, title="after block" if all("hook" in s for s in seams) else "seam")
+    fig.update_yaxes(title=unit, rangemode="tozero")
+    return _style(fig, title, height=480, width=760)

@@ -77,7 +77,7 @@ def axes(*names: str, default: Any = MISSING) -> Any:
 
     `row` and `column` are the residual layers of the first and second model, `residual` those of the first, `layer` its
     blocks (without what enters block 0), as do `row_block` and `column_block`. Any other axis `x` takes its labels from the
-    result's own field `xs`.
+    result's own field `xs` (`batches` for `batch`).
     """
     return field(default=default, metadata={"axes": names}) if default is not MISSING else field(metadata={"axes": names})
 
@@ -132,7 +132,7 @@ class Result(ABC):
             return self.layers[1:]
         if axis == "column":
             return tuple(getattr(self, "column_layers", self.layers))
-        return tuple(getattr(self, f"{axis}s"))
+        return tuple(getattr(self, f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"))
 
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """A tidy table: one line per entry of `field`, with every other field over the same axes as a further column.

@@ -62,10 +62,50 @@ def open_source(
         )
     if isinstance(model, torch.nn.Module):
         from .hooked import HookedSource
+        from .stitched import StitchedModel, StitchedSource
+
+        if isinstance(model, StitchedModel):
+            return StitchedSource(model, layers, unembed)
 
         return HookedSource(model, layers, unembed)
+    raise no_model(model)
+
+
+def open_half(model: Any, layers: list[str] | None, remote: bool | str) -> Any:
+    """A model as one side of a stitch: `LocalHalf` where its modules are in this process, else `FarHalf`.
+
+    Raises:
+        LayersimError: as `open_source`.
+    """
+    from dataclasses import replace
+
+    from .halves import LocalHalf
+    from .hooked import HookedSource
+
+    source = open_source(model, layers=layers, remote=remote)
+    if isinstance(source, HookedSource):
+        return LocalHalf(source, source.model)
+    from .far_halves import FarHalf
+    from .nnsight import NNsightSource
+
+    if not isinstance(source, NNsightSource):
+        raise LayersimError(
+            "A stitch runs parts of models, which this source does not offer.",
+            given=type(source).__name__,
+            expected=ACCEPTED,
+            do="pass the model itself",
+        )
+    if remote:
+        return FarHalf(source)
+    # What nnsight runs here is a module of this process.
+    hooked = HookedSource(source.module, source.paths)
+    return LocalHalf(hooked, replace(source.model, calls=hooked.model.calls))
+
+
+def no_model(model: Any) -> LayersimError:
+    """The refusal of what is no model."""
     given = f"the text {model!r}" if isinstance(model, str) else type(model).__name__
-    raise LayersimError(
+    return LayersimError(
         "This is no model that can be read.",
         given=given,
         expected=ACCEPTED,

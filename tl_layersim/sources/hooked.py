@@ -68,6 +68,11 @@ class Choice:
     attended: Tensor
 
 
+def taps(blocks: list[torch.nn.Module]) -> list[_Tap]:
+    """Every residual layer of blocks that follow one another: what enters the first, and what each gives."""
+    return [_Tap(blocks[0], True), *(_Tap(block, False) for block in blocks)]
+
+
 class _LastLayer(Exception):
     """Ends a forward pass once the last residual layer is read: neither final norm nor unembedding has to run."""
 
@@ -101,9 +106,16 @@ class HookedSource(Source):
     """
 
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
-        self._module = model
+        self.module = model
         self._embed: torch.nn.Module | None
+        self.blocks: list[torch.nn.Module]
         self._is_transformer_lens = is_transformer_lens(model)
+        self._open(layers, unembed)
+        self.head, self.unembed = self._open_head()
+
+    def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
+        """Find the blocks, where the residual is read, the embedding, and what is known of the model."""
+        model = self.module
         if self._is_transformer_lens:
             if layers is not None or unembed is not None:
                 raise LayersimError(
@@ -114,27 +126,25 @@ class HookedSource(Source):
                 )
             points, self._embed, self._model = open_transformer_lens(model)
             self._taps = [_Tap(point, False) for point in points]
-            blocks: list[torch.nn.Module] = list(model.blocks)  # type: ignore[arg-type]  # its list of blocks
+            self.blocks = list(model.blocks)  # type: ignore[arg-type]  # its list of blocks
         else:
             paths = find_blocks(model, layers)
-            blocks = [model.get_submodule(path) for path in paths]
-            self._taps = [_Tap(blocks[0], True), *(_Tap(block, False) for block in blocks)]
+            self.blocks = [model.get_submodule(path) for path in paths]
+            self._taps = taps(self.blocks)
             find: Any = getattr(model, "get_input_embeddings", lambda: None)
             self._embed = find()
             self._model = describe(model, paths, type(model).__name__, getattr(model, "tokenizer", None), unembed)
-        self.head, self.unembed = self._open_head()
-        self._blocks = blocks
 
     def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
         """The module that gives logits, before scale and soft-cap, and the lens."""
         head = self._model.head
         if head is None:
             return None, None
-        parts = [self._module.get_submodule(path) for path in head.parts]
+        parts = [self.module.get_submodule(path) for path in head.parts]
         # What accelerate placed moves its inputs by itself; elsewhere a head may still live on another device than its norm.
         weight = next(parts[-1].parameters(), None)
         return parts[-1], Unembed(
-            norm=_Quiet(self._module.get_submodule(head.norm)) if head.norm else None,
+            norm=_Quiet(self.module.get_submodule(head.norm)) if head.norm else None,
             parts=tuple(_Quiet(part) for part in parts),
             reads=head.reads,
             scale=head.scale,
@@ -142,7 +152,7 @@ class HookedSource(Source):
             dtype=head_dtype(parts),
             device=None if weight is None or weight.is_meta else weight.device,
             linear=plain_linear(parts[-1]),
-            norm_dtype=head_dtype([self._module.get_submodule(head.norm)]) if head.norm else None,
+            norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,
         )
 
     @property
@@ -150,7 +160,7 @@ class HookedSource(Source):
         return self._model
 
     def evaluating(self) -> AbstractContextManager[None]:
-        return eval_mode(self._module)
+        return eval_mode(self.module)
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return reduce(kernels, self.collect(batch))
@@ -166,11 +176,11 @@ class HookedSource(Source):
         calls: list[BlockCall] = []
         with (
             torch.no_grad(),
-            _noting(self._blocks if self.calling else [], calls),
+            _noting(self.blocks if self.calling else [], calls),
             self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)),
             suppress(_LastLayer),
         ):
-            self._call(batch)
+            self.call(batch)
         if views:
             view = views[0]
             # The batch knows them all, also where the model's embedding is not known and cannot be watched.
@@ -192,18 +202,19 @@ class HookedSource(Source):
         last = self._taps[-1].module.register_forward_hook(lambda _m, _a, output: seen.append(first_tensor(output)))
         try:
             with torch.no_grad():
-                logits = tensor_of(self._call(row))
+                logits = tensor_of(self.call(row))
                 return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
         finally:
             last.remove()
 
-    def _call(self, batch: Batch) -> Any:
-        device = next(self._module.parameters()).device
+    def call(self, batch: Batch) -> Any:
+        """One forward pass, with what the model needs besides tokens."""
+        device = next(self.module.parameters()).device
         if self._embed is not None:
             device = next(self._embed.parameters(), torch.empty(0, device=device)).device
-        options = call_options(self._module, batch)
+        options = call_options(self.module, batch)
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        return self._module(batch.tokens.to(device), **options)
+        return self.module(batch.tokens.to(device), **options)
 
     @contextmanager
     def tapped(
@@ -223,8 +234,8 @@ class HookedSource(Source):
         handles: list[Any] = []
         try:
             # A caller may run the model, or the stack of blocks inside it.
-            inner = getattr(self._module, getattr(self._module, "base_model_prefix", "") or "", None)
-            for module in (self._module, inner):
+            inner = getattr(self.module, getattr(self.module, "base_model_prefix", "") or "", None)
+            for module in (self.module, inner):
                 if isinstance(module, torch.nn.Module):
                     handles.append(module.register_forward_pre_hook(recorder.begin, with_kwargs=True))
                     # Also after an exception: what a failed call left behind belongs to no later one.

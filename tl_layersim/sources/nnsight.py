@@ -37,16 +37,16 @@ class NNsightSource(Source):
 
         # What a trace refers to travels by value: the server has never heard of this package, nor of a user's analyzers.
         nnsight.register("tl_layersim")
-        self._envoy, self._where = model, _where(model, remote)
+        self.envoy, self.where = model, _where(model, remote)
         self._remote = remote
         if not getattr(model, "dispatched", True) and remote in (False, "local"):
             # Weights that are loaded at the first trace would have neither hash nor evaluation mode before it.
             model.dispatch()
-        self._module: torch.nn.Module = model._module
-        paths = find_blocks(self._module, layers)
-        self._blocks = [model.get(path) for path in paths]
+        self.module: torch.nn.Module = model._module
+        self.paths = paths = find_blocks(self.module, layers)
+        self.blocks = [model.get(path) for path in paths]
         where = f" (remote={shown(remote)})" if remote else ""
-        self._model = describe(self._module, paths, type(model).__name__ + where, getattr(model, "tokenizer", None), unembed)
+        self._model = describe(self.module, paths, type(model).__name__ + where, getattr(model, "tokenizer", None), unembed)
         self._unembed = self._open_head()
 
     def _open_head(self) -> Unembed | None:
@@ -54,16 +54,16 @@ class NNsightSource(Source):
         head = self._model.head
         if head is None:
             return None
-        parts = [self._module.get_submodule(path) for path in head.parts]
+        parts = [self.module.get_submodule(path) for path in head.parts]
         return Unembed(
-            norm=self._envoy.get(head.norm) if head.norm else None,
-            parts=tuple(self._envoy.get(path) for path in head.parts),
+            norm=self.envoy.get(head.norm) if head.norm else None,
+            parts=tuple(self.envoy.get(path) for path in head.parts),
             reads=head.reads,
             scale=head.scale,
             soft_cap=head.soft_cap,
             dtype=head_dtype(parts),
             device=None,
-            norm_dtype=head_dtype([self._module.get_submodule(head.norm)]) if head.norm else None,
+            norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,
         )
 
     @property
@@ -71,15 +71,15 @@ class NNsightSource(Source):
         return self._model
 
     def evaluating(self) -> AbstractContextManager[None]:
-        return eval_mode(self._module)
+        return eval_mode(self.module)
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return _trace(
-            self._envoy,
-            self._blocks,
+            self.envoy,
+            self.blocks,
             batch,
             self._unembed,
-            self._where | call_options(self._module, batch),
+            self.where | call_options(self.module, batch),
             travelling(kernels),
             self.calling,
         )
@@ -87,8 +87,8 @@ class NNsightSource(Source):
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None
         row = batch.first_row
-        options = self._where | call_options(self._module, row)
-        return _trace_gap(self._envoy, self._blocks[-1], self._unembed, row.tokens, options)
+        options = self.where | call_options(self.module, row)
+        return _trace_gap(self.envoy, self.blocks[-1], self._unembed, row.tokens, options)
 
     def collect(self, batch: Batch) -> View:
         if self._remote:

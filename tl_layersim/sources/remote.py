@@ -63,7 +63,7 @@ class RemoteSource(NNsightSource):
         self._seconds_per_batch: float | None = None
         self._warned: set[str] = set()
         self._frozen, self._halved = Frozen(), 0
-        self._keeps = "logits_to_keep" in inspect.signature(type(self._module).forward).parameters
+        self._keeps = "logits_to_keep" in inspect.signature(type(self.module).forward).parameters
         self.offer = self._ask_offer()
         # Weights that are elsewhere have no hash; their revision, and an adapter that is asked for, stand in the record.
         which = json.loads(self.ndif.model_key.partition(":")[2]).get("revision")
@@ -82,7 +82,7 @@ class RemoteSource(NNsightSource):
     def _ask_offer(self) -> Offer:
         """What the server has, by a request of one token."""
         standing = self.ndif.standing
-        found = self.ndif.request(lambda backend: _probe(self._envoy, self._blocks, backend), patient=False)
+        found = self.ndif.request(lambda backend: _probe(self.envoy, self.blocks, backend), patient=False)
         return Offer(
             server=self.ndif.name,
             trusted=not found["meta"],
@@ -145,8 +145,8 @@ class RemoteSource(NNsightSource):
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None
         row, head = batch.first_row, self._unembed
-        options = call_options(self._module, row)
-        return self.ndif.request(lambda backend: _gap(self._envoy, self._blocks[-1], head, row.tokens, options, backend))
+        options = call_options(self.module, row)
+        return self.ndif.request(lambda backend: _gap(self.envoy, self.blocks[-1], head, row.tokens, options, backend))
 
     def collect(self, batch: Batch) -> View:
         raise LayersimError(
@@ -237,7 +237,7 @@ class RemoteSource(NNsightSource):
             return self.ndif.send_off(lambda backend: self._submit(work, shipped, backend))
 
     def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> list[tuple[int, Found]]:
-        return submit(self._envoy, self._blocks, work, self._unembed, kernels, self.calling, backend)
+        return submit(self.envoy, self.blocks, work, self._unembed, kernels, self.calling, backend)
 
     def _warn_of_much(self, parts: list[Part]) -> None:
         """Say once of an analyzer that it brings back more than sums over layers are."""
@@ -261,7 +261,7 @@ class RemoteSource(NNsightSource):
         """What a request says of its batches."""
         work = []
         for batch in group:
-            options = call_options(self._module, batch) | ({"logits_to_keep": 1} if self._keeps else {})
+            options = call_options(self.module, batch) | ({"logits_to_keep": 1} if self._keeps else {})
             keep, kept = kept_of(batch)
             # Labels are the user's own numbers; the others are ids and counts.
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}

@@ -1,0 +1,194 @@
+"""A stitched model: the lower blocks of one model, an adapter, the upper blocks of another; and how it is measured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adapter import Adapter
+from ..data import Batches
+from ..errors import LayersimError
+from ..source import Model
+from .halves import Enough, LocalHalf
+from .hooked import HookedSource, taps
+from .tl_models import is_transformer_lens
+
+
+class StitchedModel(nn.Module):
+    """The front's blocks up to a layer, an adapter, and the back's from a layer on, as one model.
+
+    It takes tokens (and an attention mask) and gives what the back gives. Its masks, positions, final norm and head are the
+    back's.
+    `analyze` measures it from the seam on: its layer 0 is what the adapter hands to the back. Neither model is copied or
+    changed; gradients reach the adapter's input as in any module.
+
+    `result.model` of `stitch` is one.
+    """
+
+    def __init__(self, front: LocalHalf, back: LocalHalf, adapter: Adapter, at: tuple[int, int]) -> None:
+        super().__init__()
+        self.front, self.adapter, self.back = front.module, adapter, back.module
+        self.at = at
+        self._halves = (front, back)
+        self.eval()
+
+    @property
+    def config(self) -> Any:
+        """The back's."""
+        return getattr(self.back, "config", None)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        """What the back's forward gives, with its own further options."""
+        mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+        with self._joined():
+            return self.back(input_ids, **mask, **self._no_cache(options, "use_cache"))
+
+    def generate(self, prompt: str | Tensor, **options: Any) -> Any:
+        """The back's own `generate`, in the front's words: text for a text, token ids `batch pos` for token ids.
+
+        Args:
+            prompt: a text, tokenised as `analyze` does, or token ids `batch pos`.
+            options: of the back's generate, such as `max_new_tokens`. Nothing is cached: every step runs the whole rows.
+
+        Raises:
+            LayersimError: the back cannot generate.
+
+        Example:
+            >>> import tl_layersim as lsim
+            >>> model = lsim.demo_model()
+            >>> same = lsim.stitch(model, model, lsim.demo_text()[:4], at=(3, 3), adapter="identity")
+            >>> same.model.generate("Once upon a", max_new_tokens=4, do_sample=False)
+            'Once upon a time there was a'
+        """
+        generate = getattr(self.back, "generate", None)
+        if generate is None:
+            raise LayersimError(
+                f"{self._halves[1].model.name} does not generate.",
+                given=type(self.back).__name__,
+                expected="a back that is a language model with generate()",
+                do="stitched(tokens) for its logits",
+            )
+        described, device = self._halves[1].model, self._halves[1].device
+        ids = self._ids(prompt, described) if isinstance(prompt, str) else prompt
+        cache = "use_past_kv_cache" if is_transformer_lens(self.back) else "use_cache"
+        if cache == "use_past_kv_cache":
+            options = {"verbose": False, "return_type": "tokens"} | options
+        with torch.no_grad(), self._joined():
+            out = generate(ids.to(device), **self._no_cache(options, cache))
+        if not isinstance(prompt, str):
+            return out
+        return described.tokenizer.decode(out[0], skip_special_tokens=True)
+
+    @staticmethod
+    def _ids(prompt: str, described: Model) -> Tensor:
+        [batch] = Batches(prompt, described, 1, described.context, False, None, 0, True, None)
+        return batch.tokens
+
+    @staticmethod
+    def _no_cache(options: dict[str, Any], name: str) -> dict[str, Any]:
+        """A cache of the back would know nothing of the blocks that do not run."""
+        if options.get(name) or options.get("past_key_values") is not None:
+            raise LayersimError(
+                "A stitched model keeps no cache of keys and values.",
+                given=f"{name}={options.get(name)}",
+                expected=f"{name}=False",
+                do="leave it out",
+            )
+        return options | {name: False}
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Every forward pass of the back reads its tokens through the front."""
+        front, back = self._halves
+        held: list[Tensor] = []
+        plain = vars(self.back).get("forward")
+        call: Callable[..., Any] = self.back.forward
+        names = list(inspect.signature(call).parameters)
+
+        def through_front(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            held[:] = [self._read_front(front, given, names)]
+            return call(*args, **kwargs)
+
+        with back.entered(self.at[1], lambda _: self.adapter(held[0])):
+            try:
+                # Not a hook: TransformerLens and some loops of generation call `forward` past hooks.
+                vars(self.back)["forward"] = through_front
+                yield
+            finally:
+                if plain is None:
+                    vars(self.back).pop("forward", None)
+                else:
+                    vars(self.back)["forward"] = plain
+
+    def _read_front(self, front: LocalHalf, given: dict[str, Any], names: list[str]) -> Tensor:
+        """The front's residual at the seam, for the tokens, mask and positions that the back is given."""
+        accepted = inspect.signature(type(self.front).forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        tokens = next((value for value in given.values() if isinstance(value, Tensor) and not value.is_floating_point()), None)
+        if tokens is None:
+            raise LayersimError(
+                "A stitched model reads tokens, which both models embed.",
+                given=", ".join(given) or "nothing",
+                expected="input_ids",
+                do="stitched(model.to_tokens(text)), or stitched(tokenizer(text, return_tensors='pt').input_ids)",
+            )
+        passed = {
+            name: given[name]
+            for name in ("attention_mask", "position_ids", "token_type_ids")
+            if isinstance(given.get(name), Tensor) and (name in accepted or takes_any)
+        }
+        if hasattr(getattr(self.front, "config", None), "use_cache"):
+            passed["use_cache"] = False
+        # The adapter's own device is the back's.
+        tokens = tokens.to(front.device)
+        passed = {name: value.to(front.device) if isinstance(value, Tensor) else value for name, value in passed.items()}
+        with front.reading(self.at[0]) as seen, suppress(Enough):
+            self.front(tokens, **passed)
+        return seen[0].to(self._halves[1].device)
+
+
+class StitchedSource(HookedSource):
+    """A stitched model, whose layers are what the adapter gives and what the back's blocks above it give."""
+
+    def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
+        stitched = self.module
+        assert isinstance(stitched, StitchedModel)
+        if layers is not None or unembed is not None:
+            raise LayersimError(
+                "A stitched model has its own layers.",
+                given=f"layers={layers}, unembed={unembed}",
+                expected="neither",
+                do="leave them out; stitch(layers=...) names the blocks of its two models",
+            )
+        front, back = stitched._halves
+        seam = stitched.at[1]
+        self.blocks = back.blocks[seam:]
+        if not self.blocks:
+            raise LayersimError(
+                "Above this seam there are no blocks left to measure.",
+                given=f"a seam at {back.model.layers[-1]}",
+                expected="a seam below the back's last block",
+                do="stitched(tokens) gives the logits, and the result the loss",
+            )
+        self._taps = taps(self.blocks)
+        self._embed = None
+        head = back.model.head
+        if head is not None:
+            norm = f"back.{head.norm}" if head.norm else ""
+            head = replace(head, norm=norm, parts=tuple(f"back.{part}" for part in head.parts))
+        self._model = replace(
+            back.model,
+            name=f"{front.model.name} up to {front.model.layers[stitched.at[0]]}, {stitched.adapter.kind}, {back.model.name}",
+            config_hash=f"{front.model.config_hash}+{back.model.config_hash}",
+            weights_hash=f"{front.model.weights_hash}+{back.model.weights_hash}",
+            source=f"stitched {front.model.source} and {back.model.source}",
+            layers=(f"blocks.{seam}.hook_resid_pre", *back.model.layers[seam + 1 :]),
+            head=head,
+        )

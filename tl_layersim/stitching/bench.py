@@ -1,0 +1,316 @@
+"""Where stitches are fitted and judged: models, data and settings of one call."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..adapter import Adapter
+from ..checkpoint import Tally
+from ..data import Batches, fingerprint, new_digest
+from ..errors import LayersimError, LayersimWarning, in_words
+from ..labels import as_labels
+from ..outcome import record
+from ..prepare import shared_tokens, with_tokenizer
+from ..results import Provenance
+from ..source import NO_LABEL
+from ..sources.halves import Half
+from .material import Activations, Material, answers
+from .progress import Progress
+from .task import Task
+from .training import Trained, descend, least_squares, start_of
+
+JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One stitch, judged: by batch how many answers, losses and hits; the adapter and how it came."""
+
+    judged: Mapping[str, Tensor]
+    curve: tuple[float, ...]
+    adapter: Adapter
+    explained: float
+    stopped: int
+
+    def note(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """For a file."""
+        parts = {"weight": self.adapter.weight, "bias": self.adapter.bias}
+        tensors = dict(self.judged) | {name: part for name, part in parts.items() if part is not None}
+        plain = {"done": True, "kind": self.adapter.kind, "explained": self.explained, "stopped": self.stopped}
+        return plain, tensors | {"curve": torch.tensor(self.curve, dtype=torch.float64)}
+
+    @staticmethod
+    def read(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Cell:
+        """From a file."""
+        adapter = Adapter(note["kind"], tensors.get("weight"), tensors.get("bias"))
+        judged = {name: tensors[name] for name in JUDGED}
+        return Cell(judged, tuple(tensors["curve"].tolist()), adapter, note["explained"], note["stopped"])
+
+
+class Bench:
+    """Models, data and settings of a call: where stitches are fitted and judged."""
+
+    def __init__(
+        self,
+        halves: list[Half],
+        data: Any,
+        task: Task,
+        options: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        cache: str | os.PathLike[str] | None,
+    ) -> None:
+        self.halves, self.task = halves, task
+        self.cache = None if cache is None else Path(cache)
+        if self.cache is not None and not self.cache.is_dir():
+            raise LayersimError(
+                "The cache has no place to go.", given=str(cache), expected="a folder that exists", do=f"mkdir {cache}"
+            )
+        shared = halves[0].model
+        for other in halves[1:]:
+            shared = shared_tokens(shared, other.model, given=options["tokenizer"] is not None)
+        shared = with_tokenizer(shared, options["tokenizer"])
+        heads = {"data" if h.model.head is not None and h.model.head.reads != "every" else "next_token" for h in halves[1:]}
+        labels = options["labels"]
+        if labels is None and len(heads) > 1:
+            raise LayersimError(
+                "Some of these models are language models and some are classifiers.",
+                given=", ".join(half.model.source for half in halves),
+                expected="models that answer the same question",
+                do="labels='next_token' or labels='data', if you know better",
+            )
+        self.labels = as_labels(heads.pop() if labels is None and heads else labels or "next_token")
+        labelled = self.labels == "data" if isinstance(self.labels, str) else False
+        self.batches = Batches(data, shared, **settings, labelled=labelled)
+        judged = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])
+        self.material = Material.of(self.batches, judged, self.labels, halves[-1].model, task.fit != "")
+        wide = any(half.model.dtype == "torch.float64" for half in halves)
+        self.dtype = torch.float64 if wide else torch.float32
+        self._own: dict[int, dict[str, Tensor]] = {}
+        self._checked: set[tuple[int, int]] = set()
+        self._said = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Bench:
+        self._say_what_crosses()
+        for half in self.halves:
+            self._stack.enter_context(half.evaluating())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with."""
+        return {
+            "models": [
+                (h.model.name, h.model.config_hash, h.model.weights_hash, h.model.source, h.model.dtype) for h in self.halves
+            ],
+            "task": self.task.options() | {"seed": self.task.seed},
+            "data": self.batches.options() | {"digest": self._digest(), "labels": self._labels_digest()},
+            "version": version("tl_layersim"),
+        }
+
+    def _labels_digest(self) -> Any:
+        return self.labels if isinstance(self.labels, str) else [list(self.labels.shape), int(self.labels.sum())]
+
+    def _digest(self) -> str:
+        digest = new_digest()
+        for batch in (*self.material.fit, *self.material.judged):
+            fingerprint(digest, batch)
+        found: str = digest.hexdigest()
+        return found
+
+    def provenance(self, halves: list[Half], seconds: float, more: Mapping[str, Any]) -> Provenance:
+        """The record; `tokens`, `sequences` and `batches` are those of the judgement."""
+        judged, fit = self.material.judged, self.material.fit
+        tokens = sum(int((answers(b, self.labels, halves[-1].model) != NO_LABEL).sum()) for b in judged)
+        tally = Tally({}, len(judged), sum(len(b.tokens) for b in judged), tokens, self._digest(), seconds)
+        options = self.batches.options() | self.task.options() | dict(more)
+        options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
+        options |= {"fit_batches": len(fit), "fit_positions": sum(int(b.attention.sum()) for b in fit)}
+        return record([half.model for half in halves], tally, options, self.task.seed if "sgd" in self.task.fit else None)
+
+    def activations(self, front: Half, layer: int) -> tuple[Activations, Activations]:
+        """The front's, of the fit and of the judgement."""
+        return Activations(front, layer, self.material.fit), Activations(front, layer, self.material.judged)
+
+    def done(self, keep: Progress, key: str) -> bool:
+        """Whether a stitch stands in the file whole."""
+        found = keep.get(key)
+        return found is not None and bool(found[0]["done"])
+
+    def cell(
+        self,
+        key: str,
+        front: Half,
+        back: Half,
+        at: tuple[int, ...],
+        acts: tuple[Activations, Activations],
+        keep: Progress,
+    ) -> Cell:
+        """Fit and judge one stitch, or take it from the file."""
+        found = keep.get(key)
+        if found is not None and found[0]["done"]:
+            return Cell.read(*found)
+        self._check(back, at[1])
+        state = Trained()
+        start: Adapter | None = None
+        explained = float("nan")
+        if found is not None:
+            note, tensors = found
+            state, start, explained = _read_training(note, tensors)
+
+        def save(now: Trained) -> None:
+            nonlocal state
+            state = now
+            keep.put(key, *_note_training(now, start, explained), now=False)
+
+        try:
+            adapter, start, explained, state = self._fitted(front, back, at, acts[0], state, start, explained, save)
+        except BaseException:
+            # An interrupt too: what was learnt so far is kept.
+            if state.step:
+                keep.save()
+            raise
+        # What is judged is what is given back.
+        adapter = copy.deepcopy(adapter).to(self.dtype)
+        judged = self._judge(back, at[1], acts[1], adapter)
+        cell = Cell(judged, state.curve, adapter, explained, state.stopped)
+        keep.put(key, *cell.note(), now=True)
+        return cell
+
+    def _fitted(
+        self,
+        front: Half,
+        back: Half,
+        at: tuple[int, ...],
+        acts: Activations,
+        state: Trained,
+        start: Adapter | None,
+        explained: float,
+        save: Callable[[Trained], None],
+    ) -> tuple[Adapter, Adapter | None, float, Trained]:
+        task = self.task
+        if task.given is not None:
+            return task.given, None, explained, state
+        if task.kind == "identity":
+            return Adapter("identity"), None, explained, state
+        with ExitStack() as stack:
+            if "sgd" in task.fit:
+                stack.enter_context(acts.keep(self.cache))
+            if start is None and "lstsq" in task.fit:
+                start, explained = least_squares(task.kind, acts, back, at[1], task.ridge)
+            elif start is None:
+                start = start_of(task.kind, acts[0].shape[-1], back.model.d_model or acts[0].shape[-1])
+            if "sgd" not in task.fit:
+                return start, start, explained, state
+            wanted = [answers(batch, self.labels, back.model) for batch in acts.batches]
+            title = f"{front.model.layers[at[0]]} into {back.model.layers[at[1]]}"
+            adapter, state = descend(
+                start.to(self.dtype), acts, back, at[1], wanted, task.training, task.seed, state, save, title
+            )
+            return adapter, start, explained, state
+
+    def _judge(self, back: Half, layer: int, acts: Activations, adapter: Adapter) -> dict[str, Tensor]:
+        """By batch: answers, losses and hits of the stitched model and of the back by itself."""
+        own = self._own_scores(back)
+        device = getattr(back, "device", torch.device("cpu"))
+        worker = copy.deepcopy(adapter).to(device)
+        scores = []
+        for index in tqdm(range(len(acts)), desc="judging", unit="batch", disable=None, leave=False):
+            batch = acts.batches[index]
+            with torch.no_grad():
+                x = worker(acts[index].to(device))
+            scores.append(back.score(batch, answers(batch, self.labels, back.model), layer, x))
+        found = {name: torch.stack([score[name].double() for score in scores]) for name in ("loss", "correct")}
+        bad = (~found["loss"].isfinite()).nonzero()[:, 0].tolist()
+        if bad:
+            warnings.warn(
+                f"The stitched loss is not finite in batches {bad[:5]} at {back.model.layers[layer]} of "
+                f"{back.model.name}, and so is the "
+                "penalty: what the adapter gives overflows there.",
+                LayersimWarning,
+                stacklevel=4,
+            )
+        return {"tokens": own["count"], "back_loss": own["loss"], "back_correct": own["correct"]} | found
+
+    def _own_scores(self, back: Half) -> dict[str, Tensor]:
+        if id(back) not in self._own:
+            scores = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.material.judged]
+            found = {name: torch.stack([score[name].double() for score in scores]) for name in ("loss", "correct", "count")}
+            if not bool(found["loss"].isfinite().all()):
+                bad = (~found["loss"].isfinite()).nonzero()[:, 0].tolist()
+                raise LayersimError(
+                    f"The loss of {back.model.name} by itself is not finite.",
+                    given=f"batches {bad[:5]}, in {back.model.dtype}",
+                    expected="finite logits",
+                    do="load it in float32 or bfloat16",
+                )
+            self._own[id(back)] = found
+        return self._own[id(back)]
+
+    def _check(self, back: Half, layer: int) -> None:
+        """Once for each place of entry: that the model can be entered there."""
+        if (id(back), layer) not in self._checked:
+            first = next(iter(self.material.judged))
+            row = first.first_row
+            row = replace(row, labels=None if first.labels is None else first.labels[:1, : row.tokens.shape[1]])
+            wanted = answers(row, self.labels, back.model)
+            if not bool((wanted != NO_LABEL).any()):
+                row, wanted = first, answers(first, self.labels, back.model)
+            back.check(row, wanted, layer)
+            self._checked.add((id(back), layer))
+
+    def _say_what_crosses(self) -> None:
+        """What two models in different places will ask of the line, before it is asked."""
+        far = [half for half in self.halves if half.far]
+        if not far:
+            return
+        positions = [sum(b.tokens.numel() for b in part) for part in (self.material.fit, self.material.judged)]
+        width = max(half.model.d_model or 0 for half in self.halves)
+        bytes_each = 2 if all("16" in half.model.dtype for half in far) else 4
+        words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
+        if "sgd" in self.task.fit and any(half.far for half in self.halves[-1:]):
+            mean = positions[0] / max(len(self.material.fit), 1)
+            words += (
+                f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.task.training.steps:,} steps"
+            )
+        requests = 2 * (len(self.material.fit) + len(self.material.judged))
+        tqdm.write(f"{words}; about {requests} requests without training. Activations of other layers stay.", file=sys.stderr)
+
+
+def _note_training(state: Trained, start: Adapter | None, explained: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Where a training stands, for a file."""
+    note: dict[str, Any] = {
+        "done": False,
+        "step": state.step,
+        "best": state.best,
+        "stopped": state.stopped,
+        "explained": explained,
+    }
+    tensors = dict(state.tensors) | {"curve": torch.tensor(state.curve, dtype=torch.float64)}
+    if start is not None and start.weight is not None:
+        note["kind"] = start.kind
+        tensors["start weight"] = start.weight
+        tensors |= {} if start.bias is None else {"start bias": start.bias}
+    return note, tensors
+
+
+def _read_training(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Trained, Adapter | None, float]:
+    held = {name: value for name, value in tensors.items() if name != "curve" and not name.startswith("start")}
+    state = Trained(note["step"], held, tuple(tensors["curve"].tolist()), note["best"], note["stopped"])
+    start = Adapter(note["kind"], tensors["start weight"], tensors.get("start bias")) if "kind" in note else None
+    return state, start, note["explained"]

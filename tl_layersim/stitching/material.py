@@ -1,0 +1,181 @@
+"""What a stitch is fitted and judged on: batches, the right answers, and the front's activations, computed once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..data import Batch, Batches
+from ..errors import LayersimError, in_words
+from ..labels import check_batch_labels, targets
+from ..source import NO_LABEL, Model, tokens_alone
+from ..sources.halves import Half
+
+# Sizes that are said before they are taken.
+MUCH = 1e8
+HELD_OUT = 5
+
+
+def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
+    """What the back ought to say: `batch pos`, or `batch` of a classifier; NO_LABEL where nothing is asked."""
+    found = torch.full_like(batch.tokens, NO_LABEL)
+    found[batch.counted] = targets(tokens_alone(batch), labels).cpu()
+    if model.head is None or model.head.reads == "every":
+        return found
+    # A row's class stands at each of its positions.
+    first = (found != NO_LABEL).int().argmax(1, keepdim=True)
+    return found.gather(1, first)[:, 0]
+
+
+@dataclass(frozen=True)
+class Material:
+    """Batches of the fit and of the judgement, each with something to answer.
+
+    Attributes:
+        fit: batches that adapters are fitted on.
+        judged: batches that the penalty is measured on.
+        labels: see `labels.targets`.
+    """
+
+    fit: tuple[Batch, ...]
+    judged: tuple[Batch, ...]
+    labels: str | Tensor
+
+    @staticmethod
+    def of(batches: Batches, judged: Batches | None, labels: str | Tensor, model: Model, fitted: bool) -> Material:
+        """Read the data; where an adapter is fitted and no other data is given to judge it, the last fifth is kept for that.
+
+        Raises:
+            LayersimError: there is nothing to answer, or too little to keep any.
+        """
+
+        def read(source: Batches) -> tuple[Batch, ...]:
+            kept = []
+            for batch in source:
+                check_batch_labels(labels, batch, model)
+                if bool((answers(batch, labels, model) != NO_LABEL).any()):
+                    kept.append(batch)
+            return tuple(kept)
+
+        own = read(batches)
+        if not own:
+            raise LayersimError(
+                "There is nothing to answer in this data.",
+                given=f"no position with a {'label' if labels != 'next_token' else 'next token'}",
+                expected="rows of two or more tokens" if labels == "next_token" else "rows with labels",
+                do="check the data, its mask and skip_first=",
+            )
+        if judged is not None:
+            other = read(judged)
+            if not other:
+                raise LayersimError(
+                    "There is nothing to answer in eval_data.",
+                    given="no labelled position",
+                    expected="rows with answers",
+                    do="check it",
+                )
+            return Material(own if fitted else (), other, labels)
+        if not fitted:
+            return Material((), own, labels)
+        kept = max(1, len(own) // HELD_OUT)
+        if len(own) < 2:
+            raise LayersimError(
+                "A fitted adapter is judged on data that it was not fitted on, and this data is one batch.",
+                given=f"{len(own[0].tokens)} rows in one batch",
+                expected="two batches or more, the last fifth of which is kept; or eval_data=",
+                do=f"batch_size={max(1, len(own[0].tokens) // 5)}, more data, or eval_data=other_data",
+            )
+        return Material(own[:-kept], own[-kept:], labels)
+
+
+class Activations:
+    """The front's residual at one layer, batch by batch: read anew each time, or kept after `keep`.
+
+    Args:
+        front: the model.
+        layer: where.
+        batches: the data.
+    """
+
+    def __init__(self, front: Half, layer: int, batches: tuple[Batch, ...]) -> None:
+        self.front, self.layer, self.batches = front, layer, batches
+        self._kept: Tensor | None = None
+        self._starts = [0]
+        for batch in batches:
+            self._starts.append(self._starts[-1] + batch.tokens.numel())
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """`batch pos d_model` of a batch."""
+        if self._kept is None:
+            return self.front.hidden(self.batches[index], self.layer)
+        rows = self._kept[self._starts[index] : self._starts[index + 1]]
+        return rows.view(*self.batches[index].tokens.shape, -1)
+
+    @contextmanager
+    def keep(self, folder: Path | None) -> Iterator[None]:
+        """Compute all of them once, in memory or in a file of a folder that is gone afterwards.
+
+        Raises:
+            LayersimError: they do not fit.
+        """
+        if self._kept is not None:
+            yield
+            return
+        first = self.front.hidden(self.batches[0], self.layer)
+        width, total = first.shape[-1], self._starts[-1]
+        size = total * width * first.element_size()
+        self._refuse_or_say(size, folder)
+        name = ""
+        try:
+            if folder is None:
+                held = torch.empty(total, width, dtype=first.dtype)
+            else:
+                handle, name = tempfile.mkstemp(dir=folder, prefix="activations-", suffix=".bin")
+                os.close(handle)
+                held = torch.from_file(name, shared=True, size=total * width, dtype=first.dtype).view(total, width)
+            for index in tqdm(range(len(self)), desc="front", unit="batch", disable=None, leave=False):
+                hidden = first if index == 0 else self.front.hidden(self.batches[index], self.layer)
+                held[self._starts[index] : self._starts[index + 1]] = hidden.reshape(-1, width).cpu()
+            self._kept = held
+            yield
+        finally:
+            self._kept = None
+            if name:
+                Path(name).unlink(missing_ok=True)
+
+    def _refuse_or_say(self, size: int, folder: Path | None) -> None:
+        free, what = _free(folder)
+        if size > 0.9 * free:
+            raise LayersimError(
+                f"The front's activations do not fit into the {what} that is free.",
+                given=f"{self._starts[-1]:,} positions at {self.front.model.layers[self.layer]}: {in_words(size)}",
+                expected=f"less than {in_words(0.9 * free)}",
+                do="a smaller max_tokens=" + ("" if folder else ", or cache='folder' for a memory-mapped file"),
+            )
+        if size > MUCH or folder is not None:
+            where = f"a file in {folder}" if folder else "memory"
+            tqdm.write(f"The front's activations take {in_words(size)} in {where}.", file=sys.stderr)
+
+
+def _free(folder: Path | None) -> tuple[float, str]:
+    """How many bytes are free, and of what; without end where the system does not say."""
+    if folder is not None:
+        import shutil
+
+        return float(shutil.disk_usage(folder).free), "disk"
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "memory"
+    except (AttributeError, ValueError, OSError):
+        return float("inf"), "memory"

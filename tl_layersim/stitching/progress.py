@@ -1,0 +1,79 @@
+"""Stitches on disk: those that are done, and where the one under way stands."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint import SECONDS_BETWEEN_SAVES, differences
+from ..errors import LayersimError
+from ..storage import read, write
+
+
+class Progress:
+    """The file of one call; `path=None` keeps nothing.
+
+    Args:
+        path: where.
+        identity: what the call is: models, data, settings. A file of another call is refused.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self._identity = json.loads(json.dumps(identity, default=str))
+        self._notes: dict[str, dict[str, Any]] = {}
+        self._tensors: dict[str, Mapping[str, Tensor]] = {}
+        self._written = time.monotonic()
+        if self.path is None:
+            return
+        if not self.path.parent.is_dir():
+            raise LayersimError(
+                "The checkpoint has no place to go.",
+                given=str(self.path),
+                expected="a path in a folder that exists",
+                do=f"mkdir {self.path.parent}",
+            )
+        if self.path.exists():
+            self._read(self.path)
+
+    def _read(self, path: Path) -> None:
+        header, tensors = read(path, ("stitches",))
+        if header["identity"] != self._identity:
+            now, then = differences(self._identity, header["identity"])
+            raise LayersimError(
+                f"{path} belongs to another run.",
+                given=now,
+                expected=then,
+                do="make the same call as before, or pass another checkpoint path",
+            )
+        self._notes = header["stitches"]
+        for key in self._notes:
+            self._tensors[key] = {
+                name.split("/", 1)[1]: value for name, value in tensors.items() if name.split("/", 1)[0] == key
+            }
+
+    def get(self, key: str) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
+        """What is known of a stitch."""
+        return (self._notes[key], self._tensors[key]) if key in self._notes else None
+
+    def put(self, key: str, note: dict[str, Any], tensors: Mapping[str, Tensor], now: bool) -> None:
+        """Note how a stitch stands; written now, or once in a while."""
+        if self.path is None:
+            return
+        self._notes[key], self._tensors[key] = note, tensors
+        if now or time.monotonic() - self._written > SECONDS_BETWEEN_SAVES:
+            self.save()
+
+    def save(self) -> None:
+        """Write it, all or nothing."""
+        if self.path is None:
+            return
+        tensors = {f"{key}/{name}": value for key, own in self._tensors.items() for name, value in own.items()}
+        write(self.path, "stitches", {"identity": self._identity, "stitches": self._notes}, tensors)
+        self._written = time.monotonic()

@@ -1,0 +1,334 @@
+"""What stitching found: one stitch, and all directions and seams between some models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..adapter import Adapter
+from ..errors import LayersimError
+from ..results import Picture, Result, axes
+from ..typed import typed
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects
+
+    from ..sources.stitched import StitchedModel
+
+
+class Interval(NamedTuple):
+    """A mean over tokens with its confidence interval over batches."""
+
+    value: float
+    low: float
+    high: float
+
+
+def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
+    """A ratio of sums over batches, and its confidence interval.
+
+    Batches are the independent units: the variance is that of a ratio of sums (linearised), with Student's t for their number.
+    NaN ends
+    where there are fewer than two batches.
+
+    Args:
+        sums: `batch`, of what is averaged.
+        tokens: `batch`, of how many.
+        confidence: such as 0.95.
+
+    Source:
+        Cochran 1977, Sampling Techniques, section 2.11.
+
+    >>> over_batches(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
+    1.5
+    """
+    from scipy.stats import t
+
+    count = len(tokens)
+    value = float(sums.sum() / tokens.sum())
+    if count < 2:
+        return Interval(value, math.nan, math.nan)
+    spread = (sums - value * tokens).square().sum() * count / (count - 1)
+    half = float(t.ppf(0.5 + confidence / 2, count - 1)) * float(spread.sqrt() / tokens.sum())
+    return Interval(value, value - half, value + half)
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class StitchResult(Result):
+    """One stitch: how much worse the back is when it reads the front's layer through an adapter. Tensors are float64.
+
+    Losses are nats a token (of a classifier a row), on data that the adapter was not fitted on.
+
+    Attributes:
+        values: `step`, the same as `curve`: the training loss at each step; empty where nothing was trained.
+        batch_tokens: `batch`, answers asked in each batch of the judgement.
+        batch_loss: `batch`, sum of the stitched model's cross-entropy.
+        batch_back_loss: `batch`, of the back's own.
+        batch_correct: `batch`, how many first choices of the stitched model are right.
+        batch_back_correct: `batch`, of the back's own.
+        weight: `back_dim front_dim` of the adapter; of size 0 for identity.
+        bias: `back_bias` of the adapter; of size 0 where it has none.
+        kind: of the adapter.
+        fit: how it was fitted, "" where it was not.
+        explained: R² of least squares on the tokens of the fit, NaN where there was none.
+        stopped: the step, from 1, at which the loss exploded, 0 where it did not.
+        layers: the front's layer and the back's.
+    """
+
+    values_name = "curve"
+    values: Float64[Tensor, " step"] = axes("step")
+    batch_tokens: Float64[Tensor, " batch"] = axes("batch")
+    batch_loss: Float64[Tensor, " batch"] = axes("batch")
+    batch_back_loss: Float64[Tensor, " batch"] = axes("batch")
+    batch_correct: Float64[Tensor, " batch"] = axes("batch")
+    batch_back_correct: Float64[Tensor, " batch"] = axes("batch")
+    weight: Float64[Tensor, "back_dim front_dim"] = axes("back_dim", "front_dim")
+    bias: Float64[Tensor, " back_bias"] = axes("back_bias")
+    kind: str
+    fit: str
+    explained: float
+    stopped: int
+
+    pictures = (
+        Picture(
+            "curve",
+            "Learning curve of the adapter",
+            "Loss of the stitched model at each training step, and dashed what the back loses by itself (Brown et al. "
+            "2023, figure 6).",
+        ),
+    )
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Numbers of the training steps, from 1."""
+        return tuple(range(1, len(self.values) + 1))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of the batches of the judgement."""
+        return tuple(range(len(self.batch_tokens)))
+
+    @property
+    def back_dims(self) -> tuple[int, ...]:
+        """Numbers of the back's coordinates."""
+        return tuple(range(self.weight.shape[0]))
+
+    @property
+    def front_dims(self) -> tuple[int, ...]:
+        """Numbers of the front's coordinates."""
+        return tuple(range(self.weight.shape[1]))
+
+    @property
+    def back_biases(self) -> tuple[int, ...]:
+        """Numbers of the back's coordinates, where the adapter has a bias."""
+        return tuple(range(len(self.bias)))
+
+    @property
+    def curve(self) -> Tensor:
+        """`step`, the same as `values`."""
+        return self.values
+
+    @property
+    def loss(self) -> float:
+        """Of the stitched model."""
+        return float(self.batch_loss.sum() / self.batch_tokens.sum())
+
+    @property
+    def back_loss(self) -> float:
+        """Of the back by itself."""
+        return float(self.batch_back_loss.sum() / self.batch_tokens.sum())
+
+    @property
+    def penalty(self) -> float:
+        """`loss - back_loss`."""
+        return self.penalty_interval().value
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the stitched model's first choices that are right."""
+        return float(self.batch_correct.sum() / self.batch_tokens.sum())
+
+    @property
+    def back_accuracy(self) -> float:
+        """Of the back by itself."""
+        return float(self.batch_back_correct.sum() / self.batch_tokens.sum())
+
+    @property
+    def accuracy_penalty(self) -> float:
+        """`back_accuracy - accuracy`: above 0 where the stitched model is worse."""
+        return self.accuracy_interval().value
+
+    def penalty_interval(self, confidence: float = 0.95) -> Interval:
+        """The penalty, with its confidence interval over batches; each batch is compared with itself."""
+        return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
+
+    def accuracy_interval(self, confidence: float = 0.95) -> Interval:
+        """The accuracy penalty, with its confidence interval over batches."""
+        return over_batches(self.batch_back_correct - self.batch_correct, self.batch_tokens, confidence)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter, a module that maps `... d_front` to `... d_back`; in float32, or float64 where a model is."""
+        dtype = torch.float64 if "float64" in self.provenance.dtype else torch.float32
+        weight = None if self.kind == "identity" else self.weight.to(dtype)
+        return Adapter(self.kind, weight, self.bias.to(dtype) if len(self.bias) else None)
+
+    @property
+    def model(self) -> StitchedModel:
+        """The stitched model, which runs, generates and can be given to `analyze`.
+
+        Raises:
+            LayersimError: the result was read from a file, or one of its models is on a server.
+        """
+        join: Any = vars(self).get("_join")
+        if join is None:
+            raise LayersimError(
+                "The models of this stitch are not at hand.",
+                given="a result that was read from a file, or a model on a server",
+                expected="both models in this process",
+                do="stitch(front, back, data, at=..., adapter=result.adapter).model",
+            )
+        found: StitchedModel = join()
+        return found
+
+    def plot(self, field: str = "curve") -> plotly.graph_objects.Figure:
+        """The learning curve, with the back's own loss; or any other field."""
+        from ..plotting import learning_curve
+
+        if field not in ("curve", "values"):
+            return super().plot(field)
+        return learning_curve(self.values.numpy(), self.loss, self.back_loss, " into ".join(self.layers))
+
+    def headline(self) -> dict[str, float]:
+        low, high = self.penalty_interval()[1:]
+        return {
+            "penalty, nats": self.penalty,
+            "  from (95 %)": low,
+            "  to": high,
+            "loss": self.loss,
+            "loss of the back alone": self.back_loss,
+            "accuracy penalty": self.accuracy_penalty,
+        }
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class StitchGrid(Result):
+    """Stitches between some models at some seams, in all directions, each model with itself included. Tensors are float64.
+
+    Attributes:
+        values: `front back seam`, the same as `penalty`: loss of the stitched model minus the back's own, nats a token.
+        low: lower end of its 95 % confidence interval over batches.
+        high: the upper end.
+        loss: of the stitched model.
+        back_loss: of the back by itself.
+        accuracy: share of the stitched model's first choices that are right.
+        accuracy_penalty: what is missing to the back's own.
+        accuracy_low: lower end of its interval.
+        accuracy_high: the upper end.
+        stopped: the step, from 1, at which a training exploded; 0 where none did.
+        batch_tokens: `batch`, answers asked in each batch of the judgement, the same for all.
+        batch_penalty: `front back seam batch`, sums of the difference of losses, for differences between cells.
+        fronts: names of the models.
+        seams: labels of the seams: for each model its layer.
+        kind: of the adapters.
+        fit: how they were fitted.
+    """
+
+    values_name = "penalty"
+    values: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    loss: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    back_loss: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    accuracy: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    accuracy_penalty: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    accuracy_low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    accuracy_high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    stopped: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    batch_tokens: Float64[Tensor, " batch"] = axes("batch")
+    batch_penalty: Float64[Tensor, "front back seam batch"] = axes("front", "back", "seam", "batch")
+    fronts: tuple[str, ...]
+    seams: tuple[str, ...]
+    kind: str
+    fit: str
+
+    pictures = (
+        Picture(
+            "penalty",
+            "Stitching penalty",
+            "How many nats a token the back loses when it reads the front's layer through an adapter, with 95 % "
+            "intervals over batches; "
+            "dashed: a model with itself, what fitting alone costs (Brown et al. 2023, figure 1).",
+        ),
+        Picture(
+            "accuracy_penalty",
+            "Accuracy penalty",
+            "How much accuracy is lost in the same stitches (Brown et al. 2023, figure 2).",
+        ),
+    )
+
+    @property
+    def backs(self) -> tuple[str, ...]:
+        """Names of the models."""
+        return self.fronts
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of the batches of the judgement."""
+        return tuple(range(len(self.batch_tokens)))
+
+    @property
+    def penalty(self) -> Tensor:
+        """`front back seam`, the same as `values`."""
+        return self.values
+
+    def asymmetry(self, first: str, second: str, confidence: float = 0.95) -> pandas.DataFrame:
+        """Penalty of `first` into `second` minus that of `second` into `first`, by seam, with its interval over batches.
+
+        Above 0 where the first one's layers are of less use to the second than the other way round.
+
+        Raises:
+            LayersimError: a name is none of the models.
+        """
+        import pandas
+
+        for name in (first, second):
+            if name not in self.fronts:
+                raise LayersimError(
+                    "There is no such model in this grid.", given=repr(name), expected=f"one of {self.fronts}", do="grid.fronts"
+                )
+        a, b = self.fronts.index(first), self.fronts.index(second)
+        rows = [
+            over_batches(self.batch_penalty[a, b, s] - self.batch_penalty[b, a, s], self.batch_tokens, confidence)
+            for s in range(len(self.seams))
+        ]
+        return pandas.DataFrame(rows, columns=["difference", "low", "high"]).assign(seam=self.seams)[
+            ["seam", "difference", "low", "high"]
+        ]
+
+    def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
+        """Penalty by seam, a line for each direction, with intervals; models with themselves dashed."""
+        from ..plotting import directions
+
+        ends = {"penalty": (self.low, self.high), "accuracy_penalty": (self.accuracy_low, self.accuracy_high)}
+        field = "penalty" if field == "values" else field
+        if field not in ends:
+            return super().plot(field)
+        low, high = ends[field]
+        values = self.values if field == "penalty" else self.accuracy_penalty
+        title = next(picture.title for picture in self.pictures if picture.field == field)
+        unit = "nats a token" if field == "penalty" else "share of answers"
+        return directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, title, unit)
+
+    def headline(self) -> dict[str, float]:
+        own = torch.eye(len(self.fronts), dtype=torch.bool)
+        found = {"mean penalty of a model with itself, nats": float(self.values[own].mean())}
+        return found if len(self.fronts) == 1 else {"mean penalty of two models, nats": float(self.values[~own].mean())} | found

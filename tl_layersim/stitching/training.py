@@ -1,0 +1,255 @@
+"""Fitting an adapter: in closed form from sums, by the back's own loss, or by one after the other."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..adapter import Adapter, mapped, own_moments, sizes, skips, solve
+from ..errors import LayersimError, LayersimWarning
+from ..sources.halves import Half, attended
+from ..sums import Sums
+from ..typed import typed
+from .material import Activations
+
+Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
+# Steps whose mean loss counts as one look at the adapter.
+WINDOW = 25
+
+
+@typed
+@dataclass(frozen=True)
+class StitchTraining:
+    """How an adapter is trained by gradients; the defaults are those of Brown et al. 2023, appendix C.1.
+
+    Attributes:
+        steps: optimiser steps, each on one batch.
+        lr: learning rate as tuned-lens counts it: what torch's SGD is given is `lr * (1 - momentum)`, since torch adds up
+            gradients
+            without averaging them. A bare 1.0 is ten times as much, and diverges on some models.
+        momentum: of Nesterov's method.
+        warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step.
+        clip: largest Euclidean norm of a step's gradient.
+    """
+
+    steps: int = 2000
+    lr: int | float = 1.0
+    momentum: int | float = 0.9
+    warmup: int = 200
+    clip: int | float = 1.0
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "steps": self.steps < 1,
+            "lr": not 0 < self.lr < math.inf,
+            "momentum": not 0 < self.momentum < 1,
+            "warmup": self.warmup < 0,
+            "clip": not self.clip > 0,
+        }
+        for name in (name for name, bad in wrong.items() if bad):
+            raise LayersimError(
+                f"{name} is out of range.",
+                given=f"{name}={getattr(self, name)}",
+                expected="steps of 1 or more, lr and clip above 0, momentum between 0 and 1, warmup of 0 or more",
+                do="StitchTraining(), the settings of the paper",
+            )
+
+    def rate(self, step: int) -> float:
+        """What torch's SGD is given at a step, counted from 0.
+
+        >>> rates = [StitchTraining(steps=10, warmup=2).rate(step) for step in (0, 1, 2, 9)]
+        >>> [round(rate, 4) for rate in rates]
+        [0.05, 0.1, 0.1, 0.0125]
+        """
+        warmup = min(self.warmup, self.steps - 1)
+        share = (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
+        return self.lr * (1 - self.momentum) * share
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where a training stands: all that it needs to go on with the same numbers.
+
+    Attributes:
+        step: how many steps were made.
+        tensors: what has been learnt, the optimiser's momentum, and the best adapter so far.
+        curve: loss of each step.
+        best: the lowest mean loss over a window of steps.
+        stopped: the step, from 0, at which the loss exploded; -1 where it did not.
+    """
+
+    step: int = 0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    curve: tuple[float, ...] = ()
+    best: float = math.inf
+    stopped: int = -1
+
+
+def least_squares(kind: str, acts: Activations, back: Half, layer: int, ridge: float) -> tuple[Adapter, float]:
+    """The adapter whose output is nearest to the back's own residual, over attended tokens; and R² of the fit."""
+    total = Sums()
+    for index in tqdm(range(len(acts)), desc="least squares", unit="batch", disable=None, leave=False):
+        batch, h = acts.batches[index], acts[index]
+        found = own_moments(kind, attended(batch, h).cpu()) | back.moments(batch, layer, kind, h)
+        total = total + Sums.of(found)
+    tokens, width = int(total["count"]), len(total["u"])
+    if tokens < 2 * width:
+        warnings.warn(
+            f"Least squares has {tokens} tokens for {width} features: it fits these tokens and not the model. Give it "
+            "more data, or ridge=.",
+            LayersimWarning,
+            stacklevel=4,
+        )
+    weight, bias, explained = solve(kind, total.fields, ridge)
+    return Adapter(kind, weight, bias), explained
+
+
+def start_of(kind: str, d_front: int, d_back: int) -> Adapter:
+    """The map that changes nothing.
+
+    Raises:
+        LayersimError: the widths differ.
+    """
+    if d_front != d_back:
+        raise LayersimError(
+            "Gradients have nothing to start from: between streams of different widths there is no identity.",
+            given=f"widths {d_front} and {d_back} with fit='sgd'",
+            expected="equal widths, or a start in closed form",
+            do="fit='lstsq+sgd'",
+        )
+    weight = torch.zeros(d_back, d_front) if skips(kind, d_front, d_back) else torch.eye(d_back)
+    return Adapter(kind, weight.double(), None if kind == "linear" else torch.zeros(d_back).double())
+
+
+def descend(
+    start: Adapter,
+    acts: Activations,
+    back: Half,
+    layer: int,
+    wanted: list[Tensor],
+    training: StitchTraining,
+    seed: int,
+    state: Trained,
+    save: Callable[[Trained], None],
+    title: str,
+) -> tuple[Adapter, Trained]:
+    """Train an adapter by the back's own loss; only the back's layers above the seam run in a step.
+
+    What is learnt is added to the start: A u / r + b beside it, where r is the typical size of the front's features, so that a
+    learning
+    rate means the same for every model and layer.
+
+    Args:
+        start: where it begins.
+        acts: the front's activations.
+        back: the model that says how good they are.
+        layer: of the back, that is entered.
+        wanted: right answers of each batch.
+        training: how.
+        seed: of the order of the batches.
+        state: where an earlier attempt stands.
+        save: told after each step where this one stands.
+        title: of the progress bar.
+    """
+    assert start.weight is not None
+    device, dtype = getattr(back, "device", torch.device("cpu")), start.weight.dtype
+    fixed = [part.to(device) for part in (start.weight, start.bias) if part is not None]
+    names = ("weight", "bias")[: len(fixed)]
+    shares = (_typical_size(start.kind, acts), 1.0)
+    learnt = [
+        torch.nn.Parameter(state.tensors.get(name, torch.zeros(part.shape)).to(device, dtype))
+        for name, part in zip(names, fixed, strict=True)
+    ]
+    optimiser = torch.optim.SGD(learnt, lr=training.rate(0), momentum=training.momentum, nesterov=True)
+    for name, parameter in zip(names, learnt, strict=True):
+        if f"{name} momentum" in state.tensors:
+            optimiser.state[parameter]["momentum_buffer"] = state.tensors[f"{name} momentum"].to(device, dtype)
+
+    def parts_of(found: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        whole = [part + more / share for part, more, share in zip(fixed, found, shares, strict=False)]
+        return whole[0], whole[1] if len(whole) > 1 else None
+
+    with tqdm(total=training.steps, initial=state.step, desc=title, unit="step", disable=None, leave=False) as bar:
+        while state.step < training.steps and state.stopped < 0:
+            index = _batch_of(state.step, len(acts), seed)
+            with torch.enable_grad():
+                x = mapped(start.kind, acts[index].to(device, dtype), *parts_of(learnt))
+                loss, slope = back.pull(acts.batches[index], wanted[index], layer, x)
+                curve = (*state.curve, loss)
+                if not loss <= 2 * curve[0] + 10:
+                    state = replace(state, curve=curve, stopped=state.step)
+                    save(state)
+                    break
+                optimiser.zero_grad()
+                torch.autograd.backward(x, slope.to(device, dtype))
+            torch.nn.utils.clip_grad_norm_(learnt, training.clip)
+            for group in optimiser.param_groups:
+                group["lr"] = training.rate(state.step)
+            optimiser.step()
+            # Copies: what is saved when somebody interrupts the next step is the end of this one.
+            held = {name: parameter.detach().clone() for name, parameter in zip(names, learnt, strict=True)}
+            held |= {
+                f"{name} momentum": optimiser.state[parameter]["momentum_buffer"].clone()
+                for name, parameter in zip(names, learnt, strict=True)
+            }
+            best = {key: value for key, value in state.tensors.items() if key.startswith("best")}
+            lowest = state.best
+            if len(curve) % WINDOW == 0:
+                recent = sum(curve[-WINDOW:]) / WINDOW
+                bar.set_postfix_str(f"loss {recent:.3f}")
+                if recent < lowest:
+                    lowest, best = recent, {f"best {name}": held[name] for name in names}
+            state = Trained(state.step + 1, held | best, curve, lowest)
+            bar.update()
+            save(state)
+    found = [parameter.detach() for parameter in learnt]
+    if state.stopped >= 0:
+        found = [
+            state.tensors.get(f"best {name}", torch.zeros(part.shape)).to(part) for name, part in zip(names, fixed, strict=True)
+        ]
+    _say_how_it_went(state, training)
+    weight, bias = parts_of(found)
+    return Adapter(start.kind, weight.cpu(), None if bias is None else bias.cpu()), state
+
+
+def _say_how_it_went(state: Trained, training: StitchTraining) -> None:
+    if state.stopped >= 0:
+        kept = "the best one until then" if state.best < math.inf else "the one that it started from"
+        warnings.warn(
+            f"The loss exploded at step {state.stopped + 1} of {training.steps} ({state.curve[0]:.3g} at first, then "
+            f"{state.curve[-1]:.3g}); the adapter is {kept}. StitchTraining(lr={training.lr / 10:g}) may get further.",
+            LayersimWarning,
+            stacklevel=5,
+        )
+        return
+    first, last = (sum(part) / len(part) for part in (state.curve[:WINDOW], state.curve[-WINDOW:]))
+    if last > first and len(state.curve) >= 2 * WINDOW:
+        warnings.warn(
+            f"Training ended with a higher loss than it began with, {last:.3g} after {first:.3g}: "
+            f"StitchTraining(lr={training.lr / 10:g}) may do better.",
+            LayersimWarning,
+            stacklevel=5,
+        )
+
+
+def _typical_size(kind: str, acts: Activations) -> float:
+    """Geometric mean over attended tokens of the root mean square of their features: a few massive tokens do not set it."""
+    if kind == "affine-norm":
+        return 1.0
+    total = Sums()
+    for index in range(len(acts)):
+        total = total + Sums.of(sizes(attended(acts.batches[index], acts[index]).cpu()))
+    return float((total["log_size"] / total["sized"].clamp(min=1)).exp())
+
+
+def _batch_of(step: int, count: int, seed: int) -> int:
+    """Which batch a step takes: all of them in a new order each time round."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + step // count))
+    return int(order[step % count])
