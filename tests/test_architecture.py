@@ -16,7 +16,7 @@ PACKAGE = Path(lsim.__file__).parent
 # A room may import rooms of its own floor and of those below. Results draw and print themselves only when asked to.
 FLOORS = [
     {"errors", "sums", "pairs", "hsic", "unembed", "calls"},
-    {"storage", "typed", "jacobian", "where"},
+    {"storage", "typed", "jacobian", "where", "adapter"},
     {"results", "spectrum"},
     {"source", "plotting", "distributed", "coupling"},
     {"rows", "lens", "guards", "report", "checkpoint", "demo"},
@@ -26,7 +26,7 @@ FLOORS = [
     {"prepare", "outcome", "exchange"},
     {"passes"},
     {"jobs"},
-    {"engine", "capability"},
+    {"engine", "capability", "stitching"},
     {"probe", "prompt", "relation"},
     {"blocks"},
     {"cli", "__init__"},

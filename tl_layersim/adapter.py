@@ -95,12 +95,6 @@ def mapped(kind: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     return hidden + out if skips(kind, hidden.shape[-1], weight.shape[0]) else out
 
 
-def sizes(hidden: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens `token d_front`: how many are not zero, and the logarithm of each one's root mean square."""
-    size = hidden.double().square().mean(-1).sqrt()
-    return {"sized": (size > 0).sum(), "log_size": size[size > 0].log().sum()}
-
-
 def own_moments(kind: str, hidden: Tensor) -> dict[str, Tensor]:
     """Sums over tokens `token d_front` of the front alone: what the closed form needs of it."""
     u = features(kind, hidden.double())
@@ -114,6 +108,12 @@ def cross_moments(kind: str, hidden: Tensor, target: Tensor) -> dict[str, Tensor
     if skips(kind, hidden.shape[-1], target.shape[-1]):
         target = target - hidden
     return {"t": target.sum(0), "ut": u.T @ target, "tt": target.square().sum()}
+
+
+def typical_size(hidden: Tensor) -> float:
+    """Geometric mean over tokens `token d_model` of the root mean square of each: a few massive tokens do not set it."""
+    size = hidden.double().square().mean(-1).sqrt()
+    return float(size[size > 0].log().mean().exp()) if bool((size > 0).any()) else 1.0
 
 
 def solve(kind: str, moments: Mapping[str, Tensor], ridge: float) -> tuple[Tensor, Tensor | None, float]:

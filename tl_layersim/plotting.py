@@ -356,7 +356,7 @@ def learning_curve(losses: Any, loss: float, alone: float, title: str) -> go.Fig
         )
     fig.update_xaxes(title="training step")
     fig.update_yaxes(title="nats a token")
-    return _style(fig, title, height=420, width=720)
+    return _style(fig, f"Learning curve of the adapter: {title}", height=420, width=720)
 
 
 def directions(

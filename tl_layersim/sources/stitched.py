@@ -106,28 +106,35 @@ class StitchedModel(nn.Module):
     def _joined(self) -> Iterator[None]:
         """Every forward pass of the back reads its tokens through the front."""
         front, back = self._halves
-        held: list[Tensor] = []
-        plain = vars(self.back).get("forward")
+        own = vars(self.back).get("forward")
         call: Callable[..., Any] = self.back.forward
         names = list(inspect.signature(call).parameters)
+        back.tuples()
+
+        def plain() -> None:
+            if own is None:
+                vars(self.back).pop("forward", None)
+            else:
+                vars(self.back)["forward"] = own
 
         def through_front(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            held[:] = [self._read_front(front, given, names)]
-            return call(*args, **kwargs)
-
-        with back.entered(self.at[1], lambda _: self.adapter(held[0])):
+            # The front may be the same model.
+            plain()
             try:
-                # Not a hook: TransformerLens and some loops of generation call `forward` past hooks.
-                vars(self.back)["forward"] = through_front
-                yield
+                x = self.adapter(self._read_front(front, dict(zip(names, args, strict=False)) | kwargs))
+                with back.entered(self.at[1], lambda _: x):
+                    return call(*args, **kwargs)
             finally:
-                if plain is None:
-                    vars(self.back).pop("forward", None)
-                else:
-                    vars(self.back)["forward"] = plain
+                vars(self.back)["forward"] = through_front
 
-    def _read_front(self, front: LocalHalf, given: dict[str, Any], names: list[str]) -> Tensor:
+        try:
+            # Not a hook: TransformerLens and some loops of generation call `forward` past hooks.
+            vars(self.back)["forward"] = through_front
+            yield
+        finally:
+            plain()
+
+    def _read_front(self, front: LocalHalf, given: dict[str, Any]) -> Tensor:
         """The front's residual at the seam, for the tokens, mask and positions that the back is given."""
         accepted = inspect.signature(type(self.front).forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())

@@ -66,13 +66,14 @@ class Bench:
     def __init__(
         self,
         halves: list[Half],
+        backs: list[Half],
         data: Any,
         task: Task,
         options: Mapping[str, Any],
         settings: Mapping[str, Any],
         cache: str | os.PathLike[str] | None,
     ) -> None:
-        self.halves, self.task = halves, task
+        self.halves, self.backs, self.task = halves, backs, task
         self.cache = None if cache is None else Path(cache)
         if self.cache is not None and not self.cache.is_dir():
             raise LayersimError(
@@ -82,20 +83,20 @@ class Bench:
         for other in halves[1:]:
             shared = shared_tokens(shared, other.model, given=options["tokenizer"] is not None)
         shared = with_tokenizer(shared, options["tokenizer"])
-        heads = {"data" if h.model.head is not None and h.model.head.reads != "every" else "next_token" for h in halves[1:]}
+        heads = {"data" if h.model.head is not None and h.model.head.reads != "every" else "next_token" for h in backs}
         labels = options["labels"]
-        if labels is None and len(heads) > 1:
+        if len(heads) > 1:
             raise LayersimError(
                 "Some of these models are language models and some are classifiers.",
                 given=", ".join(half.model.source for half in halves),
                 expected="models that answer the same question",
-                do="labels='next_token' or labels='data', if you know better",
+                do="a grid for the language models, and one for the classifiers",
             )
-        self.labels = as_labels(heads.pop() if labels is None and heads else labels or "next_token")
+        self.labels = as_labels(heads.pop() if labels is None else labels)
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, **settings, labelled=labelled)
         judged = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])
-        self.material = Material.of(self.batches, judged, self.labels, halves[-1].model, task.fit != "")
+        self.material = Material.of(self.batches, judged, self.labels, backs[0].model, task.fit != "")
         wide = any(half.model.dtype == "torch.float64" for half in halves)
         self.dtype = torch.float64 if wide else torch.float32
         self._own: dict[int, dict[str, Tensor]] = {}
@@ -136,7 +137,7 @@ class Bench:
     def provenance(self, halves: list[Half], seconds: float, more: Mapping[str, Any]) -> Provenance:
         """The record; `tokens`, `sequences` and `batches` are those of the judgement."""
         judged, fit = self.material.judged, self.material.fit
-        tokens = sum(int((answers(b, self.labels, halves[-1].model) != NO_LABEL).sum()) for b in judged)
+        tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in judged)
         tally = Tally({}, len(judged), sum(len(b.tokens) for b in judged), tokens, self._digest(), seconds)
         options = self.batches.options() | self.task.options() | dict(more)
         options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
@@ -238,10 +239,10 @@ class Bench:
         found = {name: torch.stack([score[name].double() for score in scores]) for name in ("loss", "correct")}
         bad = (~found["loss"].isfinite()).nonzero()[:, 0].tolist()
         if bad:
+            seam = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warnings.warn(
-                f"The stitched loss is not finite in batches {bad[:5]} at {back.model.layers[layer]} of "
-                f"{back.model.name}, and so is the "
-                "penalty: what the adapter gives overflows there.",
+                f"The stitched loss of {seam} is not finite in batches {bad[:5]}, and so is the penalty: look "
+                "for NaN in the front, and for what overflows in the back.",
                 LayersimWarning,
                 stacklevel=4,
             )
@@ -283,7 +284,7 @@ class Bench:
         width = max(half.model.d_model or 0 for half in self.halves)
         bytes_each = 2 if all("16" in half.model.dtype for half in far) else 4
         words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
-        if "sgd" in self.task.fit and any(half.far for half in self.halves[-1:]):
+        if "sgd" in self.task.fit and any(half.far for half in self.backs):
             mean = positions[0] / max(len(self.material.fit), 1)
             words += (
                 f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.task.training.steps:,} steps"

@@ -195,7 +195,9 @@ class StitchResult(Result):
                 expected="both models in this process",
                 do="stitch(front, back, data, at=..., adapter=result.adapter).model",
             )
-        found: StitchedModel = join()
+        if "_model" not in vars(self):
+            object.__setattr__(self, "_model", join())
+        found: StitchedModel = vars(self)["_model"]
         return found
 
     def plot(self, field: str = "curve") -> plotly.graph_objects.Figure:

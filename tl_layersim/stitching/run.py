@@ -134,7 +134,7 @@ def stitch(
         "prepend_bos": prepend_bos,
         "column": column,
     }
-    bench = Bench(halves, data, task, options, settings, cache)
+    bench = Bench(halves, halves[1:], data, task, options, settings, cache)
     keep = Progress(checkpoint, bench.identity() | {"at": list(numbers), "adapter": task.fixed_digest()})
     start = time.perf_counter()
     with bench:
@@ -242,7 +242,7 @@ def stitch_grid(
         "prepend_bos": prepend_bos,
         "column": column,
     }
-    bench = Bench(list(halves.values()), data, task, options, settings, cache)
+    bench = Bench(list(halves.values()), list(halves.values()), data, task, options, settings, cache)
     keep = Progress(checkpoint, bench.identity() | {"names": list(halves), "seams": seams})
     start = time.perf_counter()
     cells: dict[tuple[str, str, int], Cell] = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..adapter import Adapter, mapped, own_moments, sizes, skips, solve
+from ..adapter import Adapter, features, mapped, own_moments, skips, solve, typical_size
 from ..errors import LayersimError, LayersimWarning
 from ..sources.halves import Half, attended
 from ..sums import Sums
@@ -36,7 +36,11 @@ class StitchTraining:
             without averaging them. A bare 1.0 is ten times as much, and diverges on some models.
         momentum: of Nesterov's method.
         warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step.
-        clip: largest Euclidean norm of a step's gradient.
+        clip: largest Euclidean norm of a step's gradient, as in tuned-lens.
+        relative: whether weights and biases are learnt in units of the back's own residual (a weight: divided by the front's
+            features; sizes are geometric means over tokens of root mean squares). Residual streams of models differ in size a
+            hundredfold, and steps in plain numbers are then a hundredfold too small or too large. False for plain numbers, as
+            in the paper.
     """
 
     steps: int = 2000
@@ -44,6 +48,7 @@ class StitchTraining:
     momentum: int | float = 0.9
     warmup: int = 200
     clip: int | float = 1.0
+    relative: bool = True
 
     def __post_init__(self) -> None:
         wrong = {
@@ -99,6 +104,14 @@ def least_squares(kind: str, acts: Activations, back: Half, layer: int, ridge: f
         batch, h = acts.batches[index], acts[index]
         found = own_moments(kind, attended(batch, h).cpu()) | back.moments(batch, layer, kind, h)
         total = total + Sums.of(found)
+    for name, half, number in (("u", acts.front, acts.layer), ("tt", back, layer)):
+        if not bool(total[name].isfinite().all()):
+            raise LayersimError(
+                f"Activations of {half.model.name} are not finite, so nothing can be fitted.",
+                given=half.model.layers[number],
+                expected="finite activations at every attended position",
+                do="load the model in float32 or bfloat16",
+            )
     tokens, width = int(total["count"]), len(total["u"])
     if tokens < 2 * width:
         warnings.warn(
@@ -162,7 +175,7 @@ def descend(
     device, dtype = getattr(back, "device", torch.device("cpu")), start.weight.dtype
     fixed = [part.to(device) for part in (start.weight, start.bias) if part is not None]
     names = ("weight", "bias")[: len(fixed)]
-    shares = (_typical_size(start.kind, acts), 1.0)
+    units = _units(start.kind, acts, back, layer, training)
     learnt = [
         torch.nn.Parameter(state.tensors.get(name, torch.zeros(part.shape)).to(device, dtype))
         for name, part in zip(names, fixed, strict=True)
@@ -173,7 +186,7 @@ def descend(
             optimiser.state[parameter]["momentum_buffer"] = state.tensors[f"{name} momentum"].to(device, dtype)
 
     def parts_of(found: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        whole = [part + more / share for part, more, share in zip(fixed, found, shares, strict=False)]
+        whole = [part + more * unit for part, more, unit in zip(fixed, found, units, strict=False)]
         return whole[0], whole[1] if len(whole) > 1 else None
 
     with tqdm(total=training.steps, initial=state.step, desc=title, unit="step", disable=None, leave=False) as bar:
@@ -183,7 +196,7 @@ def descend(
                 x = mapped(start.kind, acts[index].to(device, dtype), *parts_of(learnt))
                 loss, slope = back.pull(acts.batches[index], wanted[index], layer, x)
                 curve = (*state.curve, loss)
-                if not loss <= 2 * curve[0] + 10:
+                if not loss <= 1.5 * curve[0] + 3:
                     state = replace(state, curve=curve, stopped=state.step)
                     save(state)
                     break
@@ -210,7 +223,7 @@ def descend(
             bar.update()
             save(state)
     found = [parameter.detach() for parameter in learnt]
-    if state.stopped >= 0:
+    if state.stopped >= 0 or _worse(state.curve):
         found = [
             state.tensors.get(f"best {name}", torch.zeros(part.shape)).to(part) for name, part in zip(names, fixed, strict=True)
         ]
@@ -219,34 +232,36 @@ def descend(
     return Adapter(start.kind, weight.cpu(), None if bias is None else bias.cpu()), state
 
 
+def _worse(curve: tuple[float, ...]) -> bool:
+    """Whether the last looks at the loss are above the first."""
+    return len(curve) >= 2 * WINDOW and sum(curve[-WINDOW:]) > sum(curve[:WINDOW])
+
+
 def _say_how_it_went(state: Trained, training: StitchTraining) -> None:
     if state.stopped >= 0:
-        kept = "the best one until then" if state.best < math.inf else "the one that it started from"
-        warnings.warn(
-            f"The loss exploded at step {state.stopped + 1} of {training.steps} ({state.curve[0]:.3g} at first, then "
-            f"{state.curve[-1]:.3g}); the adapter is {kept}. StitchTraining(lr={training.lr / 10:g}) may get further.",
-            LayersimWarning,
-            stacklevel=5,
-        )
+        what = f"The loss exploded at step {state.stopped + 1} of {training.steps}"
+    elif _worse(state.curve):
+        what = "Training ended with a higher loss than it began with"
+    else:
         return
-    first, last = (sum(part) / len(part) for part in (state.curve[:WINDOW], state.curve[-WINDOW:]))
-    if last > first and len(state.curve) >= 2 * WINDOW:
-        warnings.warn(
-            f"Training ended with a higher loss than it began with, {last:.3g} after {first:.3g}: "
-            f"StitchTraining(lr={training.lr / 10:g}) may do better.",
-            LayersimWarning,
-            stacklevel=5,
-        )
+    kept = "the best one until then" if state.best < math.inf else "the one that it started from"
+    warnings.warn(
+        f"{what}: {state.curve[0]:.3g} at first, {state.curve[-1]:.3g} at last. The adapter is {kept}; "
+        f"StitchTraining(lr={training.lr / 10:g}) may get further.",
+        LayersimWarning,
+        stacklevel=5,
+    )
 
 
-def _typical_size(kind: str, acts: Activations) -> float:
-    """Geometric mean over attended tokens of the root mean square of their features: a few massive tokens do not set it."""
-    if kind == "affine-norm":
-        return 1.0
-    total = Sums()
-    for index in range(len(acts)):
-        total = total + Sums.of(sizes(attended(acts.batches[index], acts[index]).cpu()))
-    return float((total["log_size"] / total["sized"].clamp(min=1)).exp())
+def _units(kind: str, acts: Activations, back: Half, layer: int, training: StitchTraining) -> tuple[float, float]:
+    """What one unit of the weight and of the bias is, see `StitchTraining.relative`; measured on the first batch."""
+    if not training.relative:
+        return 1.0, 1.0
+    batch = acts.batches[0]
+    # Apple's GPUs have no float64.
+    u = features(kind, attended(batch, acts[0]).cpu())
+    there = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
+    return there / typical_size(u), there
 
 
 def _batch_of(step: int, count: int, seed: int) -> int:
