@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -73,44 +74,69 @@ def train(model: GPT2LMHeadModel, rows: torch.Tensor, steps: int, seed: int) -> 
     return model.eval()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, nargs="*", default=[], help="plain text files; default: the text that ships")
-    parser.add_argument("--steps", type=int, default=60, help="of training each model")
-    parser.add_argument("--fit-steps", type=int, default=40, help="of training each adapter")
-    parser.add_argument("--stitch-rows", type=int, default=200, help="rows that adapters are fitted and judged on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    arguments = parser.parse_args()
-    arguments.out.mkdir(exist_ok=True, parents=True)
-
+def prepared(arguments: argparse.Namespace) -> tuple[dict[str, GPT2LMHeadModel], torch.Tensor]:
+    """The four models, trained or read from where an earlier call left them, and rows that none of them was trained on."""
     tokenizer = lsim.demo_model().tokenizer
     texts = [path.read_text(encoding="utf-8") for path in arguments.text] or [" ".join(lsim.demo_text())]
     ids = torch.cat([torch.tensor(tokenizer(text, verbose=False)["input_ids"]) for text in texts])
     rows = ids[: len(ids) // CONTEXT * CONTEXT].view(-1, CONTEXT)
-    # Stitched on text that none of the models was trained on.
-    held_out = min(arguments.stitch_rows, len(rows) // 4)
+    held_out = min(arguments.stitch_rows, len(rows) // 2)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     learned, unseen = rows[order[held_out:]], rows[order[:held_out]]
     print(f"{learned.numel():,} tokens to learn, {unseen.numel():,} to stitch on")
-
     models = {}
-    for activation in ("gelu", "solu"):
-        for seed in (0, 1):
-            name = f"{activation}-{seed}"
-            models[name] = build(activation, seed, tokenizer)
-            weights = arguments.out / f"{name}.pt"
-            if weights.exists():
-                models[name].load_state_dict(torch.load(weights, weights_only=True))
-                models[name].eval()
-                continue
+    for activation, seed in (("gelu", 0), ("gelu", 1), ("solu", 0), ("solu", 1)):
+        name = f"{activation}-{seed}"
+        models[name] = build(activation, seed, tokenizer)
+        weights = arguments.out / f"{name}.safetensors"
+        if arguments.text and weights.exists():
+            load_model(models[name], weights)
+        else:
             print(name, flush=True)
             train(models[name], learned, arguments.steps, seed)
             if arguments.text:
-                torch.save(models[name].state_dict(), weights)
-    stitch(models, unseen, arguments)
+                save_model(models[name], weights)
+    return models, unseen
 
 
-def stitch(models, unseen, arguments) -> None: ...
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="plain text files; default: the text that ships")
+    parser.add_argument("--steps", type=int, default=20, help="of training each model")
+    parser.add_argument("--fit-steps", type=int, default=8, help="of training each adapter")
+    parser.add_argument("--stitch-rows", type=int, default=1200, help="rows that adapters are fitted and judged on")
+    parser.add_argument("--layers", type=int, nargs="*", default=[1, LAYERS], help="after which blocks to stitch")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(exist_ok=True, parents=True)
+
+    models, unseen = prepared(arguments)
+    grid = lsim.stitch_grid(
+        models,
+        unseen,
+        layers=arguments.layers,
+        adapter="affine-norm",
+        fit="sgd",
+        training=lsim.StitchTraining(steps=arguments.fit_steps, warmup=arguments.fit_steps // 10),
+        batch_size=BATCH if arguments.text else 2,
+        checkpoint=arguments.out / "gelu_and_solu_checkpoint.safetensors" if arguments.text else None,
+    )
+    grid.save(arguments.out / "gelu_and_solu.safetensors")
+    grid.plot().write_html(arguments.out / "gelu_and_solu.html")
+
+    # Figure 1: by what is stitched into what, over seeds.
+    table = grid.to_frame()
+    same = table.front == table.back
+    table["stitch"] = table.front.str[:4] + " into " + table.back.str[:4] + same.map({True: " (itself)", False: ""})
+    print(
+        table.pivot_table(index="stitch", columns="seam", values="penalty", aggfunc="mean", observed=True).round(3).to_string()
+    )
+    print("\nwhat each model loses by itself")
+    print(table.groupby("back", observed=True).back_loss.first().round(3).to_string())
+    for a in ("gelu-0", "gelu-1"):
+        for b in ("solu-0", "solu-1"):
+            print(f"\n{b} into {a}, minus {a} into {b}")
+            print(grid.asymmetry(b, a).round(3).to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -826,13 +826,7 @@ class TestTrouble:
         settings = lsim.StitchTraining(steps=80, warmup=10, relative=False)
         kept = "the best one until then" if good == 60 else "the one that it started from"
         with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*{kept}"):
-            found = lsim.stitch(
-                tiny_llama(),
-                tiny_llama(seed=1),
-                rows(),
-                training=lsim.StitchTraining(steps=80, warmup=10, relative=False),
-                **options,
-            )
+            found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), training=settings, **options)
         assert found.stopped == good + 1
         assert len(found.curve) == good + 1
         # The best window ended with step 50; before the first one is over there is only the start, which is zero here.

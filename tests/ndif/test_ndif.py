@@ -244,3 +244,26 @@ def test_the_tutorial_runs_as_it_is_but_for_names(server, hub, tmp_path, monkeyp
     monkeypatch.setattr(CONFIG.API, "HOST", server.url)
     monkeypatch.chdir(tmp_path)
     run_page("tests/demo")
+
+
+def test_stitched_there_as_here(server, trust):
+    options = {"at": (2, 2), "adapter": "affine", "fit": "lstsq", "batch_size": 8}
+    data = rows(32, 40)
+    expected = lsim.stitch(load("tests/llama", torch.float32), load("tests/gpt2", torch.float32), data, **options)
+    there = [load("tests/llama"), load("tests/gpt2")]
+    found = lsim.stitch(*there, data, remote=server.url, **options)
+    assert found.loss == pytest.approx(expected.loss, abs=1e-6)
+    assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
+    training = {"fit": "sgd", "training": lsim.StitchTraining(steps=3, warmup=1)}
+    if trust == "sandboxed":
+        with pytest.raises(lsim.LayersimError, match="sandbox that weights stay out of"):
+            lsim.stitch(*there, data, remote=server.url, **(options | training))
+        return
+    trained = lsim.stitch(*there, data, remote=server.url, **(options | training | {"adapter": "affine-norm"}))
+    by_hand = lsim.stitch(
+        load("tests/llama", torch.float32),
+        load("tests/gpt2", torch.float32),
+        data,
+        **(options | training | {"adapter": "affine-norm"}),
+    )
+    torch.testing.assert_close(trained.curve, by_hand.curve, rtol=1e-5, atol=1e-5)

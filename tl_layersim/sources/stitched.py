@@ -64,7 +64,7 @@ class StitchedModel(nn.Module):
             >>> model = lsim.demo_model()
             >>> same = lsim.stitch(model, model, lsim.demo_text()[:4], at=(3, 3), adapter="identity")
             >>> same.model.generate("Once upon a", max_new_tokens=4, do_sample=False)
-            'Once upon a time there was a'
+            'Once upon a time, there was'
         """
         generate = getattr(self.back, "generate", None)
         if generate is None:
