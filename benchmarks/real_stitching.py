@@ -35,7 +35,8 @@ def show(grid: lsim.StitchGrid) -> None:
     own = ", ".join(f"{name} {float(grid.back_loss[0, j, 0]):.3f}" for j, name in enumerate(grid.fronts))
     run = grid.provenance
     print(
-        f"\nNats a token; by themselves: {own}. {run.tokens:,} tokens judged, {run.options['fit_positions']:,} fitted; {run.seconds:.0f} s."
+        f"\nNats a token; by themselves: {own}. {run.tokens:,} tokens judged, {run.options['fit_positions']:,} fitted; "
+        f"{run.seconds:.0f} s."
     )
 
 

@@ -2,8 +2,8 @@
 
 python examples/stitch_fine_tunes.py
 
-The demo model is tuned on the first and on the second half of the text that ships, some steps each. Then each one's lower layers are put,
-as they are, under the other's upper layers: no adapter, nothing to train. Nothing is downloaded.
+The demo model is tuned on the first and on the second half of the text that ships, some steps each. Then each one's lower
+layers are put, as they are, under the other's upper layers: no adapter, nothing to train. Nothing is downloaded.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ for name, part in (("first", texts[: half - 4]), ("second", texts[half:-4])):
     model = lsim.demo_model().train()
     ids = torch.cat([torch.tensor(model.tokenizer(text)["input_ids"]) for text in part])
     rows = ids[: len(ids) // 64 * 64].view(-1, 64)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4)
     for _ in range(20):
         batch = rows[torch.randint(len(rows), (8,))]
         model(batch, labels=batch).loss.backward()

@@ -322,6 +322,20 @@ class TestNumbers:
         assert again.penalty == apart.penalty
         assert again.fit == ""
 
+    def test_a_table_of_labels_is_of_one_data_set(self):
+        table = torch.full((6, 8), 5)
+        with pytest.raises(lsim.LayersimError, match="belongs to one data set"):
+            lsim.stitch(
+                tiny_gpt2(0), tiny_gpt2(1), rows(6, 8), at=(1, 1), adapter="identity", labels=table, eval_data=rows(6, 8)
+            )
+
+    def test_the_tokenizer_of_either(self):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        back.tokenizer = tiny_tokenizer()
+        by_text = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(1, 1), adapter="identity")
+        by_ids = lsim.stitch(front, back, torch.tensor([[1, 5, 6, 7, 8]]), at=(1, 1), adapter="identity")
+        assert by_text.loss == by_ids.loss
+
     def test_labels_of_ones_own(self):
         model, other, tokens = tiny_gpt2(0), tiny_gpt2(1), rows(6, 8)
         shifted = torch.full_like(tokens, -100)
@@ -621,6 +635,7 @@ class TestNothingElseChanges:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", lsim.LayersimWarning)
             lsim.stitch(front, back, rows(), at=(2, 2), adapter=kind, **more)
+        assert front.training
         for model, flag, total in zip((front, back), flags, sums, strict=True):
             assert all(p.grad is None for p in model.parameters())
             assert [p.requires_grad for p in model.parameters()] == flag
@@ -1133,6 +1148,13 @@ class TestStitchedModel:
         assert torch.equal(made, expected)
         text = found.model.generate("w5 w6", max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=2)
         assert text.startswith("w5 w6")
+
+    def test_making_it_changes_no_mode(self):
+        front, back = tiny_llama().train(), tiny_llama(seed=1)
+        _ = lsim.stitch(front, back, rows(4), at=(1, 1), adapter="identity").model
+        assert front.training
+        assert all(module.training for module in front.modules())
+        assert not back.training
 
     def test_left_padding_in_generation(self, found):
         tokens = rows(1, 5)

@@ -36,7 +36,6 @@ class StitchedModel(nn.Module):
         self.front, self.adapter, self.back = front.module, adapter, back.module
         self.at = at
         self._halves = (front, back)
-        self.eval()
 
     @property
     def config(self) -> Any:

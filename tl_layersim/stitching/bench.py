@@ -82,7 +82,8 @@ class Bench:
         shared = halves[0].model
         for other in halves[1:]:
             shared = shared_tokens(shared, other.model, given=options["tokenizer"] is not None)
-        shared = with_tokenizer(shared, options["tokenizer"])
+        known = next((half.model.tokenizer for half in halves if half.model.tokenizer is not None), None)
+        shared = with_tokenizer(replace(shared, tokenizer=known), options["tokenizer"])
         heads = {"data" if h.model.head is not None and h.model.head.reads != "every" else "next_token" for h in backs}
         labels = options["labels"]
         if len(heads) > 1:
@@ -93,6 +94,13 @@ class Bench:
                 do="a grid for the language models, and one for the classifiers",
             )
         self.labels = as_labels(heads.pop() if labels is None else labels)
+        if isinstance(self.labels, Tensor) and options["eval_data"] is not None:
+            raise LayersimError(
+                "A table of labels belongs to one data set, and here are two.",
+                given="labels= as a table, with eval_data=",
+                expected="labels beside the rows of each",
+                do="labels='data' and a column `labels` in data and eval_data",
+            )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, **settings, labelled=labelled)
         judged = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])

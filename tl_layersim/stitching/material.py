@@ -170,12 +170,9 @@ class Activations:
 
 
 def _free(folder: Path | None) -> tuple[float, str]:
-    """How many bytes are free, and of what; without end where the system does not say."""
-    if folder is not None:
-        import shutil
+    """How many bytes are free, and of what."""
+    import psutil
 
-        return float(shutil.disk_usage(folder).free), "disk"
-    try:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")), "memory"
-    except (AttributeError, ValueError, OSError):
-        return float("inf"), "memory"
+    if folder is not None:
+        return float(psutil.disk_usage(str(folder)).free), "disk"
+    return float(psutil.virtual_memory().available), "memory"

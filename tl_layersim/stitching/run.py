@@ -69,7 +69,7 @@ def stitch(
     Args:
         front: the model whose lower blocks are used; kinds as in `analyze`.
         back: the model whose upper blocks are used. Widths and depths may differ, tokenizers may not.
-        data: as in `analyze`, read by the front's tokenizer.
+        data: as in `analyze`, read by the front's tokenizer, or the back's where the front carries none.
         at: layers (l, m): of the front, what is read; of the back, what is replaced. Numbers count what leaves blocks, 0 is
             what enters
             block 0 (l blocks of the front run, and all of the back's but the first m); or names, as `blocks.2.hook_resid_post`.
@@ -93,7 +93,7 @@ def stitch(
             layer cross, how much is said first; training needs a trusted server for the back.
         cache: a folder for the front's activations, which are then mapped from a file there; default: in memory.
         checkpoint: a file that keeps a training that is interrupted; the same call goes on from it, with the same numbers.
-        tokenizer: in place of the front's own; the two models are then taken to share it.
+        tokenizer: in place of theirs; the two models are then taken to share it.
         batch_size: see `analyze`, as for all further options. A training step is one batch.
         seq_len: see `analyze`.
         pack: see `analyze`.
