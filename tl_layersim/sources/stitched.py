@@ -45,8 +45,10 @@ class StitchedModel(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """What the back's forward gives, with its own further options."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+        # As `layout.call_options`: HookedTransformer knows no such option.
+        known = hasattr(getattr(self.back, "config", None), "use_cache")
         with self._joined():
-            return self.back(input_ids, **mask, **self._no_cache(options, "use_cache"))
+            return self.back(input_ids, **mask, **self._no_cache(options, "use_cache" if known else None))
 
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
         """The back's own `generate`, in the front's words: text for a text, token ids `batch pos` for token ids.
@@ -90,16 +92,18 @@ class StitchedModel(nn.Module):
         return batch.tokens
 
     @staticmethod
-    def _no_cache(options: dict[str, Any], name: str) -> dict[str, Any]:
-        """A cache of the back would know nothing of the blocks that do not run."""
-        if options.get(name) or options.get("past_key_values") is not None:
+    def _no_cache(options: dict[str, Any], name: str | None) -> dict[str, Any]:
+        """The options without a cache, which would know nothing of the blocks that do not run."""
+        asked = [key for key in ("use_cache", "use_past_kv_cache") if options.get(key)]
+        asked += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
+        if asked:
             raise LayersimError(
                 "A stitched model keeps no cache of keys and values.",
-                given=f"{name}={options.get(name)}",
-                expected=f"{name}=False",
-                do="leave it out",
+                given=", ".join(asked),
+                expected="none of them",
+                do="leave it out: every step runs whole rows",
             )
-        return options | {name: False}
+        return options if name is None else options | {name: False}
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
