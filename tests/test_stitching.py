@@ -117,6 +117,21 @@ class TestAdapter:
         by_hand = np.linalg.solve(gram + 0.5 * gram.diagonal().mean() * np.eye(5), x.T @ y).T
         np.testing.assert_allclose(weight.numpy(), by_hand, atol=1e-12)
 
+    def test_its_numbers_are_its_own(self):
+        weight = torch.eye(2)
+        adapter = lsim.Adapter("linear", weight)
+        weight.zero_()
+        assert torch.equal(adapter(torch.ones(2)), torch.ones(2))
+        with pytest.raises(lsim.LayersimError, match="whole numbers"):
+            lsim.Adapter("linear", torch.eye(2).long())
+
+    def test_a_large_mean_in_a_linear_map(self):
+        h = torch.randn(400, 6, dtype=torch.float64) + 1e5
+        truth = torch.randn(3, 6, dtype=torch.float64)
+        t = h @ truth.T
+        weight, _, _ = solve("linear", own_moments("linear", h) | cross_moments("linear", h, t), 0.0)
+        torch.testing.assert_close(weight, truth, rtol=0, atol=0.02)
+
     def test_directions_that_no_token_has_are_left_alone(self):
         x = torch.randn(40, 3, dtype=torch.float64)
         h = torch.cat([x, x[:, :1], torch.zeros(40, 1)], 1).double()
@@ -347,6 +362,16 @@ class TestNumbers:
         fewer = lsim.stitch(model, other, tokens, at=(1, 1), adapter="identity", labels=shifted)
         assert int(fewer.batch_tokens.sum()) == 6 * 3
 
+    def test_what_is_judged_is_cut_into_batches_enough_for_an_interval(self):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        ragged = {"input_ids": [rows(25, 12)[i, : 3 + i % 9].tolist() for i in range(25)]}
+        fine = lsim.stitch(front, back, ragged, at=(1, 1), adapter="identity", batch_size=2)
+        coarse = lsim.stitch(front, back, ragged, at=(1, 1), adapter="identity", batch_size=25)
+        assert torch.equal(fine.batch_tokens[:-1], coarse.batch_tokens[:-1])
+        assert len(coarse.batch_tokens) == 13
+        assert coarse.penalty == pytest.approx(fine.penalty, abs=1e-6)
+        assert coarse.penalty_interval().high == pytest.approx(fine.penalty_interval().high, abs=1e-6)
+
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.floats(-50, 50), st.integers(1, 40)), min_size=2, max_size=12))
     def test_the_interval_is_the_formula(self, pairs):
@@ -372,8 +397,8 @@ class TestNumbers:
             inside += low < 0.3 < high
         assert 0.92 < inside / 1000 < 0.98
 
-    def test_one_batch_has_no_interval(self):
-        found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(4), at=(1, 1), adapter="identity")
+    def test_one_row_has_no_interval(self):
+        found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), adapter="identity")
         assert all(math.isnan(end) for end in found.penalty_interval()[1:])
         assert "nan" in repr(found)
 
@@ -623,6 +648,42 @@ class TestClassifiers:
         with pytest.raises(lsim.LayersimError, match="some are classifiers"):
             lsim.stitch_grid({"a": self.build("llama", 0), "b": tiny_llama()}, rows(4), adapter="identity")
 
+    def test_the_last_token_is_where_the_back_looks_for_it(self):
+        """The tokenizer pads with another token than the classifier's own configuration names."""
+        base, tuned = self.build("llama", 0), self.build("llama", 1)
+        base.tokenizer = tuned.tokenizer = tiny_tokenizer()
+        data = {
+            "text": [" ".join(f"w{3 + (7 * i + j) % 90}" for j in range(2 + i % 6)) for i in range(20)],
+            "label": [i % 3 for i in range(20)],
+        }
+        one, many = (lsim.stitch(base, tuned, data, at=(2, 2), adapter="identity", batch_size=n) for n in (1, 20))
+        assert many.loss == pytest.approx(one.loss, abs=1e-6)
+        assert many.back_loss == pytest.approx(one.back_loss, abs=1e-6)
+
+    def test_classes_of_tokens(self):
+        import transformers
+
+        config = transformers.BertConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=100, num_labels=120
+        )
+        models = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            models.append(transformers.BertForTokenClassification(config).eval())
+        data = {"input_ids": rows(4), "labels": rows(4) + 10}
+        found = lsim.stitch(*models, data, at=(1, 1), adapter="identity")
+        assert found.provenance.options["labels"] == "data"
+        with torch.no_grad():
+            own = models[1](rows(4)).logits
+        expected = torch.nn.functional.cross_entropy(own.reshape(-1, 120), (rows(4) + 10).reshape(-1))
+        assert found.back_loss == pytest.approx(float(expected), abs=1e-6)
+
+    def test_models_that_say_nothing_or_see_the_answer(self):
+        with pytest.raises(lsim.LayersimError, match="it has no head"):
+            lsim.stitch(tiny_llama().model, tiny_llama(seed=1).model, rows(4) % 30, at=(1, 1), adapter="identity")
+        with pytest.raises(lsim.LayersimError, match="masked language model"):
+            lsim.stitch(family("bert"), family("bert", 1), rows(4), at=(1, 1), adapter="identity")
+
 
 class TestNothingElseChanges:
     @pytest.mark.parametrize("kind", ["identity", "affine", "affine-norm"])
@@ -681,7 +742,8 @@ class TestNothingElseChanges:
         front, back = tiny_llama(), tiny_llama(seed=1)
         found = lsim.stitch(front, back, rows(20), at=(1, 1), adapter="affine-norm", fit="sgd", batch_size=4, training=QUICK)
         own = found.provenance.weights_hash.split(" | ")[0]
-        assert asked.count(own) == 5
+        # Four batches of the fit; the fifth is judged row by row.
+        assert asked.count(own) == 4 + 4
 
     def test_inside_a_users_own_contexts(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
@@ -700,6 +762,29 @@ def lsim_batches(tokens: torch.Tensor, size: int = 4):
     from tl_layersim.sources import open_source
 
     return list(Batches(tokens, open_source(tiny_llama()).model, size, None, False, None, 0, True, None))
+
+    def test_hooks_below_the_seam_do_not_touch_what_is_put_there(self):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        plain = lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity")
+        handles = [back.model.layers[0].register_forward_hook(lambda _m, _a, out: out * 3)]
+        handles.append(back.model.layers[0].register_forward_pre_hook(lambda _m, args: (args[0] * 2,)))
+        assert lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity").loss == plain.loss
+        for handle in handles:
+            handle.remove()
+
+    def test_warnings_point_to_the_users_line(self):
+        with pytest.warns(lsim.LayersimWarning) as caught:
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(2), at=(1, 1), fit="lstsq", batch_size=1)
+        assert caught[0].filename == __file__
+
+    def test_a_compiled_model_is_refused_in_words(self):
+        model = tiny_llama()
+        model.compile(backend="eager")
+        with torch.no_grad():
+            model(rows(4))
+            model(rows(4))
+        with pytest.raises(lsim.LayersimError, match="did not come to"):
+            lsim.stitch(model, tiny_llama(seed=1), rows(4), at=(1, 1), adapter="identity")
 
 
 class TestCache:
@@ -772,6 +857,8 @@ class TestInterrupts:
             {"seed": 1},
             {"adapter": "linear"},
             {"ridge": 0.1},
+            {"labels": random_tokens(80, 16, 9)},
+            {"eval_data": random_tokens(4, 16, 9)},
             {"training": lsim.StitchTraining(steps=31)},
             {"skip_first": 1},
         ],
@@ -788,6 +875,79 @@ class TestInterrupts:
             lsim.stitch(front, back, rows(81), checkpoint=path, **options)
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.stitch(front, tiny_llama(seed=2), rows(80), checkpoint=path, **options)
+
+    def test_adapters_that_are_given_are_told_apart(self, tmp_path):
+        front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
+        weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+        lsim.stitch(front, back, rows(), at=(1, 1), adapter=lsim.Adapter("affine", weight, torch.zeros(32)), checkpoint=path)
+        for other in (
+            lsim.Adapter("affine", weight.T.contiguous(), torch.zeros(32)),
+            lsim.Adapter("affine", weight, torch.ones(32)),
+            lsim.Adapter("linear", weight),
+        ):
+            with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+                lsim.stitch(front, back, rows(), at=(1, 1), adapter=other, checkpoint=path)
+
+    def test_what_is_asked_and_of_what_is_told_apart(self, tmp_path):
+        front, back, labels = tiny_llama(), tiny_llama(seed=1), random_tokens(20, 16, 7)
+        options = {"at": (1, 1), "adapter": "identity", "labels": "data", "checkpoint": tmp_path / "a"}
+        lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels}, **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels.flip(0)}, **options)
+        options = {"at": (1, 1), "fit": "lstsq", "batch_size": 4, "checkpoint": tmp_path / "b"}
+        lsim.stitch(front, back, rows(20)[:12], eval_data=rows(20)[12:], **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, back, rows(20)[:16], eval_data=rows(20)[16:], **options)
+        options = {"at": (0, 0), "adapter": "identity", "checkpoint": tmp_path / "c"}
+        paths = [f"model.layers.{i}" for i in range(3)]
+        lsim.stitch(front, back, rows(4), layers=(paths[:2], None), **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, back, rows(4), layers=(paths, None), **options)
+
+    def test_names_of_any_kind(self, tmp_path):
+        models = {name: tiny_llama(seed=seed) for seed, name in enumerate(["org/a", "b>c", "org/a>b", "c@1"])}
+        options = {"layers": [1], "adapter": "identity"}
+        plain = lsim.stitch_grid(models, rows(4), **options)
+        for _ in range(2):
+            kept = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
+            assert torch.equal(kept.values, plain.values)
+
+    def test_trouble_after_the_training_loses_nothing(self, tmp_path, monkeypatch):
+        from tl_layersim.stitching.bench import Bench
+
+        front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
+        whole = lsim.stitch(front, back, rows(80), training=QUICK, **self.OPTIONS)
+
+        def interrupted(*given):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Bench, "_judge", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+        from tl_layersim.sources.halves import LocalHalf
+        from tl_layersim.stitching import bench
+
+        monkeypatch.setattr(LocalHalf, "pull", interrupted)
+        monkeypatch.setattr(bench, "least_squares", interrupted)
+        assert lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS).penalty == whole.penalty
+
+    def test_data_that_cannot_be_judged_is_found_before_the_work(self, tmp_path, monkeypatch):
+        from tl_layersim.sources.halves import LocalHalf
+
+        asked = []
+        plain = LocalHalf.pull
+        monkeypatch.setattr(LocalHalf, "pull", lambda self, *given: asked.append(1) or plain(self, *given))
+        bad = random_tokens(4, 16)
+        bad[-1, -1] = 5000
+        data, judged = {"input_ids": rows(), "labels": rows()}, {"input_ids": rows(4), "labels": bad}
+        with pytest.raises(lsim.LayersimError, match="none of the model's classes"):
+            lsim.stitch(
+                tiny_llama(), tiny_llama(seed=1), {**data, "labels": rows().flip(1)}, at=(1, 1), fit="sgd", labels="data",
+                eval_data=judged, training=QUICK, batch_size=4, checkpoint=tmp_path / "f",
+            )  # fmt: skip
+        assert not asked
+        assert not (tmp_path / "f").exists()
 
     def test_a_grid_goes_on_where_it_was(self, tmp_path, monkeypatch):
         from tl_layersim.sources.halves import LocalHalf
@@ -954,6 +1114,7 @@ class TestTrouble:
             ({"batch_size": 100}, "this data is one batch"),
             ({"eval_data": []}, "nothing to answer in eval_data"),
             ({"labels": "class"}, "no place to take labels from"),
+            ({"cache": "."}, "Nothing is kept where nothing is trained"),
         ],
     )
     def test_options_that_do_not_fit(self, options, message):
@@ -996,7 +1157,7 @@ class TestTrouble:
 
     def test_blocks_that_are_not_the_residual(self):
         model = tiny_llama()
-        paths = ["model.layers.0", "model.layers.2"]
+        paths = ["model.layers.2", "model.layers.0"]
         with pytest.raises(lsim.LayersimError, match="cannot be entered at"):
             lsim.stitch(model, model, rows(), at=(1, 2), adapter="identity", layers=(None, paths))
 
@@ -1165,6 +1326,93 @@ class TestStitchedModel:
             padded, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2
         )
         assert torch.equal(made[:, 3:], alone)
+
+    @pytest.mark.parametrize("kinds", [("gpt2", "gpt2"), ("gpt2", "llama"), ("llama", "gpt2")])
+    def test_left_padding_with_absolute_positions(self, kinds):
+        def strong(kind, seed):
+            model = (tiny_gpt2 if kind == "gpt2" else tiny_llama)(seed=seed)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(4 if kind == "gpt2" else 1)
+            return model
+
+        front, back = strong(kinds[0], 0), strong(kinds[1], 1)
+        joined = lsim.stitch(front, back, rows(4), at=(2, 1), adapter="identity").model
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+        tokens = rows(2)
+        mask = torch.ones_like(tokens)
+        mask[0, :5] = 0
+        padded = joined.generate(tokens, attention_mask=mask, **options)
+        assert torch.equal(padded[0, 5:], joined.generate(tokens[:1, 5:], **options)[0])
+
+    def test_one_model_twice_is_measured_above_the_seam(self):
+        model, tokens = tiny_llama(), rows(8)
+        turn = lsim.Adapter("linear", torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0])
+        for at in ((3, 1), (2, 1), (1, 2), (1, 0)):
+            twice = lsim.stitch(model, model, tokens, at=at, adapter=turn).model
+            apart = lsim.stitch(model, copy.deepcopy(model), tokens, at=at, adapter=turn).model
+            analyzers = [lsim.CKA(minibatch=32), lsim.LogitLens(), lsim.BlockCoupling(k=3)]
+            one, other = (lsim.analyze(m, tokens, analyzers) for m in (twice, apart))
+            for name in one:
+                for field in one[name].tensor_fields():
+                    a, b = getattr(one[name], field), getattr(other[name], field)
+                    torch.testing.assert_close(a, b, equal_nan=True, msg=f"{at} {name} {field}")
+            with lsim.attach(twice, [lsim.LogitLens()]) as probe, torch.no_grad():
+                twice(tokens)
+            torch.testing.assert_close(probe.results()["logit_lens"].cross_entropy, one["logit_lens"].cross_entropy)
+
+    def test_its_first_layer_is_what_the_adapter_gives(self):
+        from tl_layersim.sources import open_source
+
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        half = open_half(front, None, False)
+        [batch] = lsim_batches(rows(4), 4)
+        for at in ((1, 0), (0, 0), (2, 1)):
+            joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.Adapter("linear", torch.eye(32) * 2)).model
+            seen = open_source(joined).collect(batch).residual[0]
+            torch.testing.assert_close(seen, 2 * half.hidden(batch, at[0]).reshape(-1, 32))
+
+    def test_another_adapter_is_another_model(self, tmp_path):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        joined = [
+            lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", torch.eye(32) * size)).model
+            for size in (1, 2)
+        ]
+        lsim.analyze(joined[0], rows(4), [lsim.CKA(minibatch=32)], checkpoint=tmp_path / "f")
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.analyze(joined[1], rows(4), [lsim.CKA(minibatch=32)], checkpoint=tmp_path / "f")
+
+    def test_the_tokenizer_that_was_given(self):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        found = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(1, 1), adapter="identity", tokenizer=tiny_tokenizer())
+        options = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 2}
+        assert found.model.generate("w5 w6", do_sample=False, **options).startswith("w5 w6")
+        assert len(found.model.generate("w5 w6", do_sample=True, num_return_sequences=3, **options)) == 3
+
+    def test_a_model_of_ones_own(self):
+        class Own(torch.nn.Module):
+            def __init__(self, seed):
+                super().__init__()
+                torch.manual_seed(seed)
+                self.embed = torch.nn.Embedding(100, 32)
+                self.steps = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+                self.head = torch.nn.Linear(32, 100)
+
+            def forward(self, tokens):
+                x = self.embed(tokens)
+                for step in self.steps:
+                    x = x + 0 * x
+                    x = step(x)
+                return self.head(x)
+
+        paths = [f"steps.{i}" for i in range(3)]
+        front, back = Own(0), Own(1)
+        found = lsim.stitch(front, back, rows(4), at=(2, 1), adapter="identity", layers=(paths, paths))
+        with torch.no_grad():
+            logits = found.model(rows(4))
+        assert next_token_loss(logits, rows(4)) == pytest.approx(found.loss, abs=1e-5)
+        with pytest.raises(lsim.LayersimError, match="does not generate"):
+            found.model.generate(rows(1))
 
     def test_a_bridge_generates(self):
         found = lsim.stitch(

@@ -5,6 +5,7 @@ Everything but `Adapter` and `solve` travels to NDIF servers by value, as source
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +15,7 @@ from .errors import LayersimError
 
 KINDS = ("identity", "linear", "affine", "affine-norm")
 # Directions of the front's features with less than this share of the largest one's weight are rounding.
-RANK = 1e-11
+RANK = 1e-13
 
 
 class Adapter(nn.Module):
@@ -64,16 +65,30 @@ class Adapter(nn.Module):
                 expected="a weight d_back x d_front, and a bias d_back",
                 do="Adapter('affine', weight, bias)",
             )
+        if weight is not None and not weight.is_floating_point():
+            raise LayersimError(
+                "An adapter multiplies, and whole numbers would cut residuals to whole numbers.",
+                given=f"a weight of {weight.dtype}",
+                expected="floating-point weights",
+                do="weight.float()",
+            )
         self.kind = kind
         # Buffers: an adapter that is done is moved and saved with a model, and trained by nobody by accident.
-        self.register_buffer("weight", None if weight is None else weight.detach())
-        self.register_buffer("bias", None if bias is None else bias.detach())
+        self.register_buffer("weight", None if weight is None else weight.detach().clone())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The mapped residual, in the adapter's dtype; of `identity` in its own."""
         if self.weight is None:
             return hidden
         return mapped(self.kind, hidden.to(self.weight.dtype), self.weight, self.bias)
+
+    def digest(self) -> str:
+        """First 12 hex digits of the SHA-256 of its kind and numbers."""
+        found = hashlib.sha256(self.kind.encode())
+        for part in (self.weight, self.bias):
+            found.update(b"|" if part is None else part.detach().double().cpu().contiguous().numpy().tobytes() + b"|")
+        return found.hexdigest()[:12]
 
     def extra_repr(self) -> str:
         return self.kind if self.weight is None else f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"

@@ -63,8 +63,17 @@ class Batch:
     @property
     def first_row(self) -> Batch:
         """Its first row alone, without padding."""
-        span = (slice(0, 1), slice(0, int(self.attention[0].nonzero()[-1]) + 1))
-        return Batch(self.tokens[span], self.attention[span], self.counted[span], self.first, origins=self.origins[:1])
+        return next(self.split(1))
+
+    def split(self, size: int) -> Iterator[Batch]:
+        """Batches of at most so many of its rows, each as wide as its longest row."""
+        for start in range(0, len(self.tokens), size):
+            rows = slice(start, start + size)
+            width = int(self.attention[rows].any(0).nonzero()[-1]) + 1
+            cut = (rows, slice(0, width))
+            labels = None if self.labels is None else self.labels[cut]
+            first = self.first + start
+            yield Batch(self.tokens[cut], self.attention[cut], self.counted[cut], first, labels, self.origins[rows])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class LayersimWarning(UserWarning):
     """A number that is right and probably not what was meant."""
@@ -23,6 +26,15 @@ class LayersimError(ValueError):
         self.what, self.given, self.expected, self.do = what, given, expected, do
         # Not super(): a class that travelled to a server as source has lost what that looks up.
         ValueError.__init__(self, f"{what}\n  given:    {given}\n  expected: {expected}\n  do:       {do}")
+
+
+def warn(text: str) -> None:
+    """A `LayersimWarning` that points to the line outside this package from which all of it was called."""
+    depth, frame = 2, sys._getframe(1)
+    ours = (__name__.split(".")[0], "jaxtyping", "beartype", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ours:
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(text, LayersimWarning, stacklevel=depth - 1)
 
 
 def in_words(size: float) -> str:

@@ -16,8 +16,7 @@ from ..adapter import cross_moments
 from ..calls import first_tensor
 from ..data import Batch
 from ..layout import call_options
-from ..unembed import tensor_of
-from .halves import Half, score_of
+from .halves import Half, logits_of, score_of
 from .nnsight import NNsightSource
 from .remote import RemoteSource
 
@@ -34,7 +33,7 @@ class FarHalf(Half):
     far = True
 
     def __init__(self, source: NNsightSource) -> None:
-        self.source, self.model = source, source.model
+        self.source, self.model, self.module = source, source.model, source.module
 
     def evaluating(self) -> AbstractContextManager[None]:
         return self.source.evaluating()
@@ -61,8 +60,8 @@ class FarHalf(Half):
         return x.detach().cpu().to(dtype if isinstance(dtype, torch.dtype) else x.dtype)
 
     def _what(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], Tensor, dict[str, Any]]:
-        options = call_options(self.source.module, batch) | at
-        return self.source.envoy, self.source.blocks, batch.tokens, options
+        options = call_options(self.module, batch) | at
+        return self.source.envoy, self.source.blocks, self.padded(batch).tokens, options
 
     def _ask(self, run: Callable[[dict[str, Any]], T]) -> T:
         if isinstance(self.source, RemoteSource):
@@ -93,7 +92,7 @@ def _score(
     with torch.no_grad(), model.trace(tokens, **options), torch.no_grad():
         if x is not None:
             enter(blocks, layer, x)
-        scores = score_of(tensor_of(model.output), targets)
+        scores = score_of(logits_of(model.output), targets)
         found: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in scores.items()})
     return found
 
@@ -112,7 +111,7 @@ def _pull(
     with torch.enable_grad(), model.trace(tokens, **options), torch.enable_grad():
         x = x.requires_grad_()
         enter(blocks, layer, x)
-        scores = score_of(tensor_of(model.output), targets)
+        scores = score_of(logits_of(model.output), targets)
         loss = scores["loss"] / scores["count"]
         (slope,) = torch.autograd.grad(loss, x)
         found: tuple[Tensor, Tensor] = nnsight.save((loss.detach().cpu(), slope.cpu()))

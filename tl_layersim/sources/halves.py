@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,22 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.double().sum() if loss.device.type != "mps" else loss.sum(), "correct": right, "count": keep.sum()}
 
 
+def logits_of(output: Any) -> Tensor:
+    """A model's logits.
+
+    Raises:
+        LayersimError: it has none.
+    """
+    if getattr(output, "last_hidden_state", None) is not None and getattr(output, "logits", None) is None:
+        raise LayersimError(
+            "This model says nothing that could be right or wrong: it has no head.",
+            given=f"an output with {', '.join(output.keys())}",
+            expected="a model with logits",
+            do="AutoModelForCausalLM, or another class with a head",
+        )
+    return tensor_of(output)
+
+
 class Half(ABC):
     """One side of a stitch: a model of which the part below a layer is read, or the part above it is run.
 
@@ -59,6 +76,7 @@ class Half(ABC):
     """
 
     model: Model
+    module: nn.Module
     far: bool = False
 
     @abstractmethod
@@ -80,6 +98,16 @@ class Half(ABC):
     @abstractmethod
     def moments(self, batch: Batch, layer: int, kind: str, h: Tensor) -> dict[str, Tensor]:
         """`cross_moments` of the front's residual `batch pos d_front` and this model's own at a layer, over attended tokens."""
+
+    def padded(self, batch: Batch) -> Batch:
+        """The batch with the padding token of this model's own configuration.
+
+        Hugging Face classifiers find the last token of a row by it, whatever the mask says.
+        """
+        pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
+        if not isinstance(pad, int) or pad < 0 or not batch.padded:
+            return batch
+        return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
         """See that this model gives what it gives when it is entered at the layer with its own residual, and not with another.
@@ -134,8 +162,9 @@ class LocalHalf(Half):
 
     @property
     def device(self) -> torch.device:
-        """Where block 0 is."""
-        return next(self.blocks[0].parameters(), torch.empty(0)).device
+        """Where its first weights are; those that are offloaded are nowhere."""
+        here = (p.device for p in self.module.parameters() if not p.is_meta)
+        return next(here, torch.device("cpu"))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -153,13 +182,16 @@ class LocalHalf(Half):
                     parameter.requires_grad_(True)
 
     def hidden(self, batch: Batch, layer: int) -> Tensor:
-        with self.reading(layer) as seen, torch.no_grad(), suppress(Enough):
-            self.source.call(batch)
-        return seen[0].detach()
+        with torch.no_grad():
+            return self.read(layer, lambda: self.source.call(self.padded(batch))).detach()
 
-    @contextmanager
-    def reading(self, layer: int) -> Iterator[list[Tensor]]:
-        """Hooks that put the residual at a layer into the list, and end the forward pass there."""
+    def read(self, layer: int, call: Callable[[], Any]) -> Tensor:
+        """The residual at a layer in a forward pass, which ends there.
+
+        Args:
+            layer: which.
+            call: starts the forward pass.
+        """
         seen: list[Tensor] = []
 
         def see(hidden: Tensor) -> None:
@@ -173,41 +205,52 @@ class LocalHalf(Half):
         else:
             handle = self.blocks[layer - 1].register_forward_hook(lambda _m, _a, output: see(first_tensor(output)))
         try:
-            yield seen
+            with suppress(Enough):
+                call()
         finally:
             handle.remove()
+        if not seen:
+            raise LayersimError(
+                f"The forward pass of {self.model.name} did not come to {self.model.layers[layer]}.",
+                given=type(self.module).__name__,
+                expected="each block to run as a module of its own; a compiled graph runs past their hooks",
+                do="the model before torch.compile, or only its blocks compiled",
+            )
+        return seen[0]
 
     @contextmanager
     def entered(self, layer: int, give: Give) -> Iterator[None]:
-        """Every forward pass starts at a layer: blocks below hand on what `give` makes of what would enter block 0.
+        """Every forward pass starts at a layer: what block `layer - 1` gives, or at 0 what enters block 0, is what `give` says.
 
-        The model's own forward pass runs around it: masks, positions, what each block is called with, norm and head are its
-        own.
+        The model's own forward pass runs around it: masks, positions, what blocks are called with, norm and head are its own.
+        Blocks below do not run; hooks on the model see what is put there as its own.
 
         Args:
             layer: where.
-            give: from what would have entered block 0 to the residual at that layer; it takes that one's place, dtype and
-                device.
+            give: from what stands there otherwise, whose dtype and device it takes, to the residual.
         """
         tuples = self.tuples()
         below = self.blocks[:layer]
         before = [vars(block).get("forward") for block in below]
 
+        def put(given: Tensor) -> Tensor:
+            return give(given).to(device=given.device, dtype=given.dtype)
+
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             given = first_tensor((*args, *kwargs.values()))
-            x = give(given).to(device=given.device, dtype=given.dtype)
+            x = put(given)
             swapped = [x if value is given else value for value in args]
             return tuple(swapped), {name: x if value is given else value for name, value in kwargs.items()}
 
-        # Last, so that it stands whatever a user's own hooks did before.
-        handle = self.blocks[0].register_forward_pre_hook(enter, with_kwargs=True)
+        handle = self.blocks[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True) if layer == 0 else None
         try:
-            for block, length in zip(below, tuples, strict=False):
+            for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
                 # Straight into the instance: TransformerBridge's components hand attributes on to what they wrap.
-                vars(block)["forward"] = _handing_on(length)
+                vars(block)["forward"] = _handing_on(length, put if number == layer - 1 else None)
             yield
         finally:
-            handle.remove()
+            if handle is not None:
+                handle.remove()
             for block, own in zip(below, before, strict=True):
                 if own is None:
                     vars(block).pop("forward", None)
@@ -234,10 +277,11 @@ class LocalHalf(Half):
         return self._tuples
 
     def _logits(self, batch: Batch, layer: int, x: Tensor | None) -> Tensor:
+        batch = self.padded(batch)
         if x is None:
-            return tensor_of(self.source.call(batch))
+            return logits_of(self.source.call(batch))
         with self.entered(layer, lambda _: x):
-            return tensor_of(self.source.call(batch))
+            return logits_of(self.source.call(batch))
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -259,11 +303,12 @@ class LocalHalf(Half):
         return {name: value.cpu() for name, value in found.items()}
 
 
-def _handing_on(length: int) -> Callable[..., Any]:
-    """A block's forward that gives what it is given, in a tuple of that length."""
+def _handing_on(length: int, put: Give | None) -> Callable[..., Any]:
+    """A block's forward that gives what it is given, or what `put` makes of it, in a tuple of that length."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = first_tensor((*args, *kwargs.values()))
+        hidden = hidden if put is None else put(hidden)
         return (hidden, *[None] * (length - 1)) if length else hidden
 
     return forward

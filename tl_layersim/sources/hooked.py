@@ -159,6 +159,10 @@ class HookedSource(Source):
     def model(self) -> Model:
         return self._model
 
+    def aside(self) -> bool:
+        """Whether what runs now is no part of what is measured."""
+        return False
+
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self.module)
 
@@ -176,7 +180,7 @@ class HookedSource(Source):
         calls: list[BlockCall] = []
         with (
             torch.no_grad(),
-            _noting(self.blocks if self.calling else [], calls),
+            _noting(self.blocks if self.calling else [], calls, self.aside),
             self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)),
             suppress(_LastLayer),
         ):
@@ -230,7 +234,7 @@ class HookedSource(Source):
             choose: which positions of a call to count.
             compare: called once, when the head has run, with the lens beside its logits (`unembed_gap`) and their dtype.
         """
-        recorder = _Recorder(len(self._taps), self.unembed, on_view, choose, self._is_transformer_lens)
+        recorder = _Recorder(len(self._taps), self.unembed, on_view, choose, self._is_transformer_lens, self.aside)
         handles: list[Any] = []
         try:
             # A caller may run the model, or the stack of blocks inside it.
@@ -253,7 +257,7 @@ class HookedSource(Source):
 
 
 @contextmanager
-def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall]) -> Iterator[None]:
+def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall], aside: Callable[[], bool]) -> Iterator[None]:
     """Hooks that note each block's call, with all its arguments, into the list."""
     given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
     handles: list[Any] = []
@@ -262,7 +266,8 @@ def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall]) -> Iterator[N
         given[block] = (args, kwargs)
 
     def after(block: torch.nn.Module, _args: Any, output: Any) -> None:
-        calls.append(note_call(block, *given.pop(block), output))
+        if not aside():
+            calls.append(note_call(block, *given.pop(block), output))
 
     try:
         for block in blocks:
@@ -285,10 +290,11 @@ class _Recorder:
         on_view: Callable[[View], None],
         choose: Callable[[Call], Choice],
         direct: bool,
+        aside: Callable[[], bool],
     ) -> None:
         self.n_layers, self.unembed, self.on_view, self.choose = n_layers, unembed, on_view, choose
         # TransformerLens's run_with_hooks and generate call the model's `forward` past its own hooks.
-        self.direct = direct
+        self.direct, self.aside = direct, aside
         self.outermost: torch.nn.Module | None = None
         self.keep = torch.empty(0, dtype=torch.int64)
         self.attended = torch.empty(0, dtype=torch.bool)
@@ -368,7 +374,7 @@ class _Recorder:
 
     def see(self, layer: int, hidden: Tensor) -> None:
         # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing asks the same way.
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 or self.aside():
             return
         if layer == 0:
             self.shape = (hidden.shape[0], hidden.shape[1])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..adapter import Adapter
 from ..data import Batches
 from ..errors import LayersimError
 from ..source import Model
-from .halves import Enough, LocalHalf
+from .halves import LocalHalf
 from .hooked import HookedSource, taps
 from .tl_models import is_transformer_lens
 
@@ -36,6 +37,9 @@ class StitchedModel(nn.Module):
         self.front, self.adapter, self.back = front.module, adapter, back.module
         self.at = at
         self._halves = (front, back)
+        self.reading_front = False
+        # Before anybody measures this model: it runs the back once.
+        back.tuples()
 
     @property
     def config(self) -> Any:
@@ -51,11 +55,14 @@ class StitchedModel(nn.Module):
             return self.back(input_ids, **mask, **self._no_cache(options, "use_cache" if known else None))
 
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
-        """The back's own `generate`, in the front's words: text for a text, token ids `batch pos` for token ids.
+        """The back's own `generate`: text for a text, token ids `batch pos` for token ids.
 
         Args:
             prompt: a text, tokenised as `analyze` does, or token ids `batch pos`.
             options: of the back's generate, such as `max_new_tokens`. Nothing is cached: every step runs the whole rows.
+
+        Returns:
+            Token ids with the prompt; of a text the text, or a list where there are several.
 
         Raises:
             LayersimError: the back cannot generate.
@@ -68,12 +75,13 @@ class StitchedModel(nn.Module):
             'Once upon a time, there was'
         """
         generate = getattr(self.back, "generate", None)
-        if generate is None:
+        # HookedTransformer feeds its own embeddings to itself, which no front can read.
+        if generate is None or type(self.back).__name__ == "HookedTransformer":
             raise LayersimError(
                 f"{self._halves[1].model.name} does not generate.",
                 given=type(self.back).__name__,
-                expected="a back that is a language model with generate()",
-                do="stitched(tokens) for its logits",
+                expected="a back that is a Hugging Face language model or a TransformerBridge",
+                do="stitched(tokens) for its logits, and their argmax as the next token",
             )
         described, device = self._halves[1].model, self._halves[1].device
         ids = self._ids(prompt, described) if isinstance(prompt, str) else prompt
@@ -84,7 +92,8 @@ class StitchedModel(nn.Module):
             out = generate(ids.to(device), **self._no_cache(options, cache))
         if not isinstance(prompt, str):
             return out
-        return described.tokenizer.decode(out[0], skip_special_tokens=True)
+        texts: list[str] = described.tokenizer.batch_decode(out, skip_special_tokens=True)
+        return texts[0] if len(texts) == 1 else texts
 
     @staticmethod
     def _ids(prompt: str, described: Model) -> Tensor:
@@ -112,7 +121,6 @@ class StitchedModel(nn.Module):
         own = vars(self.back).get("forward")
         call: Callable[..., Any] = self.back.forward
         names = list(inspect.signature(call).parameters)
-        back.tuples()
 
         def plain() -> None:
             if own is None:
@@ -120,6 +128,8 @@ class StitchedModel(nn.Module):
             else:
                 vars(self.back)["forward"] = own
 
+        # Generation reads from the signature what it may pass, positions for one.
+        @functools.wraps(call)
         def through_front(*args: Any, **kwargs: Any) -> Any:
             # The front may be the same model.
             plain()
@@ -159,13 +169,20 @@ class StitchedModel(nn.Module):
         # The adapter's own device is the back's.
         tokens = tokens.to(front.device)
         passed = {name: value.to(front.device) if isinstance(value, Tensor) else value for name, value in passed.items()}
-        with front.reading(self.at[0]) as seen, suppress(Enough):
-            self.front(tokens, **passed)
-        return seen[0].to(self._halves[1].device)
+        try:
+            self.reading_front = True
+            return front.read(self.at[0], lambda: self.front(tokens, **passed)).to(self._halves[1].device)
+        finally:
+            self.reading_front = False
+        # Before anybody measures this model: it runs the back once.
+        back.tuples()
 
 
 class StitchedSource(HookedSource):
     """A stitched model, whose layers are what the adapter gives and what the back's blocks above it give."""
+
+    def aside(self) -> bool:
+        return bool(self.module.reading_front)
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
         stitched = self.module
@@ -190,6 +207,7 @@ class StitchedSource(HookedSource):
         self._taps = taps(self.blocks)
         self._embed = None
         head = back.model.head
+        # Two models may be one, or share blocks.
         if head is not None:
             norm = f"back.{head.norm}" if head.norm else ""
             head = replace(head, norm=norm, parts=tuple(f"back.{part}" for part in head.parts))
@@ -197,7 +215,7 @@ class StitchedSource(HookedSource):
             back.model,
             name=f"{front.model.name} up to {front.model.layers[stitched.at[0]]}, {stitched.adapter.kind}, {back.model.name}",
             config_hash=f"{front.model.config_hash}+{back.model.config_hash}",
-            weights_hash=f"{front.model.weights_hash}+{back.model.weights_hash}",
+            weights_hash=f"{front.model.weights_hash}+{stitched.adapter.digest()}+{back.model.weights_hash}",
             source=f"stitched {front.model.source} and {back.model.source}",
             layers=(f"blocks.{seam}.hook_resid_pre", *back.model.layers[seam + 1 :]),
             head=head,

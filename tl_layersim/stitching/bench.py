@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -20,8 +19,8 @@ from tqdm.auto import tqdm
 from ..adapter import Adapter
 from ..checkpoint import Tally
 from ..data import Batches, fingerprint, new_digest
-from ..errors import LayersimError, LayersimWarning, in_words
-from ..labels import as_labels
+from ..errors import LayersimError, in_words, warn
+from ..labels import CLASSIFIERS, as_labels, warn_of_unused
 from ..outcome import record
 from ..prepare import shared_tokens, with_tokenizer
 from ..results import Provenance
@@ -72,9 +71,18 @@ class Bench:
         options: Mapping[str, Any],
         settings: Mapping[str, Any],
         cache: str | os.PathLike[str] | None,
+        layers: Any = None,
     ) -> None:
+        self.layers = layers
         self.halves, self.backs, self.task = halves, backs, task
         self.cache = None if cache is None else Path(cache)
+        if self.cache is not None and "sgd" not in task.fit:
+            raise LayersimError(
+                "Nothing is kept where nothing is trained by gradients.",
+                given=f"cache={cache} with fit={task.fit!r}",
+                expected="fit='sgd' or 'lstsq+sgd'",
+                do="leave cache= out",
+            )
         if self.cache is not None and not self.cache.is_dir():
             raise LayersimError(
                 "The cache has no place to go.", given=str(cache), expected="a folder that exists", do=f"mkdir {cache}"
@@ -84,16 +92,7 @@ class Bench:
             shared = shared_tokens(shared, other.model, given=options["tokenizer"] is not None)
         known = next((half.model.tokenizer for half in halves if half.model.tokenizer is not None), None)
         shared = with_tokenizer(replace(shared, tokenizer=known), options["tokenizer"])
-        heads = {"data" if h.model.head is not None and h.model.head.reads != "every" else "next_token" for h in backs}
-        labels = options["labels"]
-        if len(heads) > 1:
-            raise LayersimError(
-                "Some of these models are language models and some are classifiers.",
-                given=", ".join(half.model.source for half in halves),
-                expected="models that answer the same question",
-                do="a grid for the language models, and one for the classifiers",
-            )
-        self.labels = as_labels(heads.pop() if labels is None else labels)
+        self.labels = _labels_of(options["labels"], backs)
         if isinstance(self.labels, Tensor) and options["eval_data"] is not None:
             raise LayersimError(
                 "A table of labels belongs to one data set, and here are two.",
@@ -104,6 +103,7 @@ class Bench:
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, **settings, labelled=labelled)
         judged = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])
+        self.tokenizer = shared.tokenizer
         self.material = Material.of(self.batches, judged, self.labels, backs[0].model, task.fit != "")
         wide = any(half.model.dtype == "torch.float64" for half in halves)
         self.dtype = torch.float64 if wide else torch.float32
@@ -124,21 +124,21 @@ class Bench:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
         return {
-            "models": [
-                (h.model.name, h.model.config_hash, h.model.weights_hash, h.model.source, h.model.dtype) for h in self.halves
-            ],
+            "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.dtype) for m in (h.model for h in self.halves)],
+            "blocks": self.layers,
             "task": self.task.options() | {"seed": self.task.seed},
-            "data": self.batches.options() | {"digest": self._digest(), "labels": self._labels_digest()},
+            "data": self.batches.options() | {"digest": self._digest(answered=True)},
             "version": version("tl_layersim"),
         }
 
-    def _labels_digest(self) -> Any:
-        return self.labels if isinstance(self.labels, str) else [list(self.labels.shape), int(self.labels.sum())]
-
-    def _digest(self) -> str:
+    def _digest(self, answered: bool = False) -> str:
+        """SHA-256 of the rows of the fit and of the judgement, with what is asked of them or without."""
         digest = new_digest()
-        for batch in (*self.material.fit, *self.material.judged):
-            fingerprint(digest, batch)
+        for role, part in ((b"fit", self.material.fit), (b"judged", self.material.judged)):
+            for batch in part:
+                fingerprint(digest, batch)
+                if answered:
+                    digest.update(role + answers(batch, self.labels, self.backs[0].model).numpy().tobytes())
         found: str = digest.hexdigest()
         return found
 
@@ -150,7 +150,9 @@ class Bench:
         options = self.batches.options() | self.task.options() | dict(more)
         options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
         options |= {"fit_batches": len(fit), "fit_positions": sum(int(b.attention.sum()) for b in fit)}
-        return record([half.model for half in halves], tally, options, self.task.seed if "sgd" in self.task.fit else None)
+        found = record([half.model for half in halves], tally, options, self.task.seed if "sgd" in self.task.fit else None)
+        warn_of_unused(self.labels, replace(found, sequences=sum(len(b.tokens) for b in (*fit, *judged))))
+        return found
 
     def activations(self, front: Half, layer: int) -> tuple[Activations, Activations]:
         """The front's, of the fit and of the judgement."""
@@ -175,63 +177,50 @@ class Bench:
         if found is not None and found[0]["done"]:
             return Cell.read(*found)
         self._check(back, at[1])
-        state = Trained()
-        start: Adapter | None = None
-        explained = float("nan")
-        if found is not None:
-            note, tensors = found
-            state, start, explained = _read_training(note, tensors)
-
-        def save(now: Trained) -> None:
-            nonlocal state
-            state = now
-            keep.put(key, *_note_training(now, start, explained), now=False)
-
+        # Trouble with the data that judges ought to come before the work.
+        self._own_scores(back)
+        state, start, explained = (Trained(), None, float("nan")) if found is None else _read_training(*found)
         try:
-            adapter, start, explained, state = self._fitted(front, back, at, acts[0], state, start, explained, save)
+            with ExitStack() as stack:
+                if "sgd" in self.task.fit:
+                    stack.enter_context(acts[0].keep(self.cache))
+                if start is None:
+                    start, explained = self._start(back, at[1], acts[0])
+                adapter = start
+                if "sgd" in self.task.fit:
+                    kept, known = start, explained
+
+                    def save(now: Trained) -> None:
+                        keep.put(key, *_note_training(now, kept, known), now=False)
+
+                    wanted = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
+                    title = f"{front.model.layers[at[0]]} into {back.model.layers[at[1]]}"
+                    adapter, state = descend(
+                        start, acts[0], back, at[1], wanted, self.task.training, self.task.seed, state, save, title
+                    )
+            # What is judged is what is given back.
+            adapter = copy.deepcopy(adapter).to(self.dtype)
+            judged = self._judge(back, at[1], acts[1], adapter)
         except BaseException:
             # An interrupt too: what was learnt so far is kept.
-            if state.step:
-                keep.save()
+            keep.save()
             raise
-        # What is judged is what is given back.
-        adapter = copy.deepcopy(adapter).to(self.dtype)
-        judged = self._judge(back, at[1], acts[1], adapter)
         cell = Cell(judged, state.curve, adapter, explained, state.stopped)
         keep.put(key, *cell.note(), now=True)
         return cell
 
-    def _fitted(
-        self,
-        front: Half,
-        back: Half,
-        at: tuple[int, ...],
-        acts: Activations,
-        state: Trained,
-        start: Adapter | None,
-        explained: float,
-        save: Callable[[Trained], None],
-    ) -> tuple[Adapter, Adapter | None, float, Trained]:
+    def _start(self, back: Half, layer: int, acts: Activations) -> tuple[Adapter, float]:
+        """The adapter that is done, or where training begins; and R² of least squares."""
         task = self.task
         if task.given is not None:
-            return task.given, None, explained, state
+            return task.given, float("nan")
         if task.kind == "identity":
-            return Adapter("identity"), None, explained, state
-        with ExitStack() as stack:
-            if "sgd" in task.fit:
-                stack.enter_context(acts.keep(self.cache))
-            if start is None and "lstsq" in task.fit:
-                start, explained = least_squares(task.kind, acts, back, at[1], task.ridge)
-            elif start is None:
-                start = start_of(task.kind, acts[0].shape[-1], back.model.d_model or acts[0].shape[-1])
-            if "sgd" not in task.fit:
-                return start, start, explained, state
-            wanted = [answers(batch, self.labels, back.model) for batch in acts.batches]
-            title = f"{front.model.layers[at[0]]} into {back.model.layers[at[1]]}"
-            adapter, state = descend(
-                start.to(self.dtype), acts, back, at[1], wanted, task.training, task.seed, state, save, title
-            )
-            return adapter, start, explained, state
+            return Adapter("identity"), float("nan")
+        if "lstsq" in task.fit:
+            found, explained = least_squares(task.kind, acts, back, layer, task.ridge)
+            return found.to(self.dtype), explained
+        width = acts[0].shape[-1]
+        return start_of(task.kind, width, back.model.d_model or width).to(self.dtype), float("nan")
 
     def _judge(self, back: Half, layer: int, acts: Activations, adapter: Adapter) -> dict[str, Tensor]:
         """By batch: answers, losses and hits of the stitched model and of the back by itself."""
@@ -248,11 +237,9 @@ class Bench:
         bad = (~found["loss"].isfinite()).nonzero()[:, 0].tolist()
         if bad:
             seam = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
-            warnings.warn(
+            warn(
                 f"The stitched loss of {seam} is not finite in batches {bad[:5]}, and so is the penalty: look "
-                "for NaN in the front, and for what overflows in the back.",
-                LayersimWarning,
-                stacklevel=4,
+                "for NaN in the front, and for what overflows in the back."
             )
         return {"tokens": own["count"], "back_loss": own["loss"], "back_correct": own["correct"]} | found
 
@@ -274,9 +261,8 @@ class Bench:
     def _check(self, back: Half, layer: int) -> None:
         """Once for each place of entry: that the model can be entered there."""
         if (id(back), layer) not in self._checked:
-            first = next(iter(self.material.judged))
+            first = self.material.judged[0]
             row = first.first_row
-            row = replace(row, labels=None if first.labels is None else first.labels[:1, : row.tokens.shape[1]])
             wanted = answers(row, self.labels, back.model)
             if not bool((wanted != NO_LABEL).any()):
                 row, wanted = first, answers(first, self.labels, back.model)
@@ -323,3 +309,29 @@ def _read_training(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tu
     state = Trained(note["step"], held, tuple(tensors["curve"].tolist()), note["best"], note["stopped"])
     start = Adapter(note["kind"], tensors["start weight"], tensors.get("start bias")) if "kind" in note else None
     return state, start, note["explained"]
+
+
+def _labels_of(labels: Any, backs: list[Half]) -> str | Tensor:
+    """What the backs ought to say: as the user wants it, or by their heads.
+
+    Raises:
+        LayersimError: they do not answer one question, or one that nobody can guess.
+    """
+    heads = [back.model.head for back in backs]
+    kinds = {head is not None and (head.reads != "every" or head.parts[-1] in CLASSIFIERS) for head in heads}
+    if len(kinds) > 1:
+        raise LayersimError(
+            "Some of these models are language models and some are classifiers.",
+            given=", ".join(back.model.source for back in backs),
+            expected="models that answer the same question",
+            do="a grid for the language models, and one for the classifiers",
+        )
+    masked = next((back.model for back in backs if "MaskedLM" in type(back.module).__name__), None)
+    if labels is None and masked is not None:
+        raise LayersimError(
+            f"{masked.name} is a masked language model: it sees the next token, and is not there to predict it.",
+            given="labels=None",
+            expected="what it ought to say where, and nothing elsewhere",
+            do=f"labels='data', with a column of {NO_LABEL} but where a token is masked",
+        )
+    return as_labels(("data" if kinds == {True} else "next_token") if labels is None else labels)

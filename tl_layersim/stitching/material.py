@@ -23,6 +23,7 @@ from ..sources.halves import Half
 # Sizes that are said before they are taken.
 MUCH = 1e8
 HELD_OUT = 5
+FEWEST = 10
 
 
 def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
@@ -66,6 +67,12 @@ class Material:
                     kept.append(batch)
             return tuple(kept)
 
+        def many(found: tuple[Batch, ...]) -> tuple[Batch, ...]:
+            """In ten batches or more, as far as there are rows: an interval over batches needs some."""
+            size = max(1, sum(len(batch.tokens) for batch in found) // FEWEST)
+            parts = found if len(found) >= FEWEST else tuple(part for batch in found for part in batch.split(size))
+            return tuple(part for part in parts if bool((answers(part, labels, model) != NO_LABEL).any()))
+
         own = read(batches)
         if not own:
             raise LayersimError(
@@ -83,9 +90,9 @@ class Material:
                     expected="rows with answers",
                     do="check it",
                 )
-            return Material(own if fitted else (), other, labels)
+            return Material(own if fitted else (), many(other), labels)
         if not fitted:
-            return Material((), own, labels)
+            return Material((), many(own), labels)
         kept = max(1, len(own) // HELD_OUT)
         if len(own) < 2:
             raise LayersimError(
@@ -94,7 +101,7 @@ class Material:
                 expected="two batches or more, the last fifth of which is kept; or eval_data=",
                 do=f"batch_size={max(1, len(own[0].tokens) // 5)}, more data, or eval_data=other_data",
             )
-        return Material(own[:-kept], own[-kept:], labels)
+        return Material(own[:-kept], many(own[-kept:]), labels)
 
 
 class Activations:

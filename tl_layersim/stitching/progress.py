@@ -71,8 +71,8 @@ class Progress:
             self.save()
 
     def save(self) -> None:
-        """Write it, all or nothing."""
-        if self.path is None:
+        """Write it, all or nothing; nothing where nothing is known yet."""
+        if self.path is None or not self._notes:
             return
         tensors = {f"{key}/{name}": value for key, own in self._tensors.items() for name, value in own.items()}
         write(self.path, "stitches", {"identity": self._identity, "stitches": self._notes}, tensors)

@@ -33,9 +33,8 @@ class Interval(NamedTuple):
 def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
     """A ratio of sums over batches, and its confidence interval.
 
-    Batches are the independent units: the variance is that of a ratio of sums (linearised), with Student's t for their number.
-    NaN ends
-    where there are fewer than two batches.
+    Batches are the independent units: the variance is that of a ratio of sums (linearised), with Student's t for their number;
+    NaN for fewer than two.
 
     Args:
         sums: `batch`, of what is averaged.

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -61,36 +62,30 @@ def stitch(
     """Put the front's layer l, through an adapter, in the place of the back's layer m, and see what the back makes of it.
 
     Neither model is changed: nothing but the adapter learns. The front's activations are computed once; in training only the
-    back's
-    blocks above the seam run. Adapters are fitted on all attended positions, also those that `skip_first` does not count: the
-    back
-    reads them too.
+    back's blocks above the seam run. Adapters are fitted on all attended positions, also those that `skip_first` does not
+    count: the back reads them too.
 
     Args:
         front: the model whose lower blocks are used; kinds as in `analyze`.
         back: the model whose upper blocks are used. Widths and depths may differ, tokenizers may not.
         data: as in `analyze`, read by the front's tokenizer, or the back's where the front carries none.
         at: layers (l, m): of the front, what is read; of the back, what is replaced. Numbers count what leaves blocks, 0 is
-            what enters
-            block 0 (l blocks of the front run, and all of the back's but the first m); or names, as `blocks.2.hook_resid_post`.
-        adapter: `"identity"`, `"linear"`, `"affine"`, `"affine-norm"`, see `Adapter`; or an `Adapter`, which is judged as it
-            is.
-        fit: `"lstsq"` for the closed form, nearest to the back's own residual; `"sgd"` for training by the back's loss;
-            `"lstsq+sgd"`
-            for one after the other. Default: `"lstsq+sgd"`; `"lstsq"` where the back is in a server's sandbox.
+            what enters block 0 (l blocks of the front run, and all of the back's but the first m); or names, such as
+            `blocks.2.hook_resid_post`.
+        adapter: `"identity"`, `"linear"`, `"affine"`, `"affine-norm"`, see `Adapter`; or an `Adapter`, judged as it is.
+        fit: `"lstsq"` for the closed form, nearest to the back's own residual; `"sgd"` for training by the back's loss, from
+            the identity; `"lstsq+sgd"` for one after the other. Default: `"lstsq+sgd"`; `"lstsq"` where the back is in a
+            server's sandbox.
         training: of `"sgd"`; default `StitchTraining()`, the paper's settings.
         ridge: of `"lstsq"`: added to the diagonal of X'X, in units of its mean.
         seed: of the order of batches in training.
-        eval_data: what the penalty is measured on. Default: the last fifth of the batches of `data`, which are then kept out
-            of the fit;
-            all of them where nothing is fitted.
+        eval_data: what the penalty is measured on, at most `max_tokens` of it too. Default: the last fifth of the batches of
+            `data`, which are then kept out of the fit; all of them where nothing is fitted.
         labels: what the back ought to say: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`,
-            for a
-            classifier `"data"`.
+            for a classifier `"data"`.
         layers: paths of the blocks of each model, for layouts that are not known.
         remote: for nnsight models, as in `analyze`, for both or for each. One request is one model: the front's activations at
-            the one
-            layer cross, how much is said first; training needs a trusted server for the back.
+            the one layer cross, how much is said first; training needs a trusted server for the back.
         cache: a folder for the front's activations, which are then mapped from a file there; default: in memory.
         checkpoint: a file that keeps a training that is interrupted; the same call goes on from it, with the same numbers.
         tokenizer: in place of theirs; the two models are then taken to share it.
@@ -134,8 +129,8 @@ def stitch(
         "prepend_bos": prepend_bos,
         "column": column,
     }
-    bench = Bench(halves, halves[1:], data, task, options, settings, cache)
-    keep = Progress(checkpoint, bench.identity() | {"at": list(numbers), "adapter": task.fixed_digest()})
+    bench = Bench(halves, halves[1:], data, task, options, settings, cache, list(layers))
+    keep = Progress(checkpoint, bench.identity() | {"at": list(numbers)})
     start = time.perf_counter()
     with bench:
         acts = bench.activations(halves[0], numbers[0])
@@ -143,7 +138,7 @@ def stitch(
     names = tuple(half.model.layers[number] for half, number in zip(halves, numbers, strict=True))
     result = _one(cell, names, task, bench.provenance(halves, time.perf_counter() - start, {"at": list(names)}))
     if all(isinstance(half, LocalHalf) for half in halves):
-        object.__setattr__(result, "_join", partial(_join, halves[0], halves[1], result.adapter, numbers))
+        object.__setattr__(result, "_join", partial(_join, halves[0], halves[1], result.adapter, numbers, bench.tokenizer))
     return result
 
 
@@ -174,14 +169,13 @@ def stitch_grid(
 ) -> StitchGrid:
     """Stitch some models in all directions at some seams, each with itself included: figures 1 and 2 of Brown et al.
 
-    The front's activations are computed once for each front and seam, the back's own loss once for each back.
+    In training the front's activations are computed once for each front and seam; the back's own loss is once for each back.
 
     Args:
         models: a mapping from names to models.
         data: as in `stitch`.
         layers: the layers that are joined, as in `at` of `stitch`: one list for all models, or one for each by name, of one
-            length: the
-            i-th seam joins the i-th layers. Default: what leaves each block, for models of equal depth.
+            length: the i-th seam joins the i-th layers. Default: what leaves each block, for models of equal depth.
         adapter: see `stitch`, as for all further options.
         fit: see `stitch`.
         training: see `stitch`.
@@ -251,20 +245,23 @@ def stitch_grid(
             for s in range(count):
                 acts = bench.activations(front, seams[a][s])
                 with ExitStack() as kept:
-                    waiting = [b for b in halves if not bench.done(keep, f"{a}>{b}@{s}")]
+                    # Numbers, since names may hold anything.
+                    keys = {b: f"{list(halves).index(a)} {number} {s}" for number, b in enumerate(halves)}
+                    waiting = [b for b in halves if not bench.done(keep, keys[b])]
                     if waiting and "sgd" in task.fit:
                         kept.enter_context(acts[0].keep(bench.cache))
                     for b, back in halves.items():
                         bar.set_postfix_str(f"{a} into {b}, seam {s + 1} of {count}")
-                        cells[a, b, s] = bench.cell(f"{a}>{b}@{s}", front, back, (seams[a][s], seams[b][s]), acts, keep)
+                        cells[a, b, s] = bench.cell(keys[b], front, back, (seams[a][s], seams[b][s]), acts, keep)
                         bar.update()
     labels_of_seams = tuple(seam_label(halves, seams, s) for s in range(count))
     run = bench.provenance(list(halves.values()), time.perf_counter() - start, {"layers": seams})
     return _grid(cells, tuple(halves), labels_of_seams, task, run)
 
 
-def _join(front: LocalHalf, back: LocalHalf, adapter: Adapter, at: tuple[int, int]) -> StitchedModel:
-    return StitchedModel(front, back, adapter.to(back.device), at)
+def _join(front: LocalHalf, back: LocalHalf, adapter: Adapter, at: tuple[int, int], tokenizer: Any) -> StitchedModel:
+    reader = LocalHalf(back.source, replace(back.model, tokenizer=tokenizer))
+    return StitchedModel(front, reader, adapter.to(back.device), at)
 
 
 def _one(cell: Cell, names: tuple[str, ...], task: Task, run: Provenance) -> StitchResult:

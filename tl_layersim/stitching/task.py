@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..adapter import KINDS, Adapter
-from ..errors import LayersimError, LayersimWarning
+from ..errors import LayersimError, warn
 from ..source import Model
 from ..sources.halves import Half
 from .training import StitchTraining
@@ -56,15 +55,10 @@ class Task:
 
     def options(self) -> dict[str, Any]:
         """For the record."""
-        found: dict[str, Any] = {"adapter": self.kind if self.given is None else f"{self.kind}, given", "fit": self.fit}
+        which = self.kind if self.given is None else f"{self.kind} {self.given.digest()}"
+        found: dict[str, Any] = {"adapter": which, "fit": self.fit}
         found |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
         return found | ({"training": asdict(self.training)} if "sgd" in self.fit else {})
-
-    def fixed_digest(self) -> list[float]:
-        """What tells one given adapter from another."""
-        if self.given is None or self.given.weight is None:
-            return []
-        return [float(self.given.weight.double().sum()), float(self.given.weight.double().square().sum())]
 
     def refuse(self, front: Half, back: Half, at: tuple[int, ...]) -> None:
         """Refuse what cannot be done between these two, before anything runs."""
@@ -85,12 +79,9 @@ class Task:
                 do="adapter='affine' to fit one",
             )
         if self.kind == "identity" and front.model.basis != back.model.basis:
-            warnings.warn(
-                f"The two residual streams are written in different bases ({front.model.basis}; {back.model.basis}): "
-                "identity measures that "
-                "difference too.",
-                LayersimWarning,
-                stacklevel=4,
+            warn(
+                f"The two residual streams are written in different bases ({front.model.basis}; {back.model.basis}): identity "
+                "measures that difference too."
             )
         if "sgd" not in self.fit:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -13,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..adapter import Adapter, features, mapped, own_moments, skips, solve, typical_size
-from ..errors import LayersimError, LayersimWarning
+from ..errors import LayersimError, warn
 from ..sources.halves import Half, attended
 from ..sums import Sums
 from ..typed import typed
@@ -114,11 +113,9 @@ def least_squares(kind: str, acts: Activations, back: Half, layer: int, ridge: f
             )
     tokens, width = int(total["count"]), len(total["u"])
     if tokens < 2 * width:
-        warnings.warn(
-            f"Least squares has {tokens} tokens for {width} features: it fits these tokens and not the model. Give it "
-            "more data, or ridge=.",
-            LayersimWarning,
-            stacklevel=4,
+        warn(
+            f"Least squares has {tokens} tokens for {width} features: it fits these tokens and not the model. Give it more "
+            "data, or ridge=."
         )
     weight, bias, explained = solve(kind, total.fields, ridge)
     return Adapter(kind, weight, bias), explained
@@ -245,11 +242,9 @@ def _say_how_it_went(state: Trained, training: StitchTraining) -> None:
     else:
         return
     kept = "the best one until then" if state.best < math.inf else "the one that it started from"
-    warnings.warn(
+    warn(
         f"{what}: {state.curve[0]:.3g} at first, {state.curve[-1]:.3g} at last. The adapter is {kept}; "
-        f"StitchTraining(lr={training.lr / 10:g}) may get further.",
-        LayersimWarning,
-        stacklevel=5,
+        f"StitchTraining(lr={training.lr / 10:g}) may get further."
     )
 
 
