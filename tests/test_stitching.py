@@ -325,6 +325,14 @@ class TestNumbers:
         assert int(all_of_it.batch_tokens.sum()) == 4 * 9
         assert int(later.batch_tokens.sum()) == 4 * 5
 
+    def test_what_is_kept_out_does_not_depend_on_the_batch_size(self):
+        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(37)
+        sizes = [lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=n) for n in (1, 5, 37)]
+        for found in sizes[1:]:
+            assert int(found.batch_tokens.sum()) == 7 * 15
+            torch.testing.assert_close(found.weight, sizes[0].weight)
+            assert found.penalty == pytest.approx(sizes[0].penalty, abs=1e-6)
+
     def test_the_last_fifth_is_kept_out(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
         found = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4)
@@ -402,7 +410,7 @@ class TestNumbers:
         assert all(math.isnan(end) for end in found.penalty_interval()[1:])
         assert "nan" in repr(found)
 
-    @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 3), (1, 200), (5, 5)])
+    @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 3), (1, 0), (5, 4), (40, None)])
     def test_rates_rise_and_fall(self, steps, warmup):
         training = lsim.StitchTraining(steps=steps, warmup=warmup)
         rates = [training.rate(step) for step in range(steps)]
@@ -795,8 +803,8 @@ class TestCache:
         there = lsim.stitch(front, back, rows(), cache=tmp_path, **options)
         assert torch.equal(here.curve, there.curve)
         assert not list(tmp_path.iterdir())
-        # 3 of 4 batches of 6 x 16 positions of 32 float32.
-        assert "36.9 kB in a file" in capsys.readouterr().err
+        # 20 of 24 rows of 16 positions of 32 float32.
+        assert "41.0 kB in a file" in capsys.readouterr().err
 
     def test_too_much_for_memory(self, monkeypatch):
         from tl_layersim.stitching import material
@@ -940,7 +948,7 @@ class TestInterrupts:
         monkeypatch.setattr(LocalHalf, "pull", lambda self, *given: asked.append(1) or plain(self, *given))
         bad = random_tokens(4, 16)
         bad[-1, -1] = 5000
-        data, judged = {"input_ids": rows(), "labels": rows()}, {"input_ids": rows(4), "labels": bad}
+        data, judged = {"input_ids": rows()}, {"input_ids": random_tokens(4, 16, 3), "labels": bad}
         with pytest.raises(lsim.LayersimError, match="none of the model's classes"):
             lsim.stitch(
                 tiny_llama(), tiny_llama(seed=1), {**data, "labels": rows().flip(1)}, at=(1, 1), fit="sgd", labels="data",
@@ -999,8 +1007,8 @@ class TestTrouble:
         options = {"at": (1, 1), "fit": "sgd", "adapter": "affine-norm", "batch_size": 6}
         self.losses(monkeypatch, [*([5.0] * 25 + [4.0] * 25 + [4.5] * 10)[:good], bad])
         settings = lsim.StitchTraining(steps=80, warmup=10, relative=False)
-        kept = "the best one until then" if good == 60 else "the one that it started from"
-        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*{kept}"):
+        kept = "the best one on the way" if good == 60 else "the one that it started from"
+        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*The adapter is {kept}"):
             found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), training=settings, **options)
         assert found.stopped == good + 1
         assert len(found.curve) == good + 1
@@ -1008,15 +1016,33 @@ class TestTrouble:
         expected = next(tensors["weight"] for step, tensors in seen if step == 50) if good == 60 else torch.zeros(32, 32)
         assert torch.equal(found.weight.float(), expected.float())
 
-    def test_a_loss_that_ends_higher_is_said_and_the_best_kept(self, monkeypatch):
-        options = {"at": (1, 1), "fit": "sgd", "adapter": "affine-norm", "batch_size": 6}
-        front, back = tiny_llama(), tiny_llama(seed=1)
-        self.losses(monkeypatch, [4.0] * 30 + [5.0] * 30)
-        with pytest.warns(lsim.LayersimWarning, match="ended with a higher loss than it began with"):
-            found = lsim.stitch(front, back, rows(), training=lsim.StitchTraining(steps=60, warmup=10), **options)
+    @pytest.mark.parametrize("steps", [8, 60])
+    def test_a_loss_that_ends_higher_is_said_and_the_best_kept(self, steps):
+        model, tokens = tiny_llama(), rows(200)
+        with torch.no_grad():
+            labels = model(tokens).logits.argmax(-1)
+        options = {"at": (1, 1), "batch_size": 16, "labels": labels}
+        wild = lsim.StitchTraining(steps=steps, lr=1e5, warmup=0)
+        with pytest.warns(lsim.LayersimWarning, match=r"higher loss than it began with.*StitchTraining\(lr=1\)"):
+            found = lsim.stitch(model, model, tokens, fit="sgd", adapter="affine-norm", training=wild, **options)
+        start = lsim.stitch(model, model, tokens, adapter="identity", **options)
+        assert found.loss <= start.back_loss + 1e-6
         assert found.stopped == 0
-        assert len(found.curve) == 60
-        assert found.weight.abs().max() > 0
+
+    def test_rows_that_are_fitted_and_judged_are_said(self):
+        with pytest.warns(lsim.LayersimWarning, match="3 of 5 rows of eval_data"):
+            lsim.stitch(
+                tiny_llama(),
+                tiny_llama(seed=1),
+                rows(40),
+                at=(1, 1),
+                fit="lstsq",
+                eval_data=torch.cat([rows(40)[:3], random_tokens(2, 16, 8)]),
+            )
+
+    def test_data_of_one_row_cannot_be_parted(self):
+        with pytest.raises(lsim.LayersimError, match="cannot be parted"):
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), fit="lstsq")
 
     def test_few_tokens_for_least_squares(self):
         with pytest.warns(lsim.LayersimWarning, match=r"16 tokens for 32 features"):
@@ -1111,7 +1137,6 @@ class TestTrouble:
             ({"fit": "lstsq", "ridge": -1.0}, "ridge belongs to least squares"),
             ({"adapter": "twisted"}, "does not take this for adapter"),
             ({"fit": "adam"}, "does not take this for fit"),
-            ({"batch_size": 100}, "this data is one batch"),
             ({"eval_data": []}, "nothing to answer in eval_data"),
             ({"labels": "class"}, "no place to take labels from"),
             ({"cache": "."}, "Nothing is kept where nothing is trained"),
@@ -1208,8 +1233,13 @@ class TestResult:
         batches = found.to_frame("batch_loss")
         assert {"batch", "batch_tokens", "batch_back_loss"} <= set(batches.columns)
         names = [trace.name for trace in found.plot().data]
-        assert names[:2] == ["each step", "mean of 25 steps"]
-        assert f"back alone, other data: {found.back_loss:.3f}" in names
+        assert names[:2] == ["each step", "mean of 15 steps"]
+        assert f"back alone, judged: {found.back_loss:.3f}" in names
+        each = found.plot("penalty").data[0].y
+        np.testing.assert_allclose(each, (found.batch_loss - found.batch_back_loss) / found.batch_tokens)
+        plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 1), adapter="identity")
+        assert plain.plot().layout.title.text == "Penalty by batch"
+        assert "nats a token" in plain.plot().layout.yaxis.title.text
         assert len(found.plot("batch_loss").data) == 1
         assert "penalty, nats" in repr(found)
 
@@ -1257,6 +1287,14 @@ class TestGrid:
         with pytest.raises(lsim.LayersimError, match="no such model"):
             grid.asymmetry("a", "c")
 
+    def test_beyond_what_fitting_costs(self, grid):
+        table = grid.beyond_self()
+        assert list(table.front) == ["a"] * 3 + ["b"] * 3
+        for _, row in table.iterrows():
+            a, b, s = grid.fronts.index(row.front), grid.fronts.index(row.back), grid.seams.index(row.seam)
+            assert row.difference == pytest.approx(float(grid.penalty[a, b, s] - grid.penalty[b, b, s]))
+            assert row.low < row.difference < row.high
+
     def test_tables_plots_and_files(self, grid, tmp_path):
         table = grid.to_frame()
         assert len(table) == 2 * 2 * 3
@@ -1264,9 +1302,11 @@ class TestGrid:
             table.columns
         )
         figure = grid.plot()
-        assert [trace.name for trace in figure.data] == ["a into a", "a into b", "b into a", "b into b"]
+        assert [trace.name for trace in figure.data] == ["a into b", "b into a", "a into a", "b into b"]
         assert list(figure.layout.xaxis.ticktext) == ["0", "1", "2"]
         assert grid.plot("accuracy_penalty").data[0].error_y.array is not None
+        np.testing.assert_allclose(grid.plot("loss").data[0].y, grid.loss[0, 1])
+        assert "affine, lstsq" in figure.layout.title.text
         again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
         assert torch.equal(again.values, grid.values)
         page = lsim.Report({"stitches": grid}).to_html(tmp_path / "page.html").read_text()
@@ -1279,7 +1319,7 @@ class TestGrid:
         grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [1, 3], "deep": [2, 5]})
         one = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(2, 1), adapter="identity")
         assert float(grid.penalty[1, 0, 0]) == one.penalty
-        assert grid.seams == ("a 1, deep 2", "a 3, deep 5")
+        assert grid.seams[0] == "a blocks.0.hook_resid_post, deep blocks.1.hook_resid_post"
         assert grid.penalty[0, 0].abs().max() == 0
 
     @pytest.mark.parametrize("layers", [[], {"a": [1]}, {"a": [1, 2], "b": [1]}])

@@ -63,17 +63,15 @@ class Batch:
     @property
     def first_row(self) -> Batch:
         """Its first row alone, without padding."""
-        return next(self.split(1))
+        return self.rows(0, 1)
 
-    def split(self, size: int) -> Iterator[Batch]:
-        """Batches of at most so many of its rows, each as wide as its longest row."""
-        for start in range(0, len(self.tokens), size):
-            rows = slice(start, start + size)
-            width = int(self.attention[rows].any(0).nonzero()[-1]) + 1
-            cut = (rows, slice(0, width))
-            labels = None if self.labels is None else self.labels[cut]
-            first = self.first + start
-            yield Batch(self.tokens[cut], self.attention[cut], self.counted[cut], first, labels, self.origins[rows])
+    def rows(self, start: int, stop: int) -> Batch:
+        """Some of its rows, as wide as the longest of them."""
+        width = int(self.attention[start:stop].any(0).nonzero()[-1]) + 1
+        cut = (slice(start, stop), slice(0, width))
+        labels = None if self.labels is None else self.labels[cut]
+        origins = self.origins[start:stop]
+        return Batch(self.tokens[cut], self.attention[cut], self.counted[cut], self.first + start, labels, origins)
 
 
 @dataclass(frozen=True)

@@ -338,15 +338,17 @@ def _style(fig: go.Figure, title: str, height: int, width: int) -> go.Figure:
     )
 
 
-def learning_curve(losses: Any, loss: float, alone: float, title: str) -> go.Figure:
-    """Loss by training step, smoothed over it, with what the stitched model and the back alone lose on other data."""
+def learning_curve(losses: Any, loss: float, alone: float, unit: str) -> go.Figure:
+    """Loss by training step, smoothed over it, with what the stitched model and the back alone lose on the data that judges."""
     fig = go.Figure()
     steps = np.arange(1, len(losses) + 1)
-    fig.add_scatter(x=steps, y=losses, name="each step", mode="lines", line={"color": FAINT.format(0.25), "width": 1})
-    if len(losses) >= 25:
-        smooth = np.convolve(losses, np.ones(25) / 25, mode="valid")
-        fig.add_scatter(x=steps[24:], y=smooth, name="mean of 25 steps", mode="lines", line={"color": BLUE, "width": 2})
-    for value, name, dash in ((loss, "stitched, other data", "dot"), (alone, "back alone, other data", "dash")):
+    fig.add_scatter(x=steps, y=losses, name="each step", mode="lines", line={"color": FAINT.format(0.4), "width": 1})
+    width = min(25, len(losses) // 4)
+    if width > 1:
+        smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
+        centre = steps[: len(smooth)] + (width - 1) / 2
+        fig.add_scatter(x=centre, y=smooth, name=f"mean of {width} steps", mode="lines", line={"color": BLUE, "width": 2})
+    for value, name, dash in ((loss, "stitched, judged", "dot"), (alone, "back alone, judged", "dash")):
         fig.add_scatter(
             x=[1, max(len(losses), 2)],
             y=[value, value],
@@ -355,29 +357,47 @@ def learning_curve(losses: Any, loss: float, alone: float, title: str) -> go.Fig
             line={"dash": dash, "color": "#444", "width": 1.5},
         )
     fig.update_xaxes(title="training step")
-    fig.update_yaxes(title="nats a token")
-    return _style(fig, f"Learning curve of the adapter: {title}", height=420, width=720)
+    fig.update_yaxes(title=unit)
+    return _style(fig, "Learning curve of the adapter", height=420, width=720)
+
+
+def over_groups(values: Any, interval: tuple[float, float, float], title: str, unit: str) -> go.Figure:
+    """A number of each batch, with the mean and its interval behind them."""
+    fig = go.Figure()
+    middle, low, high = interval
+    numbers = np.arange(len(values))
+    if np.isfinite(low):
+        fig.add_hrect(y0=low, y1=high, fillcolor=FAINT.format(0.15), line_width=0)
+    fig.add_hline(y=middle, line={"color": BLUE, "width": 1.5}, annotation_text=f"{middle:.4g}")
+    fig.add_scatter(x=numbers, y=values, mode="markers", name="each batch", marker={"color": BLUE, "size": 6})
+    fig.update_xaxes(title="batch")
+    fig.update_yaxes(title=unit)
+    return _style(fig, title, height=420, width=720)
 
 
 def directions(
     values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], title: str, unit: str
 ) -> go.Figure:
-    """Values `front back seam` by seam: a line for each direction, with intervals; models with themselves dashed and grey."""
+    """Values `front back seam` by seam: a colour for each pair, solid one way and dotted the other; itself dashed and grey."""
     fig = go.Figure()
-    places = list(range(len(seams)))
-    pairs = [(a, b) for a in range(len(names)) for b in range(len(names))]
-    colours = iter(qualitative.D3 * (1 + len(pairs) // len(qualitative.D3)))
-    greys = iter(["#555", "#888", "#aaa", "#bbb"] * len(names))
-    # Side by side, so that intervals at one seam do not hide each other.
-    shifts = np.linspace(-0.12, 0.12, len(pairs)) if len(pairs) > 1 else np.zeros(1)
+    places = np.arange(len(seams))
+    count = len(names)
+    together = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    colours = {pair: qualitative.D3[number % len(qualitative.D3)] for number, pair in enumerate(together)}
+    greys = ["#333", "#777", "#999", "#bbb"]
+    pairs = [pair for a, b in together for pair in ((a, b), (b, a))] + [(a, a) for a in range(count)]
+    # A little side by side, so that intervals at one seam do not hide each other.
+    shifts = np.linspace(-0.05, 0.05, len(pairs)) if len(pairs) > 1 else np.zeros(1)
     for (a, b), shift in zip(pairs, shifts, strict=True):
-        colour = next(greys) if a == b else next(colours)
+        colour = greys[a % len(greys)] if a == b else colours[min(a, b), max(a, b)]
+        dash = "dash" if a == b else "solid" if a < b else "dot"
         fig.add_scatter(
-            x=[place + shift for place in places],
+            x=places + shift,
             y=values[a, b],
             name=f"{names[a]} into {names[b]}",
             mode="lines+markers",
-            line={"color": colour, "dash": "dash" if a == b else "solid", "width": 1.5 if a == b else 2},
+            line={"color": colour, "dash": dash, "width": 1.5 if a == b else 2},
+            marker={"symbol": "x" if a == b else "circle" if a < b else "circle-open", "size": 7},
             error_y={
                 "type": "data",
                 "symmetric": False,
@@ -389,7 +409,7 @@ def directions(
             customdata=[[seam] for seam in seams],
             hovertemplate="%{customdata[0]}<br>%{y:.4f}<extra>" + html.escape(f"{names[a]} into {names[b]}") + "</extra>",
         )
-    short = short_names(seams) if all("hook" in seam for seam in seams) else list(seams)
-    fig.update_xaxes(tickvals=places, ticktext=short, title="after block" if all("hook" in s for s in seams) else "seam")
+    one_name = all("," not in seam for seam in seams)
+    fig.update_xaxes(tickvals=places, ticktext=short_names(seams) if one_name else list(seams), title="after block")
     fig.update_yaxes(title=unit, rangemode="tozero")
     return _style(fig, title, height=480, width=760)

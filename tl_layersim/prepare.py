@@ -116,7 +116,7 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
                 "The two models read different tokens, so their samples do not match.",
                 given=f"{odd!r} is token {words_a.get(odd)} of {a.name} and {words_b.get(odd)} of {b.name}",
                 expected="models with the same tokenizer",
-                do="compare models of one family; tokenizer=... only if both were trained with it",
+                do="take models of one family; tokenizer=... only if both were trained with it",
             )
 
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
@@ -131,4 +131,7 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     def smaller(x: int | None, y: int | None) -> int | None:
         return min((v for v in (x, y) if v is not None), default=None)
 
-    return replace(a, vocabulary=smaller(a.vocabulary, b.vocabulary), context=smaller(a.context, b.context))
+    context = smaller(a.context, b.context)
+    # Refusals of long rows name whose context it is.
+    name = a.name if context == a.context else b.name
+    return replace(a, name=name, vocabulary=smaller(a.vocabulary, b.vocabulary), context=context)

@@ -46,6 +46,11 @@ class StitchedModel(nn.Module):
         """The back's."""
         return getattr(self.back, "config", None)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The one that the stitch was measured with, None where it had tokens alone."""
+        return self._halves[1].model.tokenizer
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """What the back's forward gives, with its own further options."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
@@ -84,6 +89,13 @@ class StitchedModel(nn.Module):
                 do="stitched(tokens) for its logits, and their argmax as the next token",
             )
         described, device = self._halves[1].model, self._halves[1].device
+        if not isinstance(prompt, str | Tensor):
+            raise LayersimError(
+                "A stitched model goes on from one text, or from token ids.",
+                given=type(prompt).__name__,
+                expected="a text, or a tensor `batch pos`",
+                do="generate(encoded.input_ids, attention_mask=encoded.attention_mask) for several texts, padded on the left",
+            )
         ids = self._ids(prompt, described) if isinstance(prompt, str) else prompt
         cache = "use_past_kv_cache" if is_transformer_lens(self.back) else "use_cache"
         if cache == "use_past_kv_cache":
@@ -155,9 +167,9 @@ class StitchedModel(nn.Module):
         if tokens is None:
             raise LayersimError(
                 "A stitched model reads tokens, which both models embed.",
-                given=", ".join(given) or "nothing",
-                expected="input_ids",
-                do="stitched(model.to_tokens(text)), or stitched(tokenizer(text, return_tensors='pt').input_ids)",
+                given=", ".join(name for name, value in given.items() if value is not None and value is not False) or "nothing",
+                expected="token ids",
+                do="stitched(tokenizer(text, return_tensors='pt').input_ids); stitched.generate(text) takes texts",
             )
         passed = {
             name: given[name]
@@ -174,8 +186,6 @@ class StitchedModel(nn.Module):
             return front.read(self.at[0], lambda: self.front(tokens, **passed)).to(self._halves[1].device)
         finally:
             self.reading_front = False
-        # Before anybody measures this model: it runs the back once.
-        back.tuples()
 
 
 class StitchedSource(HookedSource):

@@ -104,6 +104,8 @@ class Bench:
         self.batches = Batches(data, shared, **settings, labelled=labelled)
         judged = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])
         self.tokenizer = shared.tokenizer
+        head = backs[0].model.head
+        self.unit = "token" if head is None or head.reads == "every" else "row"
         self.material = Material.of(self.batches, judged, self.labels, backs[0].model, task.fit != "")
         wide = any(half.model.dtype == "torch.float64" for half in halves)
         self.dtype = torch.float64 if wide else torch.float32
@@ -201,9 +203,10 @@ class Bench:
             # What is judged is what is given back.
             adapter = copy.deepcopy(adapter).to(self.dtype)
             judged = self._judge(back, at[1], acts[1], adapter)
-        except BaseException:
+        except BaseException as error:
             # An interrupt too: what was learnt so far is kept.
-            keep.save()
+            if keep.save():
+                error.add_note(f"What was learnt is in {keep.path}; the same call goes on from there.")
             raise
         cell = Cell(judged, state.curve, adapter, explained, state.stopped)
         keep.put(key, *cell.note(), now=True)

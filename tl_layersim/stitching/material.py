@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..data import Batch, Batches
-from ..errors import LayersimError, in_words
+from ..errors import LayersimError, in_words, warn
 from ..labels import check_batch_labels, targets
 from ..source import NO_LABEL, Model, tokens_alone
 from ..sources.halves import Half
@@ -53,55 +53,77 @@ class Material:
 
     @staticmethod
     def of(batches: Batches, judged: Batches | None, labels: str | Tensor, model: Model, fitted: bool) -> Material:
-        """Read the data; where an adapter is fitted and no other data is given to judge it, the last fifth is kept for that.
+        """Read the data; where an adapter is fitted and no other data judges it, the last fifth of the rows is kept for that.
 
         Raises:
             LayersimError: there is nothing to answer, or too little to keep any.
         """
 
-        def read(source: Batches) -> tuple[Batch, ...]:
-            kept = []
+        def asks(batch: Batch) -> bool:
+            return bool((answers(batch, labels, model) != NO_LABEL).any())
+
+        def read(source: Batches) -> list[Batch]:
+            found = []
             for batch in source:
                 check_batch_labels(labels, batch, model)
-                if bool((answers(batch, labels, model) != NO_LABEL).any()):
-                    kept.append(batch)
-            return tuple(kept)
+                if asks(batch):
+                    found.append(batch)
+            if not found:
+                raise LayersimError(
+                    f"There is nothing to answer in {'this data' if source is batches else 'eval_data'}.",
+                    given=f"no position with a {'label' if labels != 'next_token' else 'next token'}",
+                    expected="rows of two or more tokens" if labels == "next_token" else "rows with labels",
+                    do="check the data, its mask and skip_first=",
+                )
+            return found
 
-        def many(found: tuple[Batch, ...]) -> tuple[Batch, ...]:
+        def finely(found: list[Batch]) -> tuple[Batch, ...]:
             """In ten batches or more, as far as there are rows: an interval over batches needs some."""
-            size = max(1, sum(len(batch.tokens) for batch in found) // FEWEST)
-            parts = found if len(found) >= FEWEST else tuple(part for batch in found for part in batch.split(size))
-            return tuple(part for part in parts if bool((answers(part, labels, model) != NO_LABEL).any()))
+            size = max(1, min(batches.batch_size, sum(len(batch.tokens) for batch in found) // FEWEST))
+            parts = (b.rows(start, start + size) for b in found for start in range(0, len(b.tokens), size))
+            return tuple(part for part in parts if asks(part))
 
         own = read(batches)
-        if not own:
-            raise LayersimError(
-                "There is nothing to answer in this data.",
-                given=f"no position with a {'label' if labels != 'next_token' else 'next token'}",
-                expected="rows of two or more tokens" if labels == "next_token" else "rows with labels",
-                do="check the data, its mask and skip_first=",
-            )
         if judged is not None:
             other = read(judged)
-            if not other:
-                raise LayersimError(
-                    "There is nothing to answer in eval_data.",
-                    given="no labelled position",
-                    expected="rows with answers",
-                    do="check it",
-                )
-            return Material(own if fitted else (), many(other), labels)
+            if fitted:
+                _warn_of_common_rows(own, other)
+            return Material(tuple(own) if fitted else (), finely(other), labels)
         if not fitted:
-            return Material((), many(own), labels)
-        kept = max(1, len(own) // HELD_OUT)
-        if len(own) < 2:
+            return Material((), finely(own), labels)
+        rows = sum(len(batch.tokens) for batch in own)
+        left = rows - max(1, rows // HELD_OUT)
+        fit, kept = list[Batch](), list[Batch]()
+        for batch in own:
+            here = min(left, len(batch.tokens))
+            fit += [batch.rows(0, here)] if here else []
+            kept += [batch.rows(here, len(batch.tokens))] if here < len(batch.tokens) else []
+            left -= here
+        fit = [batch for batch in fit if asks(batch)]
+        parts = finely(kept)
+        if not fit or not parts:
             raise LayersimError(
-                "A fitted adapter is judged on data that it was not fitted on, and this data is one batch.",
-                given=f"{len(own[0].tokens)} rows in one batch",
-                expected="two batches or more, the last fifth of which is kept; or eval_data=",
-                do=f"batch_size={max(1, len(own[0].tokens) // 5)}, more data, or eval_data=other_data",
+                "A fitted adapter is judged on data that it was not fitted on, and this data cannot be parted.",
+                given=f"{rows} rows",
+                expected="two rows or more with something to answer, the last fifth of which is kept; or eval_data=",
+                do="more data, a smaller seq_len= that cuts it into more rows, or eval_data=other_data",
             )
-        return Material(own[:-kept], many(own[-kept:]), labels)
+        return Material(tuple(fit), parts, labels)
+
+
+def _warn_of_common_rows(fit: list[Batch], judged: list[Batch]) -> None:
+    """Say how much of what judges was fitted on."""
+    seen = {row.numpy().tobytes() for batch in fit for row in _rows_of(batch)}
+    common = [row.numpy().tobytes() in seen for batch in judged for row in _rows_of(batch)]
+    if any(common):
+        warn(
+            f"{sum(common)} of {len(common)} rows of eval_data are rows of data too: the penalty is measured on what the "
+            "adapter was fitted on."
+        )
+
+
+def _rows_of(batch: Batch) -> list[Tensor]:
+    return [tokens[attended] for tokens, attended in zip(batch.tokens, batch.attention, strict=True)]
 
 
 class Activations:

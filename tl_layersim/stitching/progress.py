@@ -70,10 +70,11 @@ class Progress:
         if now or time.monotonic() - self._written > SECONDS_BETWEEN_SAVES:
             self.save()
 
-    def save(self) -> None:
-        """Write it, all or nothing; nothing where nothing is known yet."""
+    def save(self) -> bool:
+        """Write it, all or nothing; False where there is no file, or nothing is known yet."""
         if self.path is None or not self._notes:
-            return
+            return False
         tensors = {f"{key}/{name}": value for key, own in self._tensors.items() for name, value in own.items()}
         write(self.path, "stitches", {"identity": self._identity, "stitches": self._notes}, tensors)
         self._written = time.monotonic()
+        return True

@@ -79,6 +79,7 @@ class StitchResult(Result):
         explained: R² of least squares on the tokens of the fit, NaN where there was none.
         stopped: the step, from 1, at which the loss exploded, 0 where it did not.
         layers: the front's layer and the back's.
+        unit: of an answer: "token", or "row" of a classifier.
     """
 
     values_name = "curve"
@@ -94,6 +95,7 @@ class StitchResult(Result):
     fit: str
     explained: float
     stopped: int
+    unit: str
 
     pictures = (
         Picture(
@@ -199,18 +201,29 @@ class StitchResult(Result):
         found: StitchedModel = vars(self)["_model"]
         return found
 
-    def plot(self, field: str = "curve") -> plotly.graph_objects.Figure:
-        """The learning curve, with the back's own loss; or any other field."""
-        from ..plotting import learning_curve
+    def __repr__(self) -> str:
+        how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
+        first, second = (self.provenance.model.split(" | ") * 2)[:2]
+        lines = [f"StitchResult({self.layers[0]} of {first}", f"  into {self.layers[1]} of {second}, {how})"]
+        lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
+        return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {len(self.batch_tokens)} batches"])
 
+    def plot(self, field: str = "") -> plotly.graph_objects.Figure:
+        """The learning curve (`"curve"`), or by batch what is lost (`"penalty"`); by default the curve where there is one."""
+        from ..plotting import learning_curve, over_groups
+
+        field = field or ("curve" if len(self.values) else "penalty")
+        if field == "penalty":
+            each = (self.batch_loss - self.batch_back_loss) / self.batch_tokens
+            return over_groups(each.numpy(), self.penalty_interval(), "Penalty by batch", f"nats a {self.unit}")
         if field not in ("curve", "values"):
             return super().plot(field)
-        return learning_curve(self.values.numpy(), self.loss, self.back_loss, " into ".join(self.layers))
+        return learning_curve(self.values.numpy(), self.loss, self.back_loss, f"nats a {self.unit}")
 
     def headline(self) -> dict[str, float]:
         low, high = self.penalty_interval()[1:]
         return {
-            "penalty, nats": self.penalty,
+            f"penalty, nats a {self.unit}": self.penalty,
             "  from (95 %)": low,
             "  to": high,
             "loss": self.loss,
@@ -241,6 +254,7 @@ class StitchGrid(Result):
         seams: labels of the seams: for each model its layer.
         kind: of the adapters.
         fit: how they were fitted.
+        unit: of an answer: "token", or "row" of a classifier.
     """
 
     values_name = "penalty"
@@ -260,6 +274,7 @@ class StitchGrid(Result):
     seams: tuple[str, ...]
     kind: str
     fit: str
+    unit: str
 
     pictures = (
         Picture(
@@ -299,37 +314,59 @@ class StitchGrid(Result):
         Raises:
             LayersimError: a name is none of the models.
         """
-        import pandas
-
         for name in (first, second):
             if name not in self.fronts:
                 raise LayersimError(
                     "There is no such model in this grid.", given=repr(name), expected=f"one of {self.fronts}", do="grid.fronts"
                 )
         a, b = self.fronts.index(first), self.fronts.index(second)
-        rows = [
-            over_batches(self.batch_penalty[a, b, s] - self.batch_penalty[b, a, s], self.batch_tokens, confidence)
-            for s in range(len(self.seams))
-        ]
-        return pandas.DataFrame(rows, columns=["difference", "low", "high"]).assign(seam=self.seams)[
-            ["seam", "difference", "low", "high"]
-        ]
+        return self._differences({(a, b): (b, a)}, confidence)[["seam", "difference", "low", "high"]]
+
+    def beyond_self(self, confidence: float = 0.95) -> pandas.DataFrame:
+        """Penalty of each stitch of two models minus that of the back with itself, with its interval over batches.
+
+        What fitting an adapter costs or brings by itself, on these texts, is so taken off. By least squares, and with identity,
+        a model loses nothing with itself, and this is the penalty.
+        """
+        count = range(len(self.fronts))
+        return self._differences({(a, b): (b, b) for a in count for b in count if a != b}, confidence)
+
+    def _differences(self, pairs: dict[tuple[int, int], tuple[int, int]], confidence: float) -> pandas.DataFrame:
+        """One cell minus another, batch by batch, for each pair and seam."""
+        import pandas
+
+        rows = []
+        for (a, b), other in pairs.items():
+            for s, seam in enumerate(self.seams):
+                found = over_batches(
+                    self.batch_penalty[a, b, s] - self.batch_penalty[(*other, s)], self.batch_tokens, confidence
+                )
+                rows.append((self.fronts[a], self.fronts[b], seam, *found))
+        return pandas.DataFrame(rows, columns=["front", "back", "seam", "difference", "low", "high"])
+
+    def __repr__(self) -> str:
+        how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
+        lines = [f"StitchGrid({', '.join(self.fronts)}: {len(self.seams)} seams, {how})"]
+        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
 
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
-        """Penalty by seam, a line for each direction, with intervals; models with themselves dashed."""
+        """A field by seam, a line for each direction, with intervals where there are; models with themselves dashed."""
         from ..plotting import directions
 
-        ends = {"penalty": (self.low, self.high), "accuracy_penalty": (self.accuracy_low, self.accuracy_high)}
         field = "penalty" if field == "values" else field
-        if field not in ends:
+        if field != "penalty" and self.tensor_fields().get(field) != ("front", "back", "seam"):
             return super().plot(field)
-        low, high = ends[field]
-        values = self.values if field == "penalty" else self.accuracy_penalty
-        title = next(picture.title for picture in self.pictures if picture.field == field)
-        unit = "nats a token" if field == "penalty" else "share of answers"
+        ends = {"penalty": (self.low, self.high), "accuracy_penalty": (self.accuracy_low, self.accuracy_high)}
+        values = self.values if field == "penalty" else getattr(self, field)
+        low, high = ends.get(field, (values, values))
+        titles = {picture.field: picture.title for picture in self.pictures}
+        title = f"{titles.get(field, field)}: {self.kind}{f', {self.fit}' if self.fit else ''}"
+        unit = "share of answers" if "accuracy" in field else "training step" if field == "stopped" else f"nats a {self.unit}"
         return directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, title, unit)
 
     def headline(self) -> dict[str, float]:
         own = torch.eye(len(self.fronts), dtype=torch.bool)
-        found = {"mean penalty of a model with itself, nats": float(self.values[own].mean())}
-        return found if len(self.fronts) == 1 else {"mean penalty of two models, nats": float(self.values[~own].mean())} | found
+        found = {"penalty of models with themselves, mean over seams": float(self.values[own].mean())}
+        if len(self.fronts) == 1:
+            return found
+        return {"penalty of two models, mean over directions and seams": float(self.values[~own].mean())} | found

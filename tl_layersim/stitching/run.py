@@ -136,7 +136,7 @@ def stitch(
         acts = bench.activations(halves[0], numbers[0])
         cell = bench.cell("stitch", halves[0], halves[1], numbers, acts, keep)
     names = tuple(half.model.layers[number] for half, number in zip(halves, numbers, strict=True))
-    result = _one(cell, names, task, bench.provenance(halves, time.perf_counter() - start, {"at": list(names)}))
+    result = _one(cell, names, task, bench.unit, bench.provenance(halves, time.perf_counter() - start, {"at": list(names)}))
     if all(isinstance(half, LocalHalf) for half in halves):
         object.__setattr__(result, "_join", partial(_join, halves[0], halves[1], result.adapter, numbers, bench.tokenizer))
     return result
@@ -256,7 +256,7 @@ def stitch_grid(
                         bar.update()
     labels_of_seams = tuple(seam_label(halves, seams, s) for s in range(count))
     run = bench.provenance(list(halves.values()), time.perf_counter() - start, {"layers": seams})
-    return _grid(cells, tuple(halves), labels_of_seams, task, run)
+    return _grid(cells, tuple(halves), labels_of_seams, task, bench.unit, run)
 
 
 def _join(front: LocalHalf, back: LocalHalf, adapter: Adapter, at: tuple[int, int], tokenizer: Any) -> StitchedModel:
@@ -264,7 +264,7 @@ def _join(front: LocalHalf, back: LocalHalf, adapter: Adapter, at: tuple[int, in
     return StitchedModel(front, reader, adapter.to(back.device), at)
 
 
-def _one(cell: Cell, names: tuple[str, ...], task: Task, run: Provenance) -> StitchResult:
+def _one(cell: Cell, names: tuple[str, ...], task: Task, unit: str, run: Provenance) -> StitchResult:
     """A cell as a result."""
     weight, bias = cell.adapter.weight, cell.adapter.bias
     return StitchResult(
@@ -275,6 +275,7 @@ def _one(cell: Cell, names: tuple[str, ...], task: Task, run: Provenance) -> Sti
         fit=task.fit,
         explained=cell.explained,
         stopped=cell.stopped + 1,
+        unit=unit,
         layers=names,
         provenance=run,
         **{f"batch_{name}": cell.judged[name] for name in JUDGED},
@@ -282,7 +283,12 @@ def _one(cell: Cell, names: tuple[str, ...], task: Task, run: Provenance) -> Sti
 
 
 def _grid(
-    cells: Mapping[tuple[str, str, int], Cell], names: tuple[str, ...], seams: tuple[str, ...], task: Task, run: Provenance
+    cells: Mapping[tuple[str, str, int], Cell],
+    names: tuple[str, ...],
+    seams: tuple[str, ...],
+    task: Task,
+    unit: str,
+    run: Provenance,
 ) -> StitchGrid:
     """All cells as one result."""
 
@@ -320,6 +326,7 @@ def _grid(
         seams=seams,
         kind=task.kind,
         fit=task.fit,
+        unit=unit,
         layers=(),
         provenance=run,
     )

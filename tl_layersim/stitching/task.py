@@ -103,7 +103,7 @@ class Task:
 
 
 def layer_number(model: Model, layer: int | str) -> int:
-    """Which residual layer is meant."""
+    """Which residual layer of the model is meant."""
     count = len(model.layers)
     if isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < count:
         return layer
@@ -115,10 +115,10 @@ def layer_number(model: Model, layer: int | str) -> int:
             return names[layer]
     raise LayersimError(
         f"{model.name} has no such layer.",
-        given=f"at=(..., {layer!r}, ...)",
+        given=repr(layer),
         expected=f"0 to {count - 1}: 0 is what enters block 0, {count - 1} what leaves the last block; or a name as "
         f"{model.layers[-1]}",
-        do=f"at=({count // 2}, {count // 2})",
+        do=f"{count // 2}; at=(layer of the front, layer of the back)",
     )
 
 
@@ -150,4 +150,4 @@ def seam_label(halves: Mapping[str, Half], seams: Mapping[str, list[int]], s: in
     names = {name: halves[name].model.layers[seams[name][s]] for name in halves}
     if len(set(names.values())) == 1:
         return next(iter(names.values()))
-    return ", ".join(f"{name} {seams[name][s]}" for name in halves)
+    return ", ".join(f"{name} {names[name]}" for name in halves)

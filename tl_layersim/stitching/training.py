@@ -21,6 +21,8 @@ from .material import Activations
 Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
 # Steps whose mean loss counts as one look at the adapter.
 WINDOW = 25
+# Batches of the fit on which the end of a training is compared with its start.
+LOOK = 8
 
 
 @typed
@@ -34,7 +36,7 @@ class StitchTraining:
             gradients
             without averaging them. A bare 1.0 is ten times as much, and diverges on some models.
         momentum: of Nesterov's method.
-        warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step.
+        warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step; default a tenth of them.
         clip: largest Euclidean norm of a step's gradient, as in tuned-lens.
         relative: whether weights and biases are learnt in units of the back's own residual (a weight: divided by the front's
             features; sizes are geometric means over tokens of root mean squares). Residual streams of models differ in size a
@@ -45,7 +47,7 @@ class StitchTraining:
     steps: int = 2000
     lr: int | float = 1.0
     momentum: int | float = 0.9
-    warmup: int = 200
+    warmup: int | None = None
     clip: int | float = 1.0
     relative: bool = True
 
@@ -54,14 +56,14 @@ class StitchTraining:
             "steps": self.steps < 1,
             "lr": not 0 < self.lr < math.inf,
             "momentum": not 0 < self.momentum < 1,
-            "warmup": self.warmup < 0,
+            "warmup": self.warmup is not None and not 0 <= self.warmup < self.steps,
             "clip": not self.clip > 0,
         }
         for name in (name for name, bad in wrong.items() if bad):
             raise LayersimError(
                 f"{name} is out of range.",
                 given=f"{name}={getattr(self, name)}",
-                expected="steps of 1 or more, lr and clip above 0, momentum between 0 and 1, warmup of 0 or more",
+                expected="steps of 1 or more, lr and clip above 0, momentum between 0 and 1, warmup below steps",
                 do="StitchTraining(), the settings of the paper",
             )
 
@@ -72,7 +74,7 @@ class StitchTraining:
         >>> [round(rate, 4) for rate in rates]
         [0.05, 0.1, 0.1, 0.0125]
         """
-        warmup = min(self.warmup, self.steps - 1)
+        warmup = self.steps // 10 if self.warmup is None else self.warmup
         share = (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
         return self.lr * (1 - self.momentum) * share
 
@@ -209,43 +211,58 @@ def descend(
                 f"{name} momentum": optimiser.state[parameter]["momentum_buffer"].clone()
                 for name, parameter in zip(names, learnt, strict=True)
             }
-            best = {key: value for key, value in state.tensors.items() if key.startswith("best")}
+            top = {key: value for key, value in state.tensors.items() if key.startswith("best")}
             lowest = state.best
             if len(curve) % WINDOW == 0:
                 recent = sum(curve[-WINDOW:]) / WINDOW
                 bar.set_postfix_str(f"loss {recent:.3f}")
                 if recent < lowest:
-                    lowest, best = recent, {f"best {name}": held[name] for name in names}
-            state = Trained(state.step + 1, held | best, curve, lowest)
+                    lowest, top = recent, {f"best {name}": held[name] for name in names}
+            state = Trained(state.step + 1, held | top, curve, lowest)
             bar.update()
             save(state)
-    found = [parameter.detach() for parameter in learnt]
-    if state.stopped >= 0 or _worse(state.curve):
-        found = [
-            state.tensors.get(f"best {name}", torch.zeros(part.shape)).to(part) for name, part in zip(names, fixed, strict=True)
+    ends = {"the last one": [parameter.detach() for parameter in learnt]} if state.stopped < 0 else {}
+    if state.best < math.inf:
+        ends["the best one on the way"] = [
+            state.tensors[f"best {name}"].to(part) for name, part in zip(names, fixed, strict=True)
         ]
-    _say_how_it_went(state, training)
-    weight, bias = parts_of(found)
+    ends["the one that it started from"] = [torch.zeros_like(part) for part in fixed]
+
+    def loss_of(found: Sequence[Tensor]) -> float:
+        return _loss(start.kind, parts_of(found), acts, back, layer, wanted)
+
+    losses = {name: loss_of(found) for name, found in ends.items() if name != "the best one on the way"}
+    chosen = next(iter(ends))
+    if state.stopped >= 0 or not losses["the last one"] <= losses["the one that it started from"]:
+        losses = {name: loss_of(found) for name, found in ends.items()}
+        chosen = min(losses, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
+        _say_how_it_went(state, training, losses, chosen)
+    weight, bias = parts_of(ends[chosen])
     return Adapter(start.kind, weight.cpu(), None if bias is None else bias.cpu()), state
 
 
-def _worse(curve: tuple[float, ...]) -> bool:
-    """Whether the last looks at the loss are above the first."""
-    return len(curve) >= 2 * WINDOW and sum(curve[-WINDOW:]) > sum(curve[:WINDOW])
+def _loss(
+    kind: str, parts: tuple[Tensor, Tensor | None], acts: Activations, back: Half, layer: int, wanted: list[Tensor]
+) -> float:
+    """Loss with an adapter on a few batches of the fit, spread over it."""
+    total, count = 0.0, 0.0
+    for index in range(0, len(acts), max(1, len(acts) // LOOK)):
+        with torch.no_grad():
+            x = mapped(kind, acts[index].to(parts[0]), *parts)
+        found = back.score(acts.batches[index], wanted[index], layer, x)
+        total, count = total + float(found["loss"]), count + float(found["count"])
+    return total / count
 
 
-def _say_how_it_went(state: Trained, training: StitchTraining) -> None:
-    if state.stopped >= 0:
-        what = f"The loss exploded at step {state.stopped + 1} of {training.steps}"
-    elif _worse(state.curve):
-        what = "Training ended with a higher loss than it began with"
-    else:
-        return
-    kept = "the best one until then" if state.best < math.inf else "the one that it started from"
-    warn(
-        f"{what}: {state.curve[0]:.3g} at first, {state.curve[-1]:.3g} at last. The adapter is {kept}; "
-        f"StitchTraining(lr={training.lr / 10:g}) may get further."
+def _say_how_it_went(state: Trained, training: StitchTraining, losses: Mapping[str, float], chosen: str) -> None:
+    what = (
+        f"The loss exploded at step {state.stopped + 1} of {training.steps}"
+        if state.stopped >= 0
+        else ("Training ended with a higher loss than it began with")
     )
+    said = ", ".join(f"{loss:.4g} of {name}" for name, loss in losses.items())
+    rate = min(1.0, training.lr / 10)
+    warn(f"{what}. On batches of the fit: {said}. The adapter is {chosen}; StitchTraining(lr={rate:g}) may get further.")
 
 
 def _units(kind: str, acts: Activations, back: Half, layer: int, training: StitchTraining) -> tuple[float, float]:
