@@ -1483,6 +1483,13 @@ class TestStitchedModel:
         norm = float(found.adapter(half.hidden(batch, 2)).norm(dim=-1).mean())
         assert float(report["trajectory"].norm[0]) == pytest.approx(norm, rel=1e-5)
 
+    def test_its_pages_name_the_backs_blocks(self, found):
+        report = lsim.analyze(found.model, rows(6, 9), [lsim.LogitLens(), lsim.Cosine(center="none"), lsim.CKA(minibatch=32)])
+        assert "accuracy after block 2" in repr(report)
+        assert "COS(blocks.1 input, last)" in repr(report)
+        assert "CKA(blocks.1 input, last)" in repr(report)
+        assert list(report["cosine"].plot().layout.xaxis.ticktext) == ["into 1", "1", "2"]
+
     def test_in_attach_and_compare(self, found):
         tokens = rows(6, 9)
         with lsim.attach(found.model, [lsim.LogitLens()]) as probe, torch.no_grad():

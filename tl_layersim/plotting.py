@@ -56,12 +56,16 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
 
 
 def short_names(names: tuple[str, ...]) -> list[str]:
-    """Tick labels: the block's number, and `embed` for what enters block 0.
+    """Tick labels: the block's number, `embed` for what enters block 0, and `into 3` for what enters a later one.
 
     >>> short_names(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"))
     ['embed', '0']
     """
-    return ["embed" if name.endswith("resid_pre") else (re.findall(r"\d+", name) or [name])[-1] for name in names]
+    numbers = [(re.findall(r"\d+", name) or [name])[-1] for name in names]
+    return [
+        ("embed" if number == "0" else f"into {number}") if name.endswith("resid_pre") else number
+        for name, number in zip(names, numbers, strict=True)
+    ]
 
 
 def _heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str) -> go.Figure:

@@ -172,6 +172,12 @@ class Result(ABC):
         """The few numbers that a summary table shows."""
         return {}
 
+    def first_layer(self) -> str:
+        """What the first residual layer is, in words; a stitched model begins above its seam."""
+        return (
+            "embedding" if self.layers[0].startswith("blocks.0.") else self.layers[0].removesuffix(".hook_resid_pre") + " input"
+        )
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly."""
         header, tensors = _pack(self)

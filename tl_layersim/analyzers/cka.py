@@ -91,7 +91,7 @@ class CKAResult(LayerMatrix):
         to_last = self.values[:, -1]
         name = "CKA(first model's {}, second's last)" if " | " in self.provenance.model else "CKA({}, last)"
         return {
-            name.format("embedding"): float(to_last[0]),
+            name.format(self.first_layer()): float(to_last[0]),
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
             "samples in a minibatch": self.mean_minibatch,

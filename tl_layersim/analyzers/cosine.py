@@ -82,7 +82,7 @@ class CosineResult(LayerMatrix):
     def headline(self) -> dict[str, float]:
         to_last = self.values[:, -1]
         return {
-            "COS(embedding, last)": float(to_last[0]),
+            f"COS({self.first_layer()}, last)": float(to_last[0]),
             "COS(last but one, last)": float(to_last[-2]),
             "share of steps at which mean COS to the last layer rises": float((to_last[1:] > to_last[:-1]).double().mean()),
             "share of tokens whose COS to the last layer rises at every step": float(self.monotone_share),

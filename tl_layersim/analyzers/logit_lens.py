@@ -115,11 +115,12 @@ class LogitLensResult(Result):
 
     def headline(self) -> dict[str, float]:
         middle = len(self.values) // 2
+        block = self.layers[1:][middle].removesuffix(".hook_resid_post").removeprefix("blocks.")
         return {
             "accuracy of the last layer": float(self.accuracy[-1]),
-            f"accuracy after block {middle}": float(self.accuracy[middle]),
+            f"accuracy after block {block}": float(self.accuracy[middle]),
             "perplexity of the last layer": float(self.perplexity[-1]),
-            f"agreement of block {middle} with the last": float(self.agreement[middle]),
+            f"agreement of block {block} with the last": float(self.agreement[middle]),
             "share of positions whose target probability rises at every block": float(self.monotone_share),
         }
 
