@@ -82,6 +82,13 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     return total / count
 
 
+def lsim_batches(tokens: torch.Tensor, size: int = 4):
+    from tl_layersim.data import Batches
+    from tl_layersim.sources import open_source
+
+    return list(Batches(tokens, open_source(tiny_llama()).model, size, None, False, None, 0, True, None))
+
+
 class TestAdapter:
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
     @pytest.mark.parametrize("widths", [(6, 6), (6, 4), (4, 6)])
@@ -764,19 +771,13 @@ class TestNothingElseChanges:
         with torch.inference_mode():
             assert lsim.stitch(front, back, rows(), **options).penalty == plain.penalty
 
-
-def lsim_batches(tokens: torch.Tensor, size: int = 4):
-    from tl_layersim.data import Batches
-    from tl_layersim.sources import open_source
-
-    return list(Batches(tokens, open_source(tiny_llama()).model, size, None, False, None, 0, True, None))
-
     def test_hooks_below_the_seam_do_not_touch_what_is_put_there(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         plain = lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity")
         handles = [back.model.layers[0].register_forward_hook(lambda _m, _a, out: out * 3)]
         handles.append(back.model.layers[0].register_forward_pre_hook(lambda _m, args: (args[0] * 2,)))
         assert lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity").loss == plain.loss
+        assert lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity").back_loss != plain.back_loss
         for handle in handles:
             handle.remove()
 
@@ -785,14 +786,12 @@ def lsim_batches(tokens: torch.Tensor, size: int = 4):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(2), at=(1, 1), fit="lstsq", batch_size=1)
         assert caught[0].filename == __file__
 
-    def test_a_compiled_model_is_refused_in_words(self):
+    def test_a_block_that_does_not_run_is_refused_in_words(self):
+        # As in a compiled graph, which runs past its modules.
         model = tiny_llama()
-        model.compile(backend="eager")
-        with torch.no_grad():
-            model(rows(4))
-            model(rows(4))
-        with pytest.raises(lsim.LayersimError, match="did not come to"):
-            lsim.stitch(model, tiny_llama(seed=1), rows(4), at=(1, 1), adapter="identity")
+        model.spare = torch.nn.Linear(32, 32)
+        with pytest.raises(lsim.LayersimError, match=r"did not come to blocks.1.hook_resid_post(.|\n)*torch.compile"):
+            lsim.stitch(model, tiny_llama(), rows(4), at=(2, 2), adapter="identity", layers=(["model.layers.0", "spare"], None))
 
 
 class TestCache:
@@ -1185,6 +1184,24 @@ class TestTrouble:
         paths = ["model.layers.2", "model.layers.0"]
         with pytest.raises(lsim.LayersimError, match="cannot be entered at"):
             lsim.stitch(model, model, rows(), at=(1, 2), adapter="identity", layers=(None, paths))
+
+    def test_a_layer_that_nothing_reads(self):
+        class Deaf(torch.nn.Module):
+            """Says the same whatever its blocks give."""
+
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100)
+                self.steps = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
+
+            def forward(self, tokens):
+                x = self.embed(tokens)
+                self.steps[1](self.steps[0](x))
+                return self.head(x)
+
+        paths = ["steps.0", "steps.1"]
+        with pytest.raises(lsim.LayersimError, match=r"cannot be entered(.|\n)*and another with another"):
+            lsim.stitch(Deaf(), Deaf(), rows(4), at=(1, 1), adapter="identity", layers=(paths, paths))
 
     def test_a_source_of_ones_own(self):
         from tl_layersim.sources import open_source

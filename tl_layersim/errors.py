@@ -34,7 +34,7 @@ def warn(text: str) -> None:
     ours = (__name__.split(".")[0], "jaxtyping", "beartype", "contextlib")
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ours:
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(text, LayersimWarning, stacklevel=depth - 1)
+    warnings.warn(text, LayersimWarning, stacklevel=depth)
 
 
 def in_words(size: float) -> str:
