@@ -111,7 +111,6 @@ class Bench:
         self.dtype = torch.float64 if wide else torch.float32
         self._own: dict[int, dict[str, Tensor]] = {}
         self._checked: set[tuple[int, int]] = set()
-        self._said = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Bench:

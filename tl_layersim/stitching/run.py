@@ -79,7 +79,7 @@ def stitch(
         training: of `"sgd"`; default `StitchTraining()`, the paper's settings.
         ridge: of `"lstsq"`: added to the diagonal of X'X, in units of its mean.
         seed: of the order of batches in training.
-        eval_data: what the penalty is measured on, at most `max_tokens` of it too. Default: the last fifth of the batches of
+        eval_data: what the penalty is measured on, at most `max_tokens` of it too. Default: the last fifth of the rows of
             `data`, which are then kept out of the fit; all of them where nothing is fitted.
         labels: what the back ought to say: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`,
             for a classifier `"data"`.

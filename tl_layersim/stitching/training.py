@@ -33,8 +33,7 @@ class StitchTraining:
     Attributes:
         steps: optimiser steps, each on one batch.
         lr: learning rate as tuned-lens counts it: what torch's SGD is given is `lr * (1 - momentum)`, since torch adds up
-            gradients
-            without averaging them. A bare 1.0 is ten times as much, and diverges on some models.
+            gradients without averaging them. A bare 1.0 is ten times as much, and diverges on some models.
         momentum: of Nesterov's method.
         warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step; default a tenth of them.
         clip: largest Euclidean norm of a step's gradient, as in tuned-lens.
@@ -154,9 +153,7 @@ def descend(
 ) -> tuple[Adapter, Trained]:
     """Train an adapter by the back's own loss; only the back's layers above the seam run in a step.
 
-    What is learnt is added to the start: A u / r + b beside it, where r is the typical size of the front's features, so that a
-    learning
-    rate means the same for every model and layer.
+    What is learnt is added to the start, in the units of `StitchTraining.relative`.
 
     Args:
         start: where it begins.
@@ -221,24 +218,37 @@ def descend(
             state = Trained(state.step + 1, held | top, curve, lowest)
             bar.update()
             save(state)
-    ends = {"the last one": [parameter.detach() for parameter in learnt]} if state.stopped < 0 else {}
+    ends: dict[str, list[Tensor]] = {}
+    if state.stopped < 0:
+        ends["the last one"] = [parameter.detach() for parameter in learnt]
     if state.best < math.inf:
-        ends["the best one on the way"] = [
-            state.tensors[f"best {name}"].to(part) for name, part in zip(names, fixed, strict=True)
-        ]
+        ends["the best one on the way"] = [state.tensors[f"best {n}"].to(x) for n, x in zip(names, fixed, strict=True)]
     ends["the one that it started from"] = [torch.zeros_like(part) for part in fixed]
 
-    def loss_of(found: Sequence[Tensor]) -> float:
-        return _loss(start.kind, parts_of(found), acts, back, layer, wanted)
+    def loss_of(name: str) -> float:
+        return _loss(start.kind, parts_of(ends[name]), acts, back, layer, wanted)
 
-    losses = {name: loss_of(found) for name, found in ends.items() if name != "the best one on the way"}
-    chosen = next(iter(ends))
-    if state.stopped >= 0 or not losses["the last one"] <= losses["the one that it started from"]:
-        losses = {name: loss_of(found) for name, found in ends.items()}
-        chosen = min(losses, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
-        _say_how_it_went(state, training, losses, chosen)
-    weight, bias = parts_of(ends[chosen])
+    weight, bias = parts_of(ends[_choose(list(ends), loss_of, state, training)])
     return Adapter(start.kind, weight.cpu(), None if bias is None else bias.cpu()), state
+
+
+def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, training: StitchTraining) -> str:
+    """The last adapter, unless training exploded or ended above its start: then, with a warning, the best that there was."""
+    last, start = ends[0], ends[-1]
+    losses: dict[str, float] = {}
+    if state.stopped < 0:
+        losses = {name: loss_of(name) for name in (last, start)}
+        if losses[last] <= losses[start]:
+            return last
+        what = "Training ended with a higher loss than it began with"
+    else:
+        what = f"The loss exploded at step {state.stopped + 1} of {training.steps}"
+    losses = {name: losses.get(name, loss_of(name)) for name in ends}
+    chosen = min(ends, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
+    said = ", ".join(f"{losses[name]:.4g} of {name}" for name in ends)
+    rate = min(1.0, training.lr / 10)
+    warn(f"{what}. On batches of the fit: {said}. The adapter is {chosen}; StitchTraining(lr={rate:g}) may get further.")
+    return chosen
 
 
 def _loss(
@@ -252,17 +262,6 @@ def _loss(
         found = back.score(acts.batches[index], wanted[index], layer, x)
         total, count = total + float(found["loss"]), count + float(found["count"])
     return total / count
-
-
-def _say_how_it_went(state: Trained, training: StitchTraining, losses: Mapping[str, float], chosen: str) -> None:
-    what = (
-        f"The loss exploded at step {state.stopped + 1} of {training.steps}"
-        if state.stopped >= 0
-        else ("Training ended with a higher loss than it began with")
-    )
-    said = ", ".join(f"{loss:.4g} of {name}" for name, loss in losses.items())
-    rate = min(1.0, training.lr / 10)
-    warn(f"{what}. On batches of the fit: {said}. The adapter is {chosen}; StitchTraining(lr={rate:g}) may get further.")
 
 
 def _units(kind: str, acts: Activations, back: Half, layer: int, training: StitchTraining) -> tuple[float, float]:
