@@ -33,7 +33,7 @@ from tl_layersim.stitching.material import Activations
 from tl_layersim.stitching.training import Trained, descend, least_squares, start_of
 
 ROWS, LENGTH = 4, 128
-PATIENCE = 40
+PATIENCE = 12
 NAMES = {
     "naive": "both models whole, weights not frozen",
     "frozen": "both models whole, weights frozen, front without gradients",
