@@ -352,6 +352,16 @@ class TestNumbers:
         assert again.penalty == apart.penalty
         assert again.fit == ""
 
+    def test_what_is_judged_is_what_is_given_back(self):
+        weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        front, back = tiny_gpt2(0), tiny_gpt2(1)
+        wide = lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight))
+        narrow = lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight.float()))
+        assert wide.loss == narrow.loss
+        assert torch.equal(wide.weight, weight.float().double())
+        double = lsim.stitch(front.double(), back.double(), rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight))
+        assert torch.equal(double.adapter.weight, weight)
+
     def test_a_table_of_labels_is_of_one_data_set(self):
         table = torch.full((6, 8), 5)
         with pytest.raises(lsim.LayersimError, match="belongs to one data set"):
