@@ -655,6 +655,16 @@ class TestClassifiers:
         assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(stitched, classes)), abs=1e-5)
         assert int(found.batch_tokens.sum()) == 30
 
+    def test_the_class_of_a_row_does_not_need_its_first_positions(self):
+        base, tuned = self.build("bert", 0), self.build("bert", 1)
+        data = {"input_ids": rows(12, 9), "labels": torch.arange(12) % 3}
+        found = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity")
+        later = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity", skip_first=2)
+        assert later.loss == found.loss
+        assert int(later.batch_tokens.sum()) == 12
+        assert found.unit == "row"
+        assert "nats a row" in found.plot().layout.yaxis.title.text
+
     def test_padded_rows_and_training(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": [rows(20, 9)[i, : 4 + i % 5].tolist() for i in range(20)], "labels": [i % 3 for i in range(20)]}
