@@ -46,7 +46,8 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
             expected=f"0 to {logits.shape[-1] - 1}",
             do="map the labels to the classes of the model's head",
         )
-    chosen = logits[keep]
+    # Not logits[keep], whose derivative adds up one entry at a time.
+    chosen = logits.flatten(0, -2).index_select(0, keep.flatten().nonzero()[:, 0])
     chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
     loss = torch.nn.functional.cross_entropy(chosen, wanted, reduction="none")
     right = (chosen.detach().argmax(-1) == wanted).sum()
