@@ -28,26 +28,32 @@ def rows(count: int = 24, length: int = 16) -> torch.Tensor:
 
 
 def rotated(model, seed: int = 5):
-    """The same function of tokens with its residual stream in another orthogonal basis, and that basis."""
+    """The same function of tokens with its residual stream in another orthogonal basis, and that basis.
+
+    Norms' weights, which belong to the old coordinates, are folded into what reads the normed stream.
+    """
     d = model.config.hidden_size
     q = torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))[0]
     turned = copy.deepcopy(model)
     with torch.no_grad():
 
-        def reads(linear) -> None:
-            linear.weight.copy_((linear.weight.double() @ q.T).to(linear.weight.dtype))
+        def reads(linear, norm) -> None:
+            linear.weight.copy_((linear.weight.double() * norm.weight.double()) @ q.T)
 
         def writes(linear) -> None:
-            linear.weight.copy_((q @ linear.weight.double()).to(linear.weight.dtype))
+            linear.weight.copy_(q @ linear.weight.double())
 
         turned.lm_head.weight = torch.nn.Parameter(turned.lm_head.weight.clone())
-        turned.model.embed_tokens.weight.copy_((model.model.embed_tokens.weight.double() @ q.T).to(model.dtype))
-        reads(turned.lm_head)
+        turned.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.double() @ q.T)
+        reads(turned.lm_head, turned.model.norm)
+        turned.model.norm.weight.fill_(1)
         for block in turned.model.layers:
             for linear in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj):
-                reads(linear)
+                reads(linear, block.input_layernorm)
             for linear in (block.mlp.gate_proj, block.mlp.up_proj):
-                reads(linear)
+                reads(linear, block.post_attention_layernorm)
+            block.input_layernorm.weight.fill_(1)
+            block.post_attention_layernorm.weight.fill_(1)
             writes(block.self_attn.o_proj)
             writes(block.mlp.down_proj)
     return turned, q
