@@ -192,6 +192,7 @@ class StitchedSource(HookedSource):
     """A stitched model, whose layers are what the adapter gives and what the back's blocks above it give."""
 
     def aside(self) -> bool:
+        # Front and back may be one model, or share blocks.
         return bool(self.module.reading_front)
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
@@ -217,7 +218,6 @@ class StitchedSource(HookedSource):
         self._taps = taps(self.blocks)
         self._embed = None
         head = back.model.head
-        # Two models may be one, or share blocks.
         if head is not None:
             norm = f"back.{head.norm}" if head.norm else ""
             head = replace(head, norm=norm, parts=tuple(f"back.{part}" for part in head.parts))
