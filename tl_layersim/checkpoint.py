@@ -64,24 +64,11 @@ class Checkpoint:
         """The tallies by pass; empty where there is no file yet."""
         if self.path is None:
             return {}
-        if not self.path.parent.is_dir():
-            raise LayersimError(
-                "The checkpoint has no place to go.",
-                given=str(self.path),
-                expected="a path in a folder that exists",
-                do=f"mkdir {self.path.parent}",
-            )
+        refuse_no_place(self.path)
         if not self.path.exists():
             return {}
         header, tensors = read(self.path, ("checkpoint",))
-        if header["identity"] != self._identity:
-            now, then = differences(self._identity, header["identity"])
-            raise LayersimError(
-                f"{self.path} belongs to another run.",
-                given=now,
-                expected=then,
-                do="make the same call as before, or pass another checkpoint path",
-            )
+        refuse_other_run(self.path, self._identity, header["identity"])
         tallies = {}
         for label, plain in header["passes"].items():
             names, counts = plain.pop("names"), plain.pop("pending")
@@ -118,11 +105,34 @@ def _unpack(where: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict
     return {name: Sums(found) for name, found in fields.items()}
 
 
-def differences(now: Any, then: Any) -> tuple[str, str]:
+def refuse_no_place(path: Path) -> None:
+    """Refuse a file in a folder that does not exist."""
+    if not path.parent.is_dir():
+        raise LayersimError(
+            "The checkpoint has no place to go.",
+            given=str(path),
+            expected="a path in a folder that exists",
+            do=f"mkdir {path.parent}",
+        )
+
+
+def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
+    """Refuse a file that another call has written."""
+    if identity != found:
+        now, then = _differences(identity, found)
+        raise LayersimError(
+            f"{path} belongs to another run.",
+            given=now,
+            expected=then,
+            do="make the same call as before, or pass another checkpoint path",
+        )
+
+
+def _differences(now: Any, then: Any) -> tuple[str, str]:
     """What differs between two identities, and nothing else."""
     if isinstance(now, dict) and isinstance(then, dict):
         keys = [key for key in now | then if now.get(key) != then.get(key)]
-        parts = [differences(now.get(key), then.get(key)) for key in keys]
+        parts = [_differences(now.get(key), then.get(key)) for key in keys]
         sides = ([f"{key}: {part[side]}" for key, part in zip(keys, parts, strict=True)] for side in (0, 1))
         given, expected = (", ".join(side) for side in sides)
         return given, expected

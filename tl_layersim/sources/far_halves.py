@@ -16,7 +16,7 @@ from ..adapter import cross_moments
 from ..calls import first_tensor
 from ..data import Batch
 from ..layout import call_options
-from .halves import Half, logits_of, score_of
+from .halves import Half, logits_of, losses_of, score_of
 from .nnsight import NNsightSource
 from .remote import RemoteSource
 
@@ -73,7 +73,7 @@ def _hidden(model: Any, blocks: list[Any], tokens: Tensor, options: dict[str, An
     import nnsight
 
     with torch.no_grad(), model.trace(tokens, **options):
-        x = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
+        x = residual_at(blocks, layer)
         found: Tensor = nnsight.save(x.detach().cpu())
     return found
 
@@ -111,8 +111,7 @@ def _pull(
     with torch.enable_grad(), model.trace(tokens, **options), torch.enable_grad():
         x = x.requires_grad_()
         enter(blocks, layer, x)
-        scores = score_of(logits_of(model.output), targets)
-        loss = scores["loss"] / scores["count"]
+        loss = losses_of(logits_of(model.output), targets)[0].mean()
         (slope,) = torch.autograd.grad(loss, x)
         found: tuple[Tensor, Tensor] = nnsight.save((loss.detach().cpu(), slope.cpu()))
     return found
@@ -131,11 +130,17 @@ def _moments(
     import nnsight
 
     with torch.no_grad(), model.trace(tokens, **options), torch.no_grad():
-        target = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
+        target = residual_at(blocks, layer)
         keep = attention.to(target.device)
         # float64 is out of autocast's reach.
         sums = cross_moments(kind, h.to(target.device)[keep], target[keep])
         found: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in sums.items()})
+    return found
+
+
+def residual_at(blocks: list[Any], layer: int) -> Tensor:
+    """Inside a trace: the residual at a layer."""
+    found: Tensor = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
     return found
 
 

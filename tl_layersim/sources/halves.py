@@ -25,6 +25,16 @@ Give = Callable[[Tensor], Tensor]
 def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """What a model's logits are worth: sum of the cross-entropy, how many first choices are right, and of how many positions.
 
+    Arguments as those of `losses_of`.
+    """
+    losses, chosen, wanted = losses_of(logits, targets)
+    right = (chosen.argmax(-1) == wanted).sum()
+    return {"loss": losses.sum(), "correct": right, "count": torch.tensor(len(wanted))}
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy of each answer, the logits that it is made of, and the right answers.
+
     Args:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier.
         targets: `batch pos` or `batch`, NO_LABEL where nothing is asked.
@@ -49,9 +59,9 @@ def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
     # Not logits[keep], whose derivative adds up one entry at a time.
     chosen = logits.flatten(0, -2).index_select(0, keep.flatten().nonzero()[:, 0])
     chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
-    loss = torch.nn.functional.cross_entropy(chosen, wanted, reduction="none")
-    right = (chosen.detach().argmax(-1) == wanted).sum()
-    return {"loss": loss.double().sum() if loss.device.type != "mps" else loss.sum(), "correct": right, "count": keep.sum()}
+    losses = torch.nn.functional.cross_entropy(chosen, wanted, reduction="none")
+    # Apple's GPUs have no float64.
+    return losses if losses.device.type == "mps" else losses.double(), chosen, wanted
 
 
 def logits_of(output: Any) -> Tensor:
@@ -79,6 +89,11 @@ class Half(ABC):
     model: Model
     module: nn.Module
     far: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where what is handed to it is made."""
+        return torch.device("cpu")
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
@@ -291,8 +306,7 @@ class LocalHalf(Half):
     def pull(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            found = score_of(self._logits(batch, layer, x), targets)
-            loss = found["loss"] / found["count"]
+            loss = losses_of(self._logits(batch, layer, x), targets)[0].mean()
             (slope,) = torch.autograd.grad(loss, x)
         return float(loss.detach()), slope
 

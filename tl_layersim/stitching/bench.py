@@ -159,11 +159,6 @@ class Bench:
         """The front's, of the fit and of the judgement."""
         return Activations(front, layer, self.material.fit), Activations(front, layer, self.material.judged)
 
-    def done(self, keep: Progress, key: str) -> bool:
-        """Whether a stitch stands in the file whole."""
-        found = keep.get(key)
-        return found is not None and bool(found[0]["done"])
-
     def cell(
         self,
         key: str,
@@ -175,7 +170,7 @@ class Bench:
     ) -> Cell:
         """Fit and judge one stitch, or take it from the file."""
         found = keep.get(key)
-        if found is not None and found[0]["done"]:
+        if found is not None and keep.done(key):
             return Cell.read(*found)
         self._check(back, at[1])
         # Trouble with the data that judges ought to come before the work.
@@ -199,8 +194,6 @@ class Bench:
                     adapter, state = descend(
                         start, acts[0], back, at[1], wanted, self.task.training, self.task.seed, state, save, title
                     )
-            # What is judged is what is given back.
-            adapter = copy.deepcopy(adapter).to(self.dtype)
             judged = self._judge(back, at[1], acts[1], adapter)
         except BaseException as error:
             # An interrupt too: what was learnt so far is kept.
@@ -212,10 +205,10 @@ class Bench:
         return cell
 
     def _start(self, back: Half, layer: int, acts: Activations) -> tuple[Adapter, float]:
-        """The adapter that is done, or where training begins; and R² of least squares."""
+        """The adapter that is done, or where training begins, in the dtype in which it is judged and given back; and R²."""
         task = self.task
         if task.given is not None:
-            return task.given, float("nan")
+            return copy.deepcopy(task.given).to(self.dtype), float("nan")
         if task.kind == "identity":
             return Adapter("identity"), float("nan")
         if "lstsq" in task.fit:
@@ -227,15 +220,14 @@ class Bench:
     def _judge(self, back: Half, layer: int, acts: Activations, adapter: Adapter) -> dict[str, Tensor]:
         """By batch: answers, losses and hits of the stitched model and of the back by itself."""
         own = self._own_scores(back)
-        device = getattr(back, "device", torch.device("cpu"))
-        worker = copy.deepcopy(adapter).to(device)
+        worker = copy.deepcopy(adapter).to(back.device)
         scores = []
         for index in tqdm(range(len(acts)), desc="judging", unit="batch", disable=None, leave=False):
             batch = acts.batches[index]
             with torch.no_grad():
-                x = worker(acts[index].to(device))
+                x = worker(acts[index].to(back.device))
             scores.append(back.score(batch, answers(batch, self.labels, back.model), layer, x))
-        found = {name: torch.stack([score[name].double() for score in scores]) for name in ("loss", "correct")}
+        found = _stacked(scores, "loss", "correct")
         bad = (~found["loss"].isfinite()).nonzero()[:, 0].tolist()
         if bad:
             seam = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
@@ -248,7 +240,7 @@ class Bench:
     def _own_scores(self, back: Half) -> dict[str, Tensor]:
         if id(back) not in self._own:
             scores = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.material.judged]
-            found = {name: torch.stack([score[name].double() for score in scores]) for name in ("loss", "correct", "count")}
+            found = _stacked(scores, "loss", "correct", "count")
             if not bool(found["loss"].isfinite().all()):
                 bad = (~found["loss"].isfinite()).nonzero()[:, 0].tolist()
                 raise LayersimError(
@@ -287,6 +279,11 @@ class Bench:
             )
         requests = 2 * (len(self.material.fit) + len(self.material.judged))
         tqdm.write(f"{words}; about {requests} requests without training. Activations of other layers stay.", file=sys.stderr)
+
+
+def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
+    """Scores of batches, `batch` each."""
+    return {name: torch.stack([score[name].double() for score in scores]) for name in names}
 
 
 def _note_training(state: Trained, start: Adapter | None, explained: float) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checkpoint import SECONDS_BETWEEN_SAVES, differences
-from ..errors import LayersimError
+from ..checkpoint import SECONDS_BETWEEN_SAVES, refuse_no_place, refuse_other_run
 from ..storage import read, write
 
 
@@ -32,26 +31,13 @@ class Progress:
         self._written = time.monotonic()
         if self.path is None:
             return
-        if not self.path.parent.is_dir():
-            raise LayersimError(
-                "The checkpoint has no place to go.",
-                given=str(self.path),
-                expected="a path in a folder that exists",
-                do=f"mkdir {self.path.parent}",
-            )
+        refuse_no_place(self.path)
         if self.path.exists():
             self._read(self.path)
 
     def _read(self, path: Path) -> None:
         header, tensors = read(path, ("stitches",))
-        if header["identity"] != self._identity:
-            now, then = differences(self._identity, header["identity"])
-            raise LayersimError(
-                f"{path} belongs to another run.",
-                given=now,
-                expected=then,
-                do="make the same call as before, or pass another checkpoint path",
-            )
+        refuse_other_run(path, self._identity, header["identity"])
         self._notes = header["stitches"]
         for key in self._notes:
             self._tensors[key] = {
@@ -61,6 +47,10 @@ class Progress:
     def get(self, key: str) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
         """What is known of a stitch."""
         return (self._notes[key], self._tensors[key]) if key in self._notes else None
+
+    def done(self, key: str) -> bool:
+        """Whether a stitch stands in the file whole."""
+        return key in self._notes and bool(self._notes[key]["done"])
 
     def put(self, key: str, note: dict[str, Any], tensors: Mapping[str, Tensor], now: bool) -> None:
         """Note how a stitch stands; written now, or once in a while."""

@@ -247,7 +247,7 @@ def stitch_grid(
                 with ExitStack() as kept:
                     # Numbers, since names may hold anything.
                     keys = {b: f"{list(halves).index(a)} {number} {s}" for number, b in enumerate(halves)}
-                    waiting = [b for b in halves if not bench.done(keep, keys[b])]
+                    waiting = [b for b in halves if not keep.done(keys[b])]
                     if waiting and "sgd" in task.fit:
                         kept.enter_context(acts[0].keep(bench.cache))
                     for b, back in halves.items():

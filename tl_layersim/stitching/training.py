@@ -168,7 +168,7 @@ def descend(
         title: of the progress bar.
     """
     assert start.weight is not None
-    device, dtype = getattr(back, "device", torch.device("cpu")), start.weight.dtype
+    device, dtype = back.device, start.weight.dtype
     fixed = [part.to(device) for part in (start.weight, start.bias) if part is not None]
     names = ("weight", "bias")[: len(fixed)]
     units = _units(start.kind, acts, back, layer, training)
