@@ -49,6 +49,11 @@ if TYPE_CHECKING:
     from .stitching.run import stitch, stitch_grid
     from .stitching.training import StitchTraining
     from .sums import Sums
+    from .training.losses import aligned_loss
+    from .training.results import AlignedResult
+    from .training.run import finetune_aligned
+    from .training.settings import AlignedTraining
+    from .training.trainer import AlignedTrainer
     from .unembed import Head, Unembed
 
 _HOME = {
@@ -84,6 +89,11 @@ _HOME = {
     "stitching.run": ("stitch", "stitch_grid"),
     "stitching.training": ("StitchTraining",),
     "sums": ("Sums",),
+    "training.losses": ("aligned_loss",),
+    "training.results": ("AlignedResult",),
+    "training.run": ("finetune_aligned",),
+    "training.settings": ("AlignedTraining",),
+    "training.trainer": ("AlignedTrainer",),
     "unembed": ("Head", "Unembed"),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
@@ -92,6 +102,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CKA",
     "Adapter",
+    "AlignedResult",
+    "AlignedTrainer",
+    "AlignedTraining",
     "Analyzer",
     "Batch",
     "BlockCall",
@@ -144,6 +157,7 @@ __all__ = [
     "TrajectoryResult",
     "Unembed",
     "View",
+    "aligned_loss",
     "analyze",
     "attach",
     "axes",
@@ -155,6 +169,7 @@ __all__ = [
     "demo_text",
     "eval_mode",
     "find_analyzers",
+    "finetune_aligned",
     "layer_names",
     "load",
     "load_report",
@@ -184,6 +199,7 @@ def __getattr__(name: str) -> Any:
             importlib.import_module(".analyzers", __name__).find_analyzers()
             importlib.import_module(".blocks", __name__)
             importlib.import_module(".stitching.results", __name__)
+            importlib.import_module(".training.results", __name__)
     else:
         value = _from_analyzers(name)
     globals()[name] = value

@@ -137,13 +137,23 @@ class Batches:
         return {name: getattr(self, name) for name in SETTINGS} | {"tokenizer": known}
 
     def __iter__(self) -> Iterator[Batch]:
-        rows = self._limited(self._rows())
+        rows = self.rows()
         first = 0
         while chunk := list(itertools.islice(rows, self.batch_size)):
-            yield self._batch(chunk, first)
+            yield self.batch(chunk, first)
             first += len(chunk)
 
-    def _batch(self, rows: list[Row], first: int) -> Batch:
+    def rows(self) -> Iterator[Row]:
+        """Rows without padding, up to `max_tokens`."""
+        return self._limited(self._rows())
+
+    def batch(self, rows: list[Row], first: int) -> Batch:
+        """Rows side by side, padded on the right to the longest.
+
+        Args:
+            rows: which.
+            first: the number of the first of them.
+        """
         length = max(len(row.tokens) for row in rows)
         tokens = torch.full((len(rows), length), _pad_id(self.model))
         attention = torch.zeros((len(rows), length), dtype=torch.bool)

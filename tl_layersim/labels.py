@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from .data import Batch
 from .errors import LayersimError, LayersimWarning
 from .results import Provenance
-from .source import NO_LABEL, Model, View
+from .source import NO_LABEL, Model, View, tokens_alone
 
 CLASSIFIERS = ("score", "classifier")
 
@@ -73,6 +74,47 @@ def as_labels(labels: Any) -> str | Tensor:
             do="labels=torch.tensor(labels), of classes as whole numbers; labels.squeeze(1) for a single column",
         )
     return table
+
+
+def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
+    """What a model ought to say: `batch pos`, or `batch` of a classifier; NO_LABEL where nothing is asked."""
+    found = torch.full_like(batch.tokens, NO_LABEL)
+    found[batch.counted] = targets(tokens_alone(batch), labels).cpu()
+    if model.head is None or model.head.reads == "every":
+        return found
+    # A row's class stands at each of its positions.
+    first = (found != NO_LABEL).int().argmax(1, keepdim=True)
+    return found.gather(1, first)[:, 0]
+
+
+def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]]) -> str | Tensor:
+    """What models ought to say: as the user wants it, or by their heads.
+
+    Args:
+        labels: as the user hands them over, None for what the heads are made for.
+        models: what is known of each, and its module.
+
+    Raises:
+        LayersimError: they do not answer one question, or one that nobody can guess.
+    """
+    heads = [model.head for model, _ in models]
+    kinds = {head is not None and (head.reads != "every" or head.parts[-1] in CLASSIFIERS) for head in heads}
+    if len(kinds) > 1:
+        raise LayersimError(
+            "Some of these models are language models and some are classifiers.",
+            given=", ".join(model.source for model, _ in models),
+            expected="models that answer the same question",
+            do="one call for the language models, and one for the classifiers",
+        )
+    masked = next((model for model, module in models if "MaskedLM" in type(module).__name__), None)
+    if labels is None and masked is not None:
+        raise LayersimError(
+            f"{masked.name} is a masked language model: it sees the next token, and is not there to predict it.",
+            given="labels=None",
+            expected="what it ought to say where, and nothing elsewhere",
+            do=f"labels='data', with a column of {NO_LABEL} but where a token is masked",
+        )
+    return as_labels(("data" if kinds == {True} else "next_token") if labels is None else labels)
 
 
 def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:

@@ -320,7 +320,7 @@ def _nothing() -> Iterator[None]:
 @contextmanager
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     """Every submodule in evaluation mode, and each one's own mode back at the end."""
-    modes = [(sub, sub.training) for sub in module.modules()]
+    modes = [(sub, sub.training) for sub in every_module(module)]
     try:
         for sub, _ in modes:
             sub.training = False
@@ -328,6 +328,13 @@ def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for sub, training in modes:
             sub.training = training
+
+
+def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Its submodules, and those of the model inside a TransformerBridge, some of which the bridge does not list."""
+    inner = vars(module).get("original_model")
+    more = inner.modules() if isinstance(inner, torch.nn.Module) else ()
+    return list(dict.fromkeys((*module.modules(), *more)))
 
 
 def layer_names(blocks: int) -> tuple[str, ...]:

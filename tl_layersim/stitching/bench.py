@@ -20,13 +20,13 @@ from ..adapter import Adapter
 from ..checkpoint import Tally
 from ..data import Batches, fingerprint, new_digest
 from ..errors import LayersimError, in_words, warn
-from ..labels import CLASSIFIERS, as_labels, warn_of_unused
+from ..labels import answers, usual_labels, warn_of_unused
 from ..outcome import record
 from ..prepare import shared_tokens, with_tokenizer
 from ..results import Provenance
 from ..source import NO_LABEL
 from ..sources.halves import Half
-from .material import Activations, Material, answers
+from .material import Activations, Material
 from .progress import Progress
 from .task import Task
 from .training import Trained, descend, least_squares, start_of
@@ -92,7 +92,7 @@ class Bench:
             shared = shared_tokens(shared, other.model, given=options["tokenizer"] is not None)
         known = next((half.model.tokenizer for half in halves if half.model.tokenizer is not None), None)
         shared = with_tokenizer(replace(shared, tokenizer=known), options["tokenizer"])
-        self.labels = _labels_of(options["labels"], backs)
+        self.labels = usual_labels(options["labels"], [(back.model, back.module) for back in backs])
         if isinstance(self.labels, Tensor) and options["eval_data"] is not None:
             raise LayersimError(
                 "A table of labels belongs to one data set, and here are two.",
@@ -308,29 +308,3 @@ def _read_training(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tu
     state = Trained(note["step"], held, tuple(tensors["curve"].tolist()), note["best"], note["stopped"])
     start = Adapter(note["kind"], tensors["start weight"], tensors.get("start bias")) if "kind" in note else None
     return state, start, note["explained"]
-
-
-def _labels_of(labels: Any, backs: list[Half]) -> str | Tensor:
-    """What the backs ought to say: as the user wants it, or by their heads.
-
-    Raises:
-        LayersimError: they do not answer one question, or one that nobody can guess.
-    """
-    heads = [back.model.head for back in backs]
-    kinds = {head is not None and (head.reads != "every" or head.parts[-1] in CLASSIFIERS) for head in heads}
-    if len(kinds) > 1:
-        raise LayersimError(
-            "Some of these models are language models and some are classifiers.",
-            given=", ".join(back.model.source for back in backs),
-            expected="models that answer the same question",
-            do="a grid for the language models, and one for the classifiers",
-        )
-    masked = next((back.model for back in backs if "MaskedLM" in type(back.module).__name__), None)
-    if labels is None and masked is not None:
-        raise LayersimError(
-            f"{masked.name} is a masked language model: it sees the next token, and is not there to predict it.",
-            given="labels=None",
-            expected="what it ought to say where, and nothing elsewhere",
-            do=f"labels='data', with a column of {NO_LABEL} but where a token is masked",
-        )
-    return as_labels(("data" if kinds == {True} else "next_token") if labels is None else labels)

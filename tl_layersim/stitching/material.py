@@ -16,25 +16,14 @@ from tqdm.auto import tqdm
 
 from ..data import Batch, Batches
 from ..errors import LayersimError, in_words, warn
-from ..labels import check_batch_labels, targets
-from ..source import NO_LABEL, Model, tokens_alone
+from ..labels import answers, check_batch_labels
+from ..source import NO_LABEL, Model
 from ..sources.halves import Half
 
 # Sizes that are said before they are taken.
 MUCH = 1e8
 HELD_OUT = 5
 FEWEST = 10
-
-
-def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
-    """What the back ought to say: `batch pos`, or `batch` of a classifier; NO_LABEL where nothing is asked."""
-    found = torch.full_like(batch.tokens, NO_LABEL)
-    found[batch.counted] = targets(tokens_alone(batch), labels).cpu()
-    if model.head is None or model.head.reads == "every":
-        return found
-    # A row's class stands at each of its positions.
-    first = (found != NO_LABEL).int().argmax(1, keepdim=True)
-    return found.gather(1, first)[:, 0]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Training that makes every layer speak the last layer's language."""

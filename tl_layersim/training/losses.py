@@ -1,0 +1,270 @@
+"""The aligned loss: every layer's residual, read by the model's own final norm and head, against the right answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import LayersimError
+from ..labels import as_labels
+from ..source import NO_LABEL
+from ..typed import typed
+from ..unembed import Unembed
+
+Weights = Literal["linear", "uniform"] | Sequence[int | float]
+Norm = Literal["final", "none"]
+# Logits that are held at once.
+LOGITS = 2**23
+
+
+def layer_weights(weights: Weights, n_layers: int) -> list[float]:
+    """The weight of each layer, the first block's first; they sum to 1.
+
+    Raises:
+        LayersimError: they are not one for each layer, negative, or do not sum to 1.
+
+    >>> layer_weights("linear", 3)
+    [0.16666666666666666, 0.3333333333333333, 0.5]
+    """
+    if weights == "linear":
+        return [2 * layer / (n_layers * (n_layers + 1)) for layer in range(1, n_layers + 1)]
+    if weights == "uniform":
+        return [1 / n_layers] * n_layers
+    found = [float(weight) for weight in weights]
+    if len(found) != n_layers or min(found) < 0 or not math.isclose(sum(found), 1, rel_tol=1e-6):
+        raise LayersimError(
+            "These weights do not belong to the layers.",
+            given=f"{len(found)} weights that sum to {sum(found):.6g}, the lowest {min(found, default=math.nan):.6g}",
+            expected=f"{n_layers} weights of 0 or more that sum to 1",
+            do="weights='linear', or weights=[w / sum(ws) for w in ws]",
+        )
+    return found
+
+
+def answered(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
+    """Which of the flattened `batch pos` positions the head answers at, and the right answers there.
+
+    Args:
+        reads: see `Head`.
+        targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where nothing is asked.
+        attended: `batch pos`, None where there is no padding.
+        positions: how many a row has in the residual stream.
+    """
+    if reads == "every":
+        flat = targets.flatten()
+        index = (flat != NO_LABEL).nonzero()[:, 0]
+        return index, flat[index]
+    asked = (targets != NO_LABEL).nonzero()[:, 0]
+    column = torch.zeros_like(targets)
+    if reads == "last":
+        column += positions - 1
+        if attended is not None:
+            at = torch.arange(positions, device=attended.device)
+            column = (attended * at).amax(1).to(targets.device)
+    return asked * positions + column[asked], targets[asked]
+
+
+def summed_loss(unembed: Unembed, x: Tensor, wanted: Tensor, share: Tensor, head: Tensor | None = None) -> Tensor:
+    """Weighted sum of cross-entropies in nats, in chunks of tokens: logits of a few thousand rows at most are held.
+
+    Args:
+        unembed: the model's way to logits.
+        x: `token d_model`, residuals after the final norm, if they are to have one.
+        wanted: `token`, right answers.
+        share: `token`, what each counts.
+        head: `vocabulary d_model`, in place of the model's own head.
+    """
+    linear = unembed.linear
+    weight = head if head is not None else None if linear is None else linear.weight
+    with torch.autocast(x.device.type, enabled=False):
+        if not len(x):
+            return x.float().sum() * 0
+        if weight is not None and len(unembed.parts) == 1 and unembed.soft_cap is None:
+            bias = None if linear is None or linear.bias is None else linear.bias * unembed.scale
+            found: Tensor = _Summed.apply(x.to(weight.dtype) * unembed.scale, weight, bias, wanted, share)  # type: ignore[no-untyped-call]
+            return found
+        return _chunked(unembed, x, wanted, share, head)
+
+
+class _Summed(torch.autograd.Function):
+    """Cross-entropy of a linear head whose derivatives are made along with it, chunk by chunk.
+
+    torch's own `linear_cross_entropy` has no weights of rows: it would be called once for each layer, and hold a gradient of
+    the whole head for each until the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor, share: Tensor) -> Tensor:
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        refuse_other_labels(wanted, len(weight))
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        total = torch.zeros((), dtype=wide, device=x.device)
+        d_x = torch.empty_like(x) if for_x else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
+        d_bias = torch.zeros_like(weight[:, 0], dtype=wide) if for_bias else None
+        step, floor = rows_at_once(len(weight)), -60.0 if wide == torch.float32 else -600.0
+        for start in range(0, len(x), step):
+            rows = slice(start, start + step)
+            z = torch.nn.functional.linear(x[rows], weight, bias).to(wide)
+            right, counts = wanted[rows, None], share[rows, None].to(wide)
+            # What is so far below the largest logit weighs nothing, and its exponential would be a denormal number.
+            z = z.sub_(z.amax(-1, keepdim=True))
+            said = z.gather(-1, right)
+            z = z.clamp_(min=floor).exp_()
+            size = z.sum(-1, keepdim=True)
+            total += ((size.log() - said) * counts).sum()
+            if d_x is None and d_weight is None:
+                continue
+            z = z.mul_(counts / size).scatter_add_(-1, right, -counts)
+            if d_bias is not None:
+                d_bias += z.sum(0)
+            z = z.to(weight.dtype)
+            if d_x is not None:
+                d_x[rows] = z @ weight
+            if d_weight is not None:
+                d_weight += (z.T @ x[rows]).to(wide)
+        ctx.save_for_backward(*(part for part in (d_x, d_weight, d_bias) if part is not None))
+        ctx.given = (d_x is not None, d_weight is not None, d_bias is not None)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        parts = iter(ctx.saved_tensors)
+        return (*((next(parts) * slope).to(ctx.dtype) if given else None for given in ctx.given), None, None)
+
+
+def _chunked(unembed: Unembed, x: Tensor, wanted: Tensor, share: Tensor, head: Tensor | None) -> Tensor:
+    """The same for heads that are more than a product; the logits of a chunk are made once more in the backward pass."""
+
+    def loss(some: Tensor, right: Tensor, counts: Tensor) -> Tensor:
+        logits = logits_at(unembed, some, head)
+        refuse_other_labels(right, logits.shape[-1])
+        return (torch.nn.functional.cross_entropy(logits, right, reduction="none") * counts).sum()
+
+    with torch.no_grad():
+        size = rows_at_once(logits_at(unembed, x[:1], head).shape[-1])
+    parts = zip(x.split(size), wanted.split(size), share.split(size), strict=True)
+    return torch.stack([checkpoint(loss, *part, use_reentrant=False) for part in parts]).sum()
+
+
+def refuse_other_labels(wanted: Tensor, vocabulary: int) -> None:
+    """Refuse answers that the head cannot give."""
+    if not 0 <= int(wanted.min()) <= int(wanted.max()) < vocabulary:
+        raise LayersimError(
+            "A label is none of the model's classes.",
+            given=f"labels from {int(wanted.min())} to {int(wanted.max())}",
+            expected=f"0 to {vocabulary - 1}, and {NO_LABEL} where nothing is asked",
+            do="map the labels to the classes of the model's head",
+        )
+
+
+def rows_at_once(width: int) -> int:
+    """How many rows of logits of this width are made at once."""
+    return max(1, LOGITS // width)
+
+
+def logits_at(unembed: Unembed, x: Tensor, head: Tensor | None) -> Tensor:
+    """Logits of normed residuals, in float32 or wider."""
+    logits = unembed(x, normed=False) if head is None else unembed.finish(x.to(head.dtype) @ head.T)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+@typed
+def aligned_loss(
+    model: Any,
+    tokens: Tensor,
+    labels: Any = None,
+    *,
+    weights: Weights = "linear",
+    norm: Norm = "final",
+    attention_mask: Tensor | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    layers: list[str] | None = None,
+    unembed: list[str] | None = None,
+) -> Tensor:
+    r"""The aligned loss of a batch, for any training loop: every layer is asked what the last one is asked.
+
+    $$\sum_{l=1}^{L} w_l \, CE\big(W \, \mathrm{norm}(x^l), y\big)$$
+
+    The mean is over positions with an answer. No more than some thousands of rows of logits are held at once, and the model's
+    own logits are not computed.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or Hugging Face model, in whatever mode it is in.
+        tokens: `batch pos`, token ids; of a vision model its `pixel_values`.
+        labels: what should be said at each position, `batch pos`, or `batch` for a classifier; -100 where nothing is asked.
+            Nothing is shifted. Default: the token that follows, where both are attended to.
+        weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
+        norm: "final" applies the model's final norm at every layer, "none" at the last alone.
+        attention_mask: `batch pos`, 0 at padding.
+        inputs: whatever else the model's forward pass takes, by name.
+        layers: paths of the blocks, for layouts that are not known.
+        unembed: paths of the final norm and the head, for layouts that are not known.
+
+    Returns:
+        A scalar in nats, with its gradient.
+
+    Raises:
+        LayersimError: the model has no head that is known, or the labels do not fit.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; w_l from appendix B.3.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> model = lsim.demo_model()
+        >>> loss = lsim.aligned_loss(model, model.tokenizer(lsim.demo_text()[0], return_tensors="pt").input_ids)
+        >>> loss.backward()
+    """
+    from .stream import Piece, open_stream
+
+    stream = open_stream(model, layers, unembed)
+    attended = None if attention_mask is None else attention_mask.bool()
+    targets = _targets(stream.reads, tokens, labels, attended)
+    options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
+    piece = Piece(tokens, options, targets, attended)
+    terms = {layer: weight for layer, weight in enumerate(layer_weights(weights, stream.n_layers), 1) if weight}
+    total, count = stream.loss(piece, terms, norm == "final")
+    return total / count
+
+
+def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -> Tensor:
+    """The labels as a tensor of the shape that the head answers in, on the tokens' device."""
+    from ..data import next_tokens
+
+    if labels is None:
+        if reads != "every" or tokens.is_floating_point():
+            raise LayersimError(
+                "A classifier is asked for labels.",
+                given="no labels",
+                expected="a tensor of one class for each row",
+                do="aligned_loss(model, tokens, labels)",
+            )
+        return next_tokens(tokens, torch.ones_like(tokens, dtype=torch.bool) if attended is None else attended)
+    found = as_labels(labels)
+    expected = tuple(tokens.shape) if reads == "every" else (len(tokens),)
+    if isinstance(found, str) or tuple(found.shape) != expected:
+        raise LayersimError(
+            "The labels do not fit what the head says.",
+            given=found if isinstance(found, str) else f"labels of shape {tuple(found.shape)}",
+            expected=f"a table of shape {expected}: one for each {'position' if reads == 'every' else 'row'}",
+            do="labels=None for the next token" if reads == "every" else "labels of shape (batch,)",
+        )
+    found = found.to(tokens.device).long()
+    known = found != NO_LABEL
+    if found.shape == tokens.shape and int(known.sum()) > 2 and bool((found == tokens)[known].all()):
+        raise LayersimError(
+            "These labels are the tokens themselves, at the same positions.",
+            given=f"{int(known.sum())} labels, each equal to its own token",
+            expected="at each position what the model should say there; models in transformers shift labels, here nothing is "
+            "shifted",
+            do="labels=None for the next token",
+        )
+    return found

@@ -1,0 +1,77 @@
+"""What a fine-tune gives besides the model: its curves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..results import Picture, Provenance, Result, axes
+from ..typed import typed
+from .state import State
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class AlignedResult(Result):
+    """A training: its loss, and what each layer knew of held-out data before, during and after it. Tensors are float64.
+
+    Attributes:
+        values: `look layer`, the same as `held_out_loss`: cross-entropy in nats of each layer, read as it was trained to be.
+        accuracy: `look layer`, share of answers at which the layer's first choice is right.
+        loss: `step`, the training loss at each optimiser step. With the alternating schedule odd steps are the last layer's.
+        looks: after how many optimiser steps each look was.
+        unit: of an answer: "token", or "row" of a classifier.
+    """
+
+    values_name = "held_out_loss"
+    values: Float64[Tensor, "look layer"] = axes("look", "layer")
+    accuracy: Float64[Tensor, "look layer"] = axes("look", "layer")
+    loss: Float64[Tensor, " step"] = axes("step")
+    looks: tuple[int, ...]
+    unit: str
+
+    pictures = (
+        Picture("held_out_loss", "Held-out loss of each layer", "Before, during and after training."),
+        Picture("accuracy", "Held-out accuracy of each layer", "Before, during and after training."),
+        Picture(
+            "loss",
+            "Training loss",
+            "At each step of the optimiser (Jiang, Zhou and Zhu 2024, equation 5); with the alternating schedule every other "
+            "step is the last layer's alone.",
+        ),
+    )
+
+    @property
+    def held_out_loss(self) -> Tensor:
+        """`look layer`, the same as `values`."""
+        return self.values
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Numbers of the optimiser steps, from 1."""
+        return tuple(range(1, len(self.loss) + 1))
+
+    @staticmethod
+    def of(state: State, run: Provenance, reads: str, layers: tuple[str, ...]) -> AlignedResult:
+        """The result of a training that is done."""
+        loss, hits, count = torch.stack(list(state.looks.values())).unbind(1)
+        return AlignedResult(
+            values=loss / count,
+            accuracy=hits / count,
+            loss=torch.tensor(state.curve, dtype=torch.float64),
+            looks=tuple(state.looks),
+            unit="token" if reads == "every" else "row",
+            layers=layers,
+            provenance=run,
+        )
+
+    def headline(self) -> dict[str, float]:
+        return {
+            "held-out loss of the last layer before": float(self.values[0, -1]),
+            "held-out loss of the last layer after": float(self.values[-1, -1]),
+            "mean over the other layers before": float(self.values[0, :-1].mean()),
+            "mean over the other layers after": float(self.values[-1, :-1].mean()),
+        }

@@ -1,0 +1,159 @@
+"""What a fine-tune is to be: objective, schedule, optimiser."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..errors import LayersimError
+from ..typed import typed
+from .losses import Norm, Weights, layer_weights
+
+Objective = Literal["aligned", "cosine-reg", "multi-head", "standard"]
+
+
+@typed
+@dataclass(frozen=True)
+class AlignedTraining:
+    r"""How a model is fine-tuned so that its shallow layers are of use.
+
+    With $CE_l$ the cross-entropy of layer l's residual read by the model's own final norm and head, the objectives are:
+
+    - `"aligned"`: $\sum_l w_l CE_l$ (equation 5);
+    - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$ over the positions that are attended to (appendix B.3);
+    - `"multi-head"`: $\sum_l w_l CE'_l$ with a head of its own for each layer below the last, copied from the model's at the
+      start, plus $\kappa \sum_l w_l KL(p^L \| p^l)$ if `kl` is given, through which no gradient reaches $p^L$;
+    - `"standard"`: $CE_L$ alone, for comparison at the same budget.
+
+    Args:
+        objective: see above.
+        schedule: "alternating": $CE_L$ at odd optimiser steps, the objective at even ones, as the paper does lest the last
+            layer lose; "always": the objective at each. A step is one step of the optimiser, whatever is accumulated.
+        weights: $w_l$: "linear" is 2 l / (L (L + 1)), "uniform" 1 / L; or one number for each layer, which must sum to 1.
+        norm: "final" applies the model's final norm at every layer, "none" at the last alone.
+        beta: of "cosine-reg".
+        kl: $\kappa$ of "multi-head".
+        steps: of the optimiser.
+        lr: the highest learning rate of AdamW. The default is the paper's; small models want more.
+        warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the end.
+        weight_decay: on weights of two or more dimensions, not on biases and norms.
+        clip: largest Euclidean norm of a step's gradient.
+        accumulation: batches in a step. Their tokens count alike: a step is the same as one of a single larger batch.
+        layers_per_step: draw so many layers at each step instead of taking all; the expected loss is the same, its noise is
+            larger. A step then costs fewer unembeddings, and nothing above the highest layer drawn.
+        eval_every: steps between looks at held-out data; None for before and after alone.
+        mixed_precision: "bf16" for autocast; the loss itself is computed in float32.
+        gradient_checkpointing: compute activations twice instead of holding them (Hugging Face models).
+        lora: a `peft.LoraConfig`: only its adapters learn, and are merged into the weights at the end.
+        save_to: a folder for the trained model, as `from_pretrained` loads it.
+        seed: of the order of the rows, of drawn layers and of dropout.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5, appendices B.3 and C.2.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> training = lsim.AlignedTraining(steps=4, warmup=2, lr=1e-3)
+        >>> [training.rate(step) for step in range(4)]
+        [0.0005, 0.001, 0.001, 0.0005]
+        >>> [training.is_standard(step) for step in range(4)]
+        [True, False, True, False]
+    """
+
+    objective: Objective = "aligned"
+    schedule: Literal["alternating", "always"] = "alternating"
+    weights: Weights = "linear"
+    norm: Norm = "final"
+    beta: int | float = 1.0
+    kl: int | float = 0.0
+    steps: int = 1000
+    lr: int | float = 2e-5
+    warmup: int = 0
+    weight_decay: int | float = 0.01
+    clip: int | float = 1.0
+    accumulation: int = 1
+    layers_per_step: int | None = None
+    eval_every: int | None = None
+    mixed_precision: Literal["no", "bf16"] = "no"
+    gradient_checkpointing: bool = False
+    lora: Any = None
+    save_to: str | os.PathLike[str] | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "steps": self.steps < 1,
+            "lr": not 0 < self.lr < math.inf,
+            "warmup": not 0 <= self.warmup < self.steps,
+            "weight_decay": self.weight_decay < 0,
+            "clip": not self.clip > 0,
+            "accumulation": self.accumulation < 1,
+            "layers_per_step": self.layers_per_step is not None and self.layers_per_step < 1,
+            "eval_every": self.eval_every is not None and self.eval_every < 1,
+            "beta": self.beta < 0,
+            "kl": self.kl < 0,
+        }
+        for name in (name for name, bad in wrong.items() if bad):
+            raise LayersimError(
+                f"{name} is out of range.",
+                given=f"{name}={getattr(self, name)}",
+                expected="steps, accumulation, layers_per_step and eval_every of 1 or more; lr and clip above 0; warmup below "
+                "steps; weight_decay, beta and kl of 0 or more",
+                do="AlignedTraining(), the settings of the paper",
+            )
+        owners = {"beta": "cosine-reg", "kl": "multi-head"}
+        unused = [name for name, owner in owners.items() if self._set(name) and self.objective != owner]
+        if self.layers_per_step is not None and self.objective != "aligned":
+            unused.append("layers_per_step")
+        if unused:
+            raise LayersimError(
+                f"{unused[0]} does nothing here.",
+                given=f"{unused[0]}={getattr(self, unused[0])} with objective={self.objective!r}",
+                expected="beta with 'cosine-reg', kl with 'multi-head', layers_per_step with 'aligned'",
+                do=f"leave {unused[0]} out",
+            )
+
+    def _set(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, counted from 0."""
+        share = (step + 1) / self.warmup if step < self.warmup else (self.steps - step) / (self.steps - self.warmup)
+        return self.lr * share
+
+    def is_standard(self, step: int) -> bool:
+        """Whether a step, counted from 0, is one of the last layer alone."""
+        return self.objective == "standard" or (self.schedule == "alternating" and step % 2 == 0)
+
+    def terms(self, step: int, n_layers: int) -> dict[int, float]:
+        """Which layers' cross-entropies a step sums, counted from 1, with their weights."""
+        weights = layer_weights(self.weights, n_layers)
+        if self.is_standard(step) or self.objective == "cosine-reg":
+            return {n_layers: 1.0}
+        if self.layers_per_step is None or self.layers_per_step >= n_layers:
+            return {layer: weight for layer, weight in enumerate(weights, 1) if weight}
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        drawn = torch.randperm(n_layers, generator=generator)[: self.layers_per_step].tolist()
+        # Each layer is drawn with probability k / L.
+        return {layer + 1: weights[layer] * n_layers / self.layers_per_step for layer in sorted(drawn)}
+
+    def options(self) -> dict[str, Any]:
+        """For a record: everything that changes the numbers."""
+        found = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
+        lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
+        return found if lora is None else found | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
+
+    def check_place(self) -> None:
+        """Refuse a folder that cannot be made, before anything is computed."""
+        if self.save_to is not None and not Path(self.save_to).resolve().parent.is_dir():
+            raise LayersimError(
+                "The trained model has no place to go.",
+                given=f"save_to={self.save_to}",
+                expected="a folder inside one that exists",
+                do=f"mkdir -p {Path(self.save_to).parent}",
+            )

@@ -1,0 +1,226 @@
+"""A model's residual stream with its derivatives: one forward pass, up to the highest layer that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..calls import first_tensor
+from ..errors import LayersimError
+from ..guards import gap_or_refusal, refuse_other_logits
+from ..source import eval_mode, every_module
+from ..sources import open_source
+from ..sources.halves import Enough, logits_of
+from ..sources.hooked import HookedSource
+from .losses import answered, summed_loss
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One forward pass of training.
+
+    Attributes:
+        main: `batch pos` token ids, or the pixel values of a vision model.
+        options: what else the model is called with.
+        targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where nothing is asked.
+        attended: `batch pos`, None where there is no padding.
+    """
+
+    main: Tensor
+    options: Mapping[str, Any]
+    targets: Tensor
+    attended: Tensor | None
+
+    @property
+    def first_row(self) -> Piece:
+        """Its first row alone."""
+        cut = {name: value[:1] if isinstance(value, Tensor) else value for name, value in self.options.items()}
+        attended = None if self.attended is None else self.attended[:1]
+        return Piece(self.main[:1], cut, self.targets[:1], attended)
+
+    def to(self, device: torch.device) -> Piece:
+        """The same on a device."""
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.options.items()}
+        attended = None if self.attended is None else self.attended.to(device)
+        return Piece(self.main.to(device), options, self.targets.to(device), attended)
+
+
+class Stream:
+    """What training needs of a model of this process.
+
+    Args:
+        source: where its blocks, its final norm and its head are.
+    """
+
+    def __init__(self, source: HookedSource) -> None:
+        head = source.model.head
+        if head is None or source.unembed is None:
+            raise LayersimError(
+                f"{source.model.name} has no head that is known, so its layers cannot be asked anything.",
+                given=type(source.module).__name__,
+                expected="a model with a final norm and a head, such as AutoModelForCausalLM gives",
+                do="unembed=['path.of.final_norm', 'path.of.head']",
+            )
+        self.source, self.unembed, self.reads = source, source.unembed, head.reads
+        self.module, self.blocks = source.module, source.blocks
+        self._top = source.module.get_submodule(head.norm or head.parts[0])
+
+    @property
+    def n_layers(self) -> int:
+        """How many blocks there are."""
+        return len(self.blocks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.module.parameters()).device
+
+    def call(self, piece: Piece) -> Any:
+        """The model's own forward pass."""
+        options = dict(piece.options)
+        if hasattr(getattr(self.module, "config", None), "use_cache"):
+            options.setdefault("use_cache", False)
+        return self.module(piece.main, **options)
+
+    def residuals(self, layers: Collection[int], run: Callable[[], Any], whole: bool = False) -> dict[int, Tensor]:
+        """`batch pos d_model` of each layer asked for, counted from 1, with its derivatives.
+
+        Args:
+            layers: which.
+            run: starts the forward pass.
+            whole: let it run to its end, where what surrounds it must see that (a wrapper of many processes).
+        """
+        found: dict[int, Tensor] = {}
+        top = max(layers)
+        # A block that is computed again in the backward pass must not be left by an exception.
+        recomputes = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
+
+        def read(layer: int) -> Callable[..., None]:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                found.setdefault(layer, first_tensor(output))
+                if layer == top and not (whole or recomputes):
+                    raise Enough
+
+            return hook
+
+        def stop(_module: nn.Module, _args: Any) -> None:
+            if top in found and not whole:
+                raise Enough
+
+        handles = [self.blocks[layer - 1].register_forward_hook(read(layer)) for layer in layers]
+        handles.append(self._top.register_forward_pre_hook(stop))
+        try:
+            with suppress(Enough):
+                run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(found) < len(set(layers)):
+            raise LayersimError(
+                f"The forward pass of {self.source.model.name} did not go through all of its layers.",
+                given=f"layers {sorted(set(layers) - set(found))} were not seen",
+                expected="each block to run as a module of its own; a compiled graph runs past their hooks",
+                do="the model before torch.compile, and every block (no layer drop)",
+            )
+        return found
+
+    def normed(self, layer: int, x: Tensor, norm: bool) -> Tensor:
+        """What the head reads of a layer; the last one always has its norm."""
+        return self.unembed.normed(x) if norm or layer == self.n_layers else x
+
+    def at_answers(self, piece: Piece, found: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+        """`token d_model` of each layer where the head answers, and the right answers there."""
+        shape = next(iter(found.values())).shape
+        index, wanted = answered(self.reads, piece.targets, piece.attended, shape[1])
+        return {layer: x.flatten(0, 1).index_select(0, index.to(x.device)) for layer, x in found.items()}, wanted
+
+    def loss(
+        self, piece: Piece, terms: Mapping[int, float], norm: bool, run: Callable[[], Any] | None = None, whole: bool = False
+    ) -> tuple[Tensor, int]:
+        """Sum over answers of the weighted sum over layers of cross-entropies; and how many answers there are.
+
+        Args:
+            piece: what goes in and what should come out.
+            terms: weights by layer.
+            norm: whether the final norm is applied below the last layer.
+            run: starts the forward pass, where it is not the model's own.
+            whole: see `residuals`.
+        """
+        found = self.residuals(terms, run or (lambda: self.call(piece)), whole)
+        rows, wanted = self.at_answers(piece, found)
+        return self.weighted(rows, wanted, terms, norm), len(wanted)
+
+    def weighted(self, rows: Mapping[int, Tensor], wanted: Tensor, terms: Mapping[int, float], norm: bool) -> Tensor:
+        """Weighted sum over layers of the sums of cross-entropies at rows `token d_model`."""
+        device = next(iter(rows.values())).device
+        # All layers in one go: the gradient of the head is then held once.
+        x = torch.cat([self.normed(layer, rows[layer], norm) for layer in terms])
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        share = torch.tensor(list(terms.values()), dtype=wide, device=device).repeat_interleave(len(wanted))
+        return summed_loss(self.unembed, x, wanted.to(device).repeat(len(terms)), share)
+
+    def check(self, piece: Piece) -> None:
+        """See that the last layer, read as training reads it, says what the model says, on one row.
+
+        Raises:
+            LayersimError: it does not.
+        """
+        piece = piece.first_row
+
+        def gap() -> Tensor:
+            seen: list[Tensor] = []
+            handle = self.blocks[-1].register_forward_hook(lambda _m, _a, output: seen.append(first_tensor(output)))
+            try:
+                with torch.no_grad(), eval_mode(self.module):
+                    logits = logits_of(self.call(piece))
+            finally:
+                handle.remove()
+            if self.reads == "every":
+                theirs = logits[0]
+                ours = self.unembed(seen[-1][0])
+            else:
+                index, _ = answered(self.reads, torch.zeros(1, dtype=torch.int64), piece.attended, seen[-1].shape[1])
+                theirs, ours = logits[0], self.unembed(seen[-1][0, int(index)])
+            if ours.shape != theirs.shape:
+                return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
+            kept = slice(None) if piece.attended is None or self.reads != "every" else piece.attended[0]
+            ours, theirs = ours.detach().double().cpu()[kept], theirs.double().cpu()[kept]
+            return torch.stack([(ours - theirs).norm(), theirs.norm()])
+
+        with torch.no_grad():
+            refuse_other_logits(gap_or_refusal(self.source.model, gap), self.source.model)
+
+
+@contextmanager
+def learning(module: nn.Module) -> Iterator[None]:
+    """Training mode for a while; each module is then as it was."""
+    before = {part: part.training for part in every_module(module)}
+    try:
+        for part in before:
+            part.training = True
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode
+
+
+def open_stream(model: Any, layers: list[str] | None, unembed: list[str] | None) -> Stream:
+    """The stream of a model that is trained here.
+
+    Raises:
+        LayersimError: it cannot be.
+    """
+    source = open_source(model, layers=layers, unembed=unembed)
+    if not isinstance(source, HookedSource) or type(source) is not HookedSource:
+        raise LayersimError(
+            "Only a model whose weights are modules of this process can be fine-tuned.",
+            given=f"{source.model.source}",
+            expected="a HookedTransformer, TransformerBridge or Hugging Face model",
+            do="finetune_aligned(nnsight_model._model, ...) for the module inside; train_adapters(...) for a model on a server",
+        )
+    return Stream(source)
