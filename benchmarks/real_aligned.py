@@ -106,7 +106,15 @@ def main() -> None:
             start = time.perf_counter()
             kept = options.out / f"{arm}-{seed}.part"
             lsim.finetune_aligned(
-                model, train, training, batch_size=options.batch_size, seq_len=options.seq_len, pack=True, checkpoint=kept
+                model,
+                train,
+                training,
+                # The measure comes afterwards, on more text.
+                eval_data=test[:4],
+                batch_size=options.batch_size,
+                seq_len=options.seq_len,
+                pack=True,
+                checkpoint=kept,
             )
             minutes = (time.perf_counter() - start) / 60
             found = measure(model, test, options.test_tokens, options.seq_len) | {"minutes": minutes}

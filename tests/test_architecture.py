@@ -26,9 +26,9 @@ FLOORS = [
     {"prepare", "outcome", "exchange"},
     {"passes"},
     {"jobs"},
-    {"engine", "capability", "stitching"},
+    {"engine", "capability", "stitching", "early_exit"},
     {"probe", "prompt", "relation"},
-    {"blocks"},
+    {"blocks", "training"},
     {"cli", "__init__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

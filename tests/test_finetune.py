@@ -456,9 +456,19 @@ class TestTrainer:
     def arguments(self, tmp_path, **more):
         from transformers import TrainingArguments
 
-        options = {"max_steps": 6, "report_to": [], "save_strategy": "no", "disable_tqdm": True,
-                   "per_device_train_batch_size": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 1e9, "logging_strategy": "no",
-                   "use_cpu": True, "weight_decay": 0.0} | more  # fmt: skip
+        options = {
+            "max_steps": 6,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 1e9,
+            "logging_strategy": "no",
+            "use_cpu": True,
+            "weight_decay": 0.0,
+        } | more
         return TrainingArguments(str(tmp_path / "out"), **options)
 
     def rows(self, count=24, length=7):

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from .capability import Capabilities, capabilities
     from .data import Batch
     from .demo import demo_model, demo_text
+    from .early_exit.costs import ExitCosts, ExitPlan
+    from .early_exit.results import ExitLogits, Generated
+    from .early_exit.run import EarlyExit
+    from .early_exit.shortlist import frequent_tokens
+    from .early_exit.truncate import truncate
     from .engine import analyze, compare
     from .errors import LayersimError, LayersimWarning
     from .jobs import RemoteRun, load_run
@@ -49,6 +54,10 @@ if TYPE_CHECKING:
     from .stitching.run import stitch, stitch_grid
     from .stitching.training import StitchTraining
     from .sums import Sums
+    from .training.adapters import AlignedAdapters
+    from .training.aligned_adapters import train_adapters
+    from .training.evaluate import evaluate_layers
+    from .training.evaluation import GenerationQuality, LayerChange
     from .training.losses import aligned_loss
     from .training.results import AlignedResult
     from .training.run import finetune_aligned
@@ -66,6 +75,11 @@ _HOME = {
     "capability": ("Capabilities", "capabilities"),
     "data": ("Batch",),
     "demo": ("demo_model", "demo_text"),
+    "early_exit.costs": ("ExitCosts", "ExitPlan"),
+    "early_exit.results": ("ExitLogits", "Generated"),
+    "early_exit.run": ("EarlyExit",),
+    "early_exit.shortlist": ("frequent_tokens",),
+    "early_exit.truncate": ("truncate",),
     "jobs": ("RemoteRun", "load_run"),
     "errors": ("LayersimError", "LayersimWarning"),
     "probe": ("Probe", "attach"),
@@ -89,6 +103,10 @@ _HOME = {
     "stitching.run": ("stitch", "stitch_grid"),
     "stitching.training": ("StitchTraining",),
     "sums": ("Sums",),
+    "training.adapters": ("AlignedAdapters",),
+    "training.aligned_adapters": ("train_adapters",),
+    "training.evaluate": ("evaluate_layers",),
+    "training.evaluation": ("GenerationQuality", "LayerChange"),
     "training.losses": ("aligned_loss",),
     "training.results": ("AlignedResult",),
     "training.run": ("finetune_aligned",),
@@ -102,6 +120,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CKA",
     "Adapter",
+    "AlignedAdapters",
     "AlignedResult",
     "AlignedTrainer",
     "AlignedTraining",
@@ -116,13 +135,20 @@ __all__ = [
     "Cosine",
     "CosineResult",
     "CouplingMatrices",
+    "EarlyExit",
     "Exchange",
+    "ExitCosts",
     "ExitCurve",
     "ExitCurveResult",
+    "ExitLogits",
+    "ExitPlan",
     "ExitPoint",
+    "Generated",
+    "GenerationQuality",
     "Head",
     "Interval",
     "Kernel",
+    "LayerChange",
     "LayerCurve",
     "LayerMatrix",
     "LayersimError",
@@ -168,8 +194,10 @@ __all__ = [
     "demo_model",
     "demo_text",
     "eval_mode",
+    "evaluate_layers",
     "find_analyzers",
     "finetune_aligned",
+    "frequent_tokens",
     "layer_names",
     "load",
     "load_report",
@@ -185,7 +213,9 @@ __all__ = [
     "relate",
     "stitch",
     "stitch_grid",
+    "train_adapters",
     "trajectory_pca",
+    "truncate",
 ]
 
 
@@ -197,9 +227,8 @@ def __getattr__(name: str) -> Any:
         if _MODULE[name] == "results":
             # A file of results can only be read where the classes of results are known.
             importlib.import_module(".analyzers", __name__).find_analyzers()
-            importlib.import_module(".blocks", __name__)
-            importlib.import_module(".stitching.results", __name__)
-            importlib.import_module(".training.results", __name__)
+            for module in ("blocks", "stitching.results", "training.adapters", "training.evaluation", "training.results"):
+                importlib.import_module(f".{module}", __name__)
     else:
         value = _from_analyzers(name)
     globals()[name] = value

@@ -49,12 +49,19 @@ def report(
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, or auto to spread it over GPUs.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="What weights are loaded as.")] = Dtype.float32,
     checkpoint: Annotated[Path | None, typer.Option(help="File for partial sums, to resume from.")] = None,
+    demo_pair: Annotated[
+        bool, typer.Option("--demo-pair", help="The demo model beside its fine-tune by aligned training, layer by layer.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for report.html and report.safetensors.")] = Path("layersim-report"),
 ) -> None:
     """Measure a model on some text and write an HTML report, with the numbers beside it."""
     from .demo import demo_model, demo_text
     from .engine import analyze
     from .prepare import choose_analyzers
+
+    if demo_pair:
+        _report_demo_pair(model, data, split, column, max_tokens, seq_len, batch_size, skip_first, out)
+        return
 
     # Names are checked before a model is loaded.
     chosen = list(choose_analyzers([name.strip() for name in analyzers.split(",") if name.strip()]).values())
@@ -78,6 +85,11 @@ def report(
         column=column,
         checkpoint=checkpoint,
     )
+    _write(result, max_tokens, skip_first, out)
+
+
+def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> None:
+    """Write page and numbers, and say where."""
     p = next(iter(result.values())).provenance
     how = "packed" if p.options["pack"] else "one text a row"
     stopped = ", where --max-tokens stopped it" if p.tokens == max_tokens else ""
@@ -87,6 +99,45 @@ def report(
     typer.echo(repr(result))
     typer.echo(f"Numbers: {numbers.resolve()}")
     typer.echo(f"Report:  {page.resolve()}")
+
+
+def _report_demo_pair(
+    model: str | None,
+    data: str | None,
+    split: str,
+    column: str | None,
+    max_tokens: int | None,
+    seq_len: int | None,
+    batch_size: int,
+    skip_first: int,
+    out: Path,
+) -> None:
+    """The two models that ship, side by side."""
+    from .demo import demo_model, demo_text
+    from .training.evaluate import evaluate_layers
+
+    if model is not None:
+        raise LayersimError(
+            "--demo-pair brings its own models.",
+            given=f"--model {model}",
+            expected="--demo-pair alone",
+            do="evaluate_layers(before, after, data).to_html(path) in Python, for models of your own",
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    read = demo_text() if data is None else _read_data(data, split)
+    result = evaluate_layers(
+        demo_model(),
+        demo_model(aligned=True),
+        read,
+        names=("demo", "aligned"),
+        batch_size=batch_size,
+        seq_len=seq_len,
+        pack=isinstance(read, list),
+        max_tokens=max_tokens,
+        skip_first=skip_first,
+        column=column,
+    )
+    _write(result, max_tokens, skip_first, out)
 
 
 @app.command(name="analyzers")

@@ -6,10 +6,13 @@ from importlib.resources import as_file, files
 from typing import Any
 
 
-def demo_model() -> Any:
+def demo_model(aligned: bool = False) -> Any:
     """The model that ships with the package: a Llama of 8 blocks and d_model 128, with its tokenizer as `.tokenizer`.
 
     Trained from scratch on simple stories and a little other text; `demo/README.md` says how, and how good it is.
+
+    Args:
+        aligned: the fine-tune of it by aligned training, whose shallow layers are of use.
 
     >>> demo_model().config.num_hidden_layers
     8
@@ -18,9 +21,10 @@ def demo_model() -> Any:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     with as_file(files(__package__)) as folder:
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        weights = folder / "aligned" if aligned else folder
+        model = LlamaForCausalLM.from_pretrained(weights, dtype=torch.float32, local_files_only=True)
         model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    model.config._name_or_path = "tl_layersim demo"
+    model.config._name_or_path = "tl_layersim demo, aligned" if aligned else "tl_layersim demo"
     return model.eval()
 
 

@@ -2,9 +2,11 @@
 
     python -m tl_layersim.demo.make_demo sample --teacher FOLDER --out stories.txt --stories 12000
     python -m tl_layersim.demo.make_demo train --text stories.txt --text other.txt --out FOLDER
+    python -m tl_layersim.demo.make_demo align --text stories.txt --text other.txt --out FOLDER
 
-`sample` draws text from a local story model; `train` needs nothing but plain text files. The run that made the model
-in this folder, its diet and its held-out perplexity are in README.md beside this file.
+`sample` draws text from a local story model; `train` needs nothing but plain text files; `align` fine-tunes the model that
+ships so that its shallow layers are of use. The runs that made the models in this folder, their diet and their held-out
+perplexity are in README.md beside this file.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import csv
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,6 +69,24 @@ def read_documents(paths: list[Path]) -> list[tuple[str, str]]:
     return documents
 
 
+def every_25th(documents: list[tuple[str, str]]) -> set[int]:
+    """The documents that are never trained on."""
+    return {index for index in range(len(documents)) if index % 25 == 7}
+
+
+def to_rows(bpe: Any, documents: list[tuple[str, str]], held_out: set[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Documents joined and cut, `row pos`: those to train on, and by file those that are held out."""
+    encoded = [[0, *encoding.ids] for encoding in bpe.encode_batch([text for _, text in documents])]
+
+    def rows(which: list[int]) -> torch.Tensor:
+        flat = torch.tensor([token for index in which for token in encoded[index]])
+        return flat[: len(flat) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+
+    train_rows = rows([i for i in range(len(documents)) if i not in held_out])
+    stems = dict.fromkeys(stem for stem, _ in documents)
+    return train_rows, {stem: rows([i for i in sorted(held_out) if documents[i][0] == stem])[:200] for stem in stems}
+
+
 def perplexity(model: torch.nn.Module, rows: torch.Tensor) -> float:
     """Exp of the mean next-token cross-entropy over `rows` (row pos)."""
     losses = []
@@ -82,7 +103,7 @@ def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr:
 
     torch.manual_seed(seed)
     documents = read_documents(paths)
-    held_out = {index for index in range(len(documents)) if index % 25 == 7}
+    held_out = every_25th(documents)
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -95,17 +116,7 @@ def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr:
         tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, model_max_length=CONTEXT
     )
 
-    encoded = [[0, *encoding.ids] for encoding in bpe.encode_batch([text for _, text in documents])]
-
-    def rows(which: list[int]) -> torch.Tensor:
-        flat = torch.tensor([token for index in which for token in encoded[index]])
-        return flat[: len(flat) // CONTEXT * CONTEXT].view(-1, CONTEXT)
-
-    train_rows = rows([i for i in range(len(documents)) if i not in held_out])
-    test_rows = {
-        stem: rows([i for i in sorted(held_out) if documents[i][0] == stem])[:200]
-        for stem in dict.fromkeys(s for s, _ in documents)
-    }
+    train_rows, test_rows = to_rows(bpe, documents, held_out)
     print(f"{train_rows.numel()} training tokens", {stem: r.numel() for stem, r in test_rows.items()}, flush=True)
 
     config = LlamaConfig(
@@ -158,20 +169,47 @@ def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr:
     model.eval().half().save_pretrained(out)
     tokenizer.save_pretrained(out)
     shipped = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    write_perplexity(shipped, test_rows, out)
+    with (out / "loss_curve.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "tokens", "train_loss", "minutes"])
+        writer.writerows(curve)
+
+
+def write_perplexity(shipped: torch.nn.Module, test_rows: dict[str, torch.Tensor], out: Path) -> None:
+    """Write and print how well held-out text of each file is foreseen."""
     with (out / "perplexity.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["held_out_text", "tokens", "perplexity"])
         for stem, held in test_rows.items():
             writer.writerow([stem, held.numel(), round(perplexity(shipped, held), 3)])
-    with (out / "loss_curve.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", "tokens", "train_loss", "minutes"])
-        writer.writerows(curve)
     print((out / "perplexity.csv").read_text())
 
 
+def align(paths: list[Path], out: Path, steps: int, lr: float, seed: int) -> None:
+    """Fine-tune the model that ships by aligned training, by turns with standard; write weights, curve and perplexity."""
+    import tl_layersim as lsim
+
+    model = lsim.demo_model()
+    documents = read_documents(paths)
+    train_rows, test_rows = to_rows(model.tokenizer.backend_tokenizer, documents, every_25th(documents))
+    training = lsim.AlignedTraining(steps=steps, lr=lr, warmup=steps // 20, eval_every=max(1, steps // 6), seed=seed)
+    result = lsim.finetune_aligned(
+        model,
+        train_rows,
+        training,
+        eval_data=torch.cat([rows[:16] for rows in test_rows.values()]),
+        batch_size=BATCH // 2,
+        checkpoint=out / "unfinished.safetensors",
+    )
+    (out / "unfinished.safetensors").unlink()
+    result.to_frame("held_out_loss").to_csv(out / "loss_curve.csv", index=False)
+    model.half().save_pretrained(out)
+    write_perplexity(model.float(), test_rows, out)
+
+
 def main() -> None:
-    """Run one of the two commands."""
+    """Run one of the three commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     sampling = commands.add_parser("sample", help="draw stories from a local story model")
@@ -186,8 +224,14 @@ def main() -> None:
     training.add_argument("--max-steps", type=int, default=6000)
     training.add_argument("--peak-lr", type=float, default=3e-3)
     training.add_argument("--seed", type=int, default=0)
+    aligning = commands.add_parser("align", help="fine-tune the model that ships, so that shallow layers are of use")
+    aligning.add_argument("--text", dest="paths", type=Path, action="append", required=True)
+    aligning.add_argument("--out", type=Path, required=True)
+    aligning.add_argument("--steps", type=int, default=1200)
+    aligning.add_argument("--lr", type=float, default=1e-3)
+    aligning.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args())
-    {"sample": sample, "train": train}[options.pop("command")](**options)
+    {"sample": sample, "train": train, "align": align}[options.pop("command")](**options)
 
 
 if __name__ == "__main__":

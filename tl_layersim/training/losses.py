@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -107,9 +107,8 @@ class _Summed(torch.autograd.Function):
         d_x = torch.empty_like(x) if for_x else None
         d_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         d_bias = torch.zeros_like(weight[:, 0], dtype=wide) if for_bias else None
-        step, floor = rows_at_once(len(weight)), -60.0 if wide == torch.float32 else -600.0
-        for start in range(0, len(x), step):
-            rows = slice(start, start + step)
+        floor = -60.0 if wide == torch.float32 else -600.0
+        for rows in chunks(len(x), rows_at_once(len(weight))):
             z = torch.nn.functional.linear(x[rows], weight, bias).to(wide)
             right, counts = wanted[rows, None], share[rows, None].to(wide)
             # What is so far below the largest logit weighs nothing, and its exponential would be a denormal number.
@@ -150,8 +149,8 @@ def _chunked(unembed: Unembed, x: Tensor, wanted: Tensor, share: Tensor, head: T
 
     with torch.no_grad():
         size = rows_at_once(logits_at(unembed, x[:1], head).shape[-1])
-    parts = zip(x.split(size), wanted.split(size), share.split(size), strict=True)
-    return torch.stack([checkpoint(loss, *part, use_reentrant=False) for part in parts]).sum()
+    parts = (checkpoint(loss, x[at], wanted[at], share[at], use_reentrant=False) for at in chunks(len(x), size))
+    return torch.stack(list(parts)).sum()
 
 
 def refuse_other_labels(wanted: Tensor, vocabulary: int) -> None:
@@ -163,6 +162,11 @@ def refuse_other_labels(wanted: Tensor, vocabulary: int) -> None:
             expected=f"0 to {vocabulary - 1}, and {NO_LABEL} where nothing is asked",
             do="map the labels to the classes of the model's head",
         )
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """So many rows as slices of at most that size."""
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def rows_at_once(width: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import LayersimError
-from .losses import layer_weights, logits_at, rows_at_once, summed_loss
+from .losses import chunks, layer_weights, logits_at, rows_at_once, summed_loss
 from .settings import AlignedTraining
 from .stream import Piece, Stream
 
@@ -102,8 +102,8 @@ class Objective(nn.Module):
             return nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True)
 
         size = rows_at_once(len(head))
-        pieces = zip(last.detach().split(size), x.split(size), strict=True)
-        return torch.stack([checkpoint(part, *two, use_reentrant=False) for two in pieces]).sum()
+        pieces = (checkpoint(part, last.detach()[at], x[at], use_reentrant=False) for at in chunks(len(x), size))
+        return torch.stack(list(pieces)).sum()
 
     @torch.no_grad()
     def judge(self, piece: Piece) -> Tensor:
@@ -117,8 +117,8 @@ class Objective(nn.Module):
             head = self.head_of(layer)
             with torch.autocast(x.device.type, enabled=False):
                 size = rows_at_once(logits_at(stream.unembed, x[:1], head).shape[-1]) if len(x) else 1
-                for some, right in zip(x.split(size), wanted.split(size), strict=True):
-                    logits = logits_at(stream.unembed, some, head)
+                for at in chunks(len(x), size):
+                    logits, right = logits_at(stream.unembed, x[at], head), wanted[at]
                     loss = nn.functional.cross_entropy(logits, right, reduction="sum")
                     hits = (logits.argmax(-1) == right).sum()
                     out[:, layer - 1] += torch.tensor([float(loss), float(hits), float(len(right))], dtype=torch.float64)

@@ -148,7 +148,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
         from peft import PeftConfig, get_peft_model
     except ImportError:
         raise LayersimError(
-            "LoRA is peft's, which is not installed.", given="lora=", expected="peft", do="pip install 'tl_layersim[train]'"
+            "LoRA is peft's, which is not installed.", given="lora=", expected="peft", do="pip install 'tl_layersim[lora]'"
         ) from None
     from transformers import PreTrainedModel
 

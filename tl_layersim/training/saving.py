@@ -116,7 +116,7 @@ def export_bridge(bridge: Any, piece: Piece) -> nn.Module:
     """
     inner = bridge.original_model
     config = copy.deepcopy(inner.config)
-    fresh = type(inner)(config).to(dtype=next(inner.parameters()).dtype)
+    fresh: nn.Module = type(inner)(config).to(dtype=next(inner.parameters()).dtype)
     found: dict[str, Tensor] = {}
     wanted = fresh.state_dict()
     for name, value in inner.state_dict().items():

@@ -16,7 +16,7 @@ from .settings import AlignedTraining
 from .stream import Piece, open_stream
 
 
-class AlignedTrainer(Trainer):
+class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
     """`transformers.Trainer` with the losses of `AlignedTraining` in place of the model's own.
 
     The schedule follows `state.global_step`, which counts optimiser steps. Labels are those of Hugging Face's collators: at
@@ -42,7 +42,8 @@ class AlignedTrainer(Trainer):
         >>> from transformers import TrainingArguments
         >>> model = lsim.demo_model()
         >>> rows = [{"input_ids": ids, "labels": ids} for ids in [[0, 5, 6, 7], [0, 8, 9, 10]]]
-        >>> arguments = TrainingArguments("unused", max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True)
+        >>> quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        >>> arguments = TrainingArguments("unused", max_steps=1, **quiet)
         >>> done = lsim.AlignedTrainer(model, arguments, train_dataset=rows).train()
         >>> done.global_step
         1

@@ -1,0 +1,141 @@
+"""Low-rank maps that align a model whose weights stay as they are: what was found, kept in a small file, applied in traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from ..results import Picture, Result, axes
+from ..sources.far_training import Patch
+from ..typed import typed
+
+STAGES = ("before", "after")
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class AlignedAdapters(Result):
+    """Low-rank maps that change what leaves some blocks to h + (h A') B', trained with the aligned loss.
+
+    Losses are nats an answer; those of `values` are of data that the adapters were not trained on. Tensors are float64, but the
+    adapters themselves, which are kept in the dtype that they were trained in.
+
+    Attributes:
+        values: `stage layer`, the same as `losses`: held-out cross-entropy of each layer's residual, read by the model's own
+            final norm and head, without the adapters and with them.
+        curve: `step`, the aligned loss of each step's batch, before the step.
+        curves: `step layer`, the losses that it is made of.
+        down: `adapter direction dim`, A of each adapter.
+        up: `adapter dim direction`, B of each adapter.
+        weights: of the layers in the aligned loss.
+        blocks: numbers of the blocks that have an adapter.
+        paths: of these blocks in the model.
+    """
+
+    values_name = "losses"
+    values: Float64[Tensor, "stage layer"] = axes("stage", "layer")
+    curve: Float64[Tensor, " step"] = axes("step")
+    curves: Float64[Tensor, "step layer"] = axes("step", "layer")
+    down: Float[Tensor, "adapter direction dim"] = axes("adapter", "direction", "dim")
+    up: Float[Tensor, "adapter dim direction"] = axes("adapter", "dim", "direction")
+    weights: tuple[float, ...]
+    blocks: tuple[int, ...]
+    paths: tuple[str, ...]
+
+    pictures = (
+        Picture(
+            "losses",
+            "Held-out loss by layer, before and after",
+            "What each layer would lose if it were the last, without the adapters and with them (Jiang et al. 2024, "
+            "equation 5, for each layer).",
+        ),
+        Picture("curve", "Aligned loss while training", "The aligned loss of each step's batch."),
+    )
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Without the adapters, and with them."""
+        return STAGES
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Numbers of the training steps, from 1."""
+        return tuple(range(1, len(self.curve) + 1))
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the layers that have an adapter."""
+        return tuple(self.layers[block + 1] for block in self.blocks)
+
+    @property
+    def directions(self) -> tuple[int, ...]:
+        """Numbers of an adapter's directions: as many as its rank."""
+        return tuple(range(self.down.shape[1]))
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Numbers of the residual stream's coordinates."""
+        return tuple(range(self.down.shape[2]))
+
+    @property
+    def losses(self) -> Tensor:
+        """`stage layer`, the same as `values`."""
+        return self.values
+
+    def aligned(self, stage: str) -> float:
+        """The held-out aligned loss, `"before"` or `"after"`."""
+        return float(self.values[STAGES.index(stage)] @ torch.tensor(self.weights, dtype=torch.float64))
+
+    def apply(self, model: Any) -> None:
+        """Put the adapters into an nnsight model: to be called inside a trace of it, here or on a server.
+
+        What is read after this in the same trace may not lie below the last adapter, as nnsight goes through a model once; in a
+        further `tracer.invoke()` it may.
+
+        Args:
+            model: the model that is traced.
+
+        Raises:
+            LayersimError: it is not of the width that they were trained on, or has not got their blocks.
+
+        Example:
+            >>> import nnsight, tl_layersim as lsim
+            >>> demo = lsim.demo_model()
+            >>> model = nnsight.TransformersModel(demo, task="text-generation", tokenizer=demo.tokenizer)
+            >>> adapters = lsim.train_adapters(model, lsim.demo_text()[:8], steps=2)
+            >>> with model.trace("Once upon a time"):
+            ...     adapters.apply(model)
+            ...     logits = model.lm_head.output.save()
+        """
+        Patch(self.paths, self.down, self.up).apply(model)
+
+    def __reduce__(self) -> Any:
+        # nnsight pickles what a trace on a server refers to. There neither this class nor its base can be made, and all that
+        # is asked of it is `apply`.
+        import nnsight
+
+        # By value: a server has never heard of this package.
+        nnsight.register("tl_layersim")
+        return Patch, (self.paths, self.down, self.up)
+
+    def __copy__(self) -> AlignedAdapters:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> AlignedAdapters:
+        return self
+
+    def __repr__(self) -> str:
+        rank, width = self.down.shape[1:]
+        lines = [f"AlignedAdapters({len(self.blocks)} of rank {rank} and width {width}, {self.provenance.model})"]
+        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+
+    def headline(self) -> dict[str, float]:
+        found = {}
+        for number, stage in enumerate(STAGES):
+            found[f"aligned loss {stage}"] = self.aligned(stage)
+            found[f"loss of the last layer {stage}"] = float(self.values[number, -1])
+        return found
