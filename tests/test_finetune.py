@@ -131,6 +131,10 @@ class TestRun:
         with pytest.raises(lsim.LayersimError, match="nothing to answer"):
             lsim.finetune_aligned(model, random_tokens(4, 1), SHORT)
 
+    def test_float16_is_refused(self):
+        with pytest.raises(lsim.LayersimError, match="float16"):
+            lsim.finetune_aligned(tiny_llama(dtype=torch.float16), random_tokens(10, 6), SHORT)
+
     def test_a_nnsight_model_is_refused(self):
         import nnsight
 

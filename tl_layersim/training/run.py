@@ -17,6 +17,7 @@ from ..labels import usual_labels, warn_of_unused
 from ..outcome import record
 from ..prepare import with_tokenizer
 from ..results import Provenance
+from ..source import Model
 from ..typed import typed
 from .feed import Feed, open_feeds
 from .loop import Loop
@@ -99,6 +100,7 @@ def finetune_aligned(
     start = time.perf_counter()
     with ExitStack() as stack:
         known = open_stream(model, layers, unembed).source.model
+        _refuse_float16(known)
         finish = stack.enter_context(_with_lora(model, training))
         stack.enter_context(_gradient_checkpointing(model, training))
         stack.enter_context(without_additions(model))
@@ -136,6 +138,16 @@ def finetune_aligned(
     if not isinstance(usual, str):
         warn_of_unused(usual, replace(run, sequences=len(feed) + len(judged)))
     return AlignedResult.of(state, run, stream.reads, known.layers)
+
+
+def _refuse_float16(model: Model) -> None:
+    if model.dtype == "torch.float16":
+        raise LayersimError(
+            "In float16 small gradients are 0, and steps of AdamW are lost in rounding.",
+            given=f"{model.name} in {model.dtype}",
+            expected="weights in float32 or bfloat16",
+            do="model.float(), with mixed_precision='bf16' to save time",
+        )
 
 
 @contextmanager
