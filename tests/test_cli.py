@@ -165,3 +165,17 @@ def test_the_page_in_a_browser(page, tmp_path):
     # Heatmaps are drawn as an image, lines as paths with points.
     assert drawn.count('class="heatmaplayer mlayer"') >= 2
     assert len(re.findall(r'<path class="point', drawn)) > 20
+
+
+def test_the_demo_pair_stands_side_by_side(tmp_path):
+    done = run("report", "--demo-pair", "--out", tmp_path / "pair", "--max-tokens", "1024")
+    assert done.exit_code == 0, done.output
+    report = lsim.load_report(tmp_path / "pair" / "report.safetensors")
+    assert list(report) == ["layers", "cosine_before", "cosine_after"]
+    assert report["layers"].models == ("demo", "aligned")
+    assert report["layers"].provenance.tokens == 1024
+    page = (tmp_path / "pair" / "report.html").read_text()
+    assert "model = demo" in page
+    assert "model = aligned" in page
+    refused = run("report", "--demo-pair", "--model", "x", "--out", tmp_path / "other")
+    assert "brings its own models" in str(refused.exception)

@@ -61,3 +61,28 @@ def test_it_speaks(demo):
 def test_its_text_is_plain(text):
     assert text.isascii()
     assert 40 < len(text.split()) < 200
+
+
+def test_the_aligned_one_is_what_its_readme_says():
+    readme = (FOLDER / "README.md").read_text()
+    with (FOLDER / "aligned" / "perplexity.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert f"{float(row['perplexity']):.1f} ({row['held_out_text'].replace('_', ' ')})" in readme
+    with (FOLDER / "aligned" / "loss_curve.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for look, name in (("0", "before"), ("600", "after 600 steps"), ("1200", "after 1,200")):
+        cells = " | ".join(f"{float(row['held_out_loss']):.2f}" for row in rows if row["look"] == look)
+        assert f"| {name} | {cells} |" in readme
+
+
+def test_alignment_made_its_shallow_layers_useful(demo):
+    report = lsim.evaluate_layers(demo, lsim.demo_model(aligned=True), lsim.demo_text(), pack=True, skip_first=1)
+    found = report["layers"]
+    assert float(found.early_share[1]) > float(found.early_share[0]) + 0.08
+    assert bool((found.accuracy[1, :6] > found.accuracy[0, :6]).all())
+    assert float(found.perplexity[1, -1]) < float(found.perplexity[0, -1])
+    readme = (FOLDER / "README.md").read_text()
+    assert f"rises from {float(found.early_share[0]):.3f} to {float(found.early_share[1]):.3f}" in readme
+    assert f"perplexity falls from {float(found.perplexity[0, -1]):.1f} to {float(found.perplexity[1, -1]):.1f}" in " ".join(
+        readme.split()
+    )
