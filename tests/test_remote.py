@@ -46,7 +46,8 @@ class Small:
     def start(self) -> None:
         command = [sys.executable, str(Path(__file__).with_name("small_ndif.py")), str(self._port)]
         self._process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-        end = time.monotonic() + 60
+        # Importing transformers takes long on a machine with other work.
+        end = time.monotonic() + 180
         while time.monotonic() < end:
             try:
                 urllib.request.urlopen(self.url + "/ping", timeout=1)
