@@ -14,8 +14,7 @@ from .data import Batch
 from .errors import LayersimError, LayersimWarning
 from .results import Provenance
 from .source import NO_LABEL, Model, View, tokens_alone
-
-CLASSIFIERS = ("score", "classifier")
+from .unembed import CLASSIFIERS
 
 
 def targets(view: View, labels: str | Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from .data import Batch
 from .errors import LayersimError
 from .source import Model, layer_names
-from .unembed import Head
+from .unembed import CLASSIFIERS, Head
 
 # Paths of the list of blocks, from the base model (`model.model`, `model.transformer`, `model.gpt_neox`, `model.bert`, ...).
 BLOCKS = (
@@ -96,6 +96,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     scale, soft_cap = logit_scaling(getattr(module, "config", None))
     if unembed is not None:
         paths = _named(module, unembed, "unembed")
+        scale, soft_cap = (1.0, None) if paths[-1] in CLASSIFIERS else (scale, soft_cap)
         norm = paths[0] if len(paths) > 1 and _is_norm(paths[0], names[paths[0]]) else ""
         return Head(norm, tuple(paths[1:] if norm else paths), "every", scale, soft_cap)
     norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
@@ -105,6 +106,8 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
     before = [project] if project in names else []
     parts, reads = _classifier(module, blocks, names)
+    # Scaling and soft-caps are of words.
+    scale, soft_cap = (1.0, None) if parts and parts[-1] in CLASSIFIERS else (scale, soft_cap)
     return Head(norm, (*before, *parts), reads, scale, soft_cap) if parts else None
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 Part = Callable[[Tensor], Any]
+# Heads that give classes and not words.
+CLASSIFIERS = ("score", "classifier")
 
 
 @dataclass(frozen=True)

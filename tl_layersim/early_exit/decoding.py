@@ -8,6 +8,7 @@ the whole model would have put there.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -24,6 +25,19 @@ from .cache import ColumnCache, Columns, grown
 # and what entered it), to the numbers of those that go on.
 Decide = Callable[[int, list[int], Tensor, Tensor], list[int]]
 ROOM = 256
+
+
+@contextmanager
+def entered(half: LocalHalf, layer: int, x: Tensor) -> Iterator[None]:
+    """`LocalHalf.entered`, where others' hooks on the block below have seen, and perhaps changed, `x` before."""
+    below = vars(half.blocks[layer - 1])
+    hooks = below["_forward_hooks"]
+    below["_forward_hooks"] = OrderedDict()
+    try:
+        with half.entered(layer, lambda _: x):
+            yield
+    finally:
+        below["_forward_hooks"] = hooks
 
 
 class Counts:
@@ -137,7 +151,7 @@ class _Stretch:
                 waiting = state.waiting[self.stage]
                 assert waiting is not None
                 x = part.take(waiting, start)
-                with state.half.entered(state.ends[self.stage - 1], lambda _: x):
+                with entered(state.half, state.ends[self.stage - 1], x):
                     state.half.module(input_ids=ids, **options)
         if not self.stopped:
             raise LayersimError(

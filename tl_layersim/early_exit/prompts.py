@@ -33,12 +33,13 @@ def rows_of(prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer:
             expected="at least one token in each",
             do="leave the row out",
         )
-    if model.context and longest + new > model.context:
+    # The last new token is not read again.
+    if model.context and longest + new - 1 > model.context:
         raise LayersimError(
             "The model does not take rows this long.",
             given=f"a prompt of {longest} tokens, and {new} new ones",
-            expected=f"at most {model.context} together, the context of {model.name}",
-            do=f"max_new_tokens={max(1, model.context - longest)}, or a shorter prompt",
+            expected=f"at most {model.context + 1} together: the context of {model.name}, and a last one that is not read",
+            do=f"max_new_tokens={max(1, model.context - longest + 1)}, or a shorter prompt",
         )
     if int(lengths.min()) == tokens.shape[1]:
         return tokens, None
@@ -99,7 +100,7 @@ class Choice:
         sample: whether it is drawn, or the most probable.
         temperature: of the draw.
         top_p: of the draw.
-        seed: of the draw; each row has a generator of its own, so that its tokens do not depend on the rows beside it.
+        seed: of the draw; each row has a generator of its own, so that its tokens do not depend on what stands beside it.
         rows: how many.
     """
 
@@ -126,8 +127,11 @@ class Choice:
             self.warpers.append(TemperatureLogitsWarper(float(temperature)))
         if top_p != 1:
             self.warpers.append(TopPLogitsWarper(float(top_p)))
-        start = torch.seed() if sample and seed is None else seed or 0
-        self.generators = [torch.Generator().manual_seed((start + row) % (1 << 63)) for row in range(rows if sample else 0)]
+        # Without a seed it follows from torch's own generator, as in transformers.
+        start = int(torch.randint(1 << 62, ())) if sample and seed is None else seed or 0
+        seeds = torch.Generator().manual_seed(start)
+        drawn = [int(torch.randint(1 << 62, (), generator=seeds)) for _ in range(rows if sample else 0)]
+        self.generators = [torch.Generator().manual_seed(own) for own in drawn]
 
     def __call__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
         """`row`, from `row vocabulary`; `rows` are the numbers that they had at the beginning."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -79,7 +80,15 @@ class EarlyExit:
         layers: list[str] | None = None,
         unembed: list[str] | None = None,
     ) -> None:
+        if not math.isfinite(threshold):
+            raise LayersimError(
+                "A threshold is a number.",
+                given=f"threshold={threshold}",
+                expected="a finite number",
+                do="threshold=1 for no exit",
+            )
         self.half, self.unembed = opened(model, layers, unembed)
+        self._head = self._head_now()
         self.model = model
         ids = None if shortlist is None else self._shortlist(shortlist, rule)
         self.rule = Rule(rule, float(threshold), ids)
@@ -112,6 +121,22 @@ class EarlyExit:
                 if self.generates:
                     check_decoding(self.half, self.unembed, checked)
 
+    def _head_now(self) -> list[Any]:
+        """What the norm and the head are made of."""
+        head = self.half.source.model.head
+        assert head is not None
+        parts = [self.half.module.get_submodule(path) for path in (head.norm, *head.parts) if path]
+        return [(id(p), p.dtype, p.device) for part in parts for p in part.parameters()]
+
+    def _refuse_another_head(self) -> None:
+        if self._head_now() != self._head:
+            raise LayersimError(
+                "The model's norm or head is another one than when this EarlyExit was built.",
+                given="other weights, another dtype or another device",
+                expected="the model as it was",
+                do="EarlyExit(model, ...) once more",
+            )
+
     @staticmethod
     def _chosen(at: Any, min_layer: int, blocks: int) -> tuple[int, ...] | None:
         """The layers that the user names."""
@@ -132,9 +157,17 @@ class EarlyExit:
         return layers
 
     def _shortlist(self, shortlist: Any, rule: str) -> Tensor:
-        ids = torch.as_tensor(shortlist).detach().cpu()
+        try:
+            ids = torch.as_tensor(shortlist).detach().cpu()
+        except (RuntimeError, TypeError, ValueError):
+            ids = torch.zeros(0)
         vocabulary = 0 if self.unembed.linear is None else self.unembed.linear.out_features
-        fine = ids.dim() == 1 and not ids.is_floating_point() and len(set(ids.tolist())) == len(ids) >= 2
+        fine = (
+            ids.dim() == 1
+            and not ids.is_floating_point()
+            and ids.dtype != torch.bool
+            and len(set(ids.tolist())) == len(ids) >= 2
+        )
         if not fine or (vocabulary and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary):
             raise LayersimError(
                 "This is no shortlist.",
@@ -175,7 +208,7 @@ class EarlyExit:
             do_sample: draw tokens, by transformers' own warpers. Whether a layer is sure does not depend on them.
             temperature: of the draw.
             top_p: of the draw: only the smallest set of tokens with this probability.
-            seed: of the draw; a row draws the same alone and beside others.
+            seed: of the draw; what the i-th row draws does not depend on the rows beside it.
             eos_token_id: ends a row. Default: the model's own; `()` for none.
             stop: a row ends when its new text contains one of these.
             tokenizer: in place of the model's own.
@@ -194,6 +227,7 @@ class EarlyExit:
                 expected="a causal language model whose forward takes past_key_values",
                 do="early.logits(...); adapters of peft are merged first: model.merge_and_unload()",
             )
+        self._refuse_another_head()
         if max_new_tokens < 1:
             raise LayersimError("Nothing is asked for.", given=max_new_tokens, expected="1 or more", do="max_new_tokens=50")
         reader = tokenizer or self.half.model.tokenizer
@@ -223,6 +257,7 @@ class EarlyExit:
         Raises:
             LayersimError: this is nothing that the model reads.
         """
+        self._refuse_another_head()
         given = self._rows(tokens, attention_mask)
         with self.half.evaluating(), torch.no_grad():
             whole = Whole(self.half, self.unembed, self.ends, self.rule)
@@ -241,6 +276,14 @@ class EarlyExit:
                 given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
                 expected="images `batch channel height width`" if pixels else "token ids `batch pos`",
                 do="logits(pixel_values)" if pixels else "logits(encoded.input_ids, encoded.attention_mask)",
+            )
+        context = self.half.model.context
+        if not pixels and context and tokens.shape[1] > context and (mask is None or int(mask.bool().sum(1).max()) > context):
+            raise LayersimError(
+                "The model does not take rows this long.",
+                given=f"{tokens.shape[1]} tokens",
+                expected=f"at most {context}, the context of {self.half.model.name}",
+                do=f"tokens[:, :{context}]",
             )
         if mask is not None and (mask.shape != tokens.shape or not bool(mask.bool().any(1).all())):
             raise LayersimError(

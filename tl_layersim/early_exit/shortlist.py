@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..data import Batches
+from ..errors import LayersimError
 from ..typed import typed
 from .open import opened
 
@@ -30,6 +31,8 @@ def frequent_tokens(model: Any, data: Any, size: int, *, max_tokens: int | None 
         >>> len(lsim.frequent_tokens(lsim.demo_model(), lsim.demo_text(), 200))
         200
     """
+    if size < 1:
+        raise LayersimError("A shortlist has tokens in it.", given=f"size={size}", expected="1 or more", do="size=1000")
     half, _ = opened(model, None, None)
     batches = Batches(data, half.model, 64, None, False, max_tokens, 0, True, column)
     counts = torch.cat([batch.tokens[batch.attention] for batch in batches]).bincount()

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import LayersimError
 from .costs import ExitCosts, fastest, seconds_of
 from .decoding import Counts, Decoding
 from .open import opened, synthetic
 from .rules import Judge, Rule
 
 MORE = 8
+FEWEST = 3
 
 
 def timed_costs(
@@ -32,6 +34,13 @@ def timed_costs(
     blocks, low = len(half.blocks), max(1, len(half.blocks) // 4)
     # A round is at most nine tokens.
     repeats = min(repeats, ((half.model.context or 1 << 20) - 1) // (MORE + 1) - 3)
+    if blocks < 2 or repeats < FEWEST:
+        raise LayersimError(
+            "There is too little to be timed.",
+            given=f"{blocks} blocks, a context of {half.model.context}, and so {repeats} repeats",
+            expected=f"two blocks or more, room for {FEWEST} rounds of {MORE + 1} tokens, and repeats={FEWEST} or more",
+            do="ExitCosts.count(model)",
+        )
     context = min(context, (half.model.context or 1 << 20) - (MORE + 1) * (repeats + 3))
     room = context + (MORE + 1) * (repeats + 3)
     ids = None if shortlist is None else torch.as_tensor(shortlist)
@@ -53,7 +62,8 @@ def timed_costs(
                     judge(x, entering, which)[0].tolist()
                 if says and layer == blocks:
                     lens(x).argmax(-1).tolist()
-                seen[:] = [x, entering]
+                # Rounds of every other row end with fewer.
+                seen[:] = [x, entering] if len(x) == batch else seen
                 return [row for row in rows if layer < depth and not (halves and number and (row + number) % 2)]
 
             state = Decoding(half, ends, prompt, None, room, Counts())

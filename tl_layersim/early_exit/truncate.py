@@ -46,7 +46,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
     """
     half, unembed = opened(model, None, None)
     blocks = len(half.blocks)
-    if not 1 <= n_layers <= blocks:
+    if isinstance(n_layers, bool) or not 1 <= n_layers <= blocks:
         raise LayersimError(
             "The model has no such part.",
             given=f"n_layers={n_layers}",
@@ -85,8 +85,8 @@ def shortened(config: Any, blocks: int, n_layers: int) -> Any:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     lists = [name for name, value in vars(text).items() if isinstance(value, list) and len(value) == blocks]
     for name in lists:
-        # Labels of classes belong to no block.
-        if name not in ("architectures", "id2label"):
+        # These belong to no block, or name blocks by number.
+        if name not in ("architectures", "id2label") and not name.endswith(("_token_id", "_ids", "_only_layers", "_indices")):
             setattr(text, name, getattr(text, name)[:n_layers])
     text.num_hidden_layers = n_layers
     return config

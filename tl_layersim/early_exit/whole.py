@@ -13,7 +13,7 @@ from ..calls import first_tensor
 from ..errors import LayersimError
 from ..sources.halves import Enough, LocalHalf
 from ..unembed import Unembed
-from .decoding import Counts
+from .decoding import Counts, entered
 from .open import no_cache
 from .rules import Judge, Rule
 
@@ -80,7 +80,7 @@ class Whole:
                 stack.callback(handle.remove)
             if self.stage:
                 x = self.hidden
-                stack.enter_context(self.half.entered(self.ends[self.stage - 1], lambda _: x))
+                stack.enter_context(entered(self.half, self.ends[self.stage - 1], x))
             with suppress(Enough):
                 self.half.module(**options)
         if not self.stopped:

@@ -24,6 +24,7 @@ from ..results import Provenance, Report, Result
 from ..sources import open_source
 from ..typed import typed
 from .evaluation import GenerationQuality, LayerChange, coherence, diversity
+from .feed import has_images
 
 SHORTEST = 4
 
@@ -83,7 +84,14 @@ def evaluate_layers(
         True
     """
     models = (before, after)
-    pair = [open_source(model).model for model in models]
+    if has_images(data):
+        raise LayersimError(
+            "Images are not measured here.",
+            given="data with pixel_values",
+            expected="texts or tokens",
+            do="result.values and result.accuracy of finetune_aligned, which judges each layer on eval_data",
+        )
+    pair = [open_source(model, layers=options.get("layers"), unembed=options.get("unembed")).model for model in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(
             "Models of different depth have no layers to be laid side by side.",
@@ -113,7 +121,7 @@ def evaluate_layers(
     found: dict[str, Result] = {"layers": change}
     found |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
     if prompts is not None:
-        found["generation"] = _quality(models, list(prompts), new_tokens, float(top_p), embed, seed, change)
+        found["generation"] = _quality(models, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
     return Report(found)
 
 
@@ -180,6 +188,7 @@ def _quality(
     embed: Callable[[list[str]], Any] | None,
     seed: int,
     like: LayerChange,
+    options: dict[str, Any],
 ) -> GenerationQuality:
     """Continuations from each layer, judged."""
     depth = like.values.shape[1]
@@ -188,8 +197,16 @@ def _quality(
         for number, model in enumerate(models):
             for layer in range(depth):
                 # At threshold 0 everything exits at the first check; the last layer is the whole model.
-                speaker = EarlyExit(model, 0.0, at=(layer + 1,)) if layer + 1 < depth else EarlyExit(model, 1.0, at=())
-                said = speaker.generate(prompts, max_new_tokens=new_tokens, do_sample=True, top_p=top_p, seed=seed)
+                threshold, at = (0.0, (layer + 1,)) if layer + 1 < depth else (1.0, ())
+                speaker = EarlyExit(model, threshold, at=at, layers=options.get("layers"), unembed=options.get("unembed"))
+                said = speaker.generate(
+                    prompts,
+                    max_new_tokens=new_tokens,
+                    do_sample=True,
+                    top_p=top_p,
+                    seed=seed,
+                    tokenizer=options.get("tokenizer"),
+                )
                 kept = [i for i, tokens in enumerate(said.tokens) if len(tokens) >= SHORTEST]
                 counted[number, layer] = len(kept)
                 if kept:
@@ -198,12 +215,12 @@ def _quality(
                     tables = [embed([texts[i] for i in kept]) for texts in (prompts, said.texts)]
                     coherent[number, layer] = coherence(*(torch.as_tensor(np.asarray(table)) for table in tables))
                 bar.update()
-    options = {"new_tokens": new_tokens, "top_p": top_p, "prompts": len(prompts)}
+    settings = {"new_tokens": new_tokens, "top_p": top_p, "prompts": len(prompts)}
     return GenerationQuality(
         values=varied,
         coherence=coherent,
         texts=counted,
         models=like.models,
         layers=like.layers,
-        provenance=replace(like.provenance, options=options, seed=seed),
+        provenance=replace(like.provenance, options=settings, seed=seed),
     )

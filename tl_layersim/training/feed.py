@@ -146,6 +146,13 @@ class ImageFeed(Feed):
                 do="{'pixel_values': processor(images, return_tensors='pt').pixel_values, 'labels': labels}",
             )
         keep = classes != NO_LABEL
+        if not bool(keep.any()):
+            raise LayersimError(
+                "There is nothing to answer in these images.",
+                given=f"{len(classes)} labels, all {NO_LABEL}",
+                expected="a class for some of them",
+                do="check the labels",
+            )
         return ImageFeed(pixels[keep], classes[keep].long())
 
     def __len__(self) -> int:
@@ -165,6 +172,23 @@ class ImageFeed(Feed):
 
 def _tensor(values: Any) -> Tensor:
     return values if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
+
+
+def _refuse_segments(data: Any) -> None:
+    """Refuse second sentences that a model is told of by `token_type_ids`: they would be read as first ones."""
+    names = getattr(data, "column_names", None)
+    first = data[0] if isinstance(data, list) and data else None
+    keys = names if names is not None else data if isinstance(data, Mapping) else first if isinstance(first, Mapping) else ()
+    if "token_type_ids" not in keys:
+        return
+    parts = [item.get("token_type_ids", []) for item in data] if first is not None else data["token_type_ids"]
+    if any(bool(torch.as_tensor(part).any()) for part in parts):
+        raise LayersimError(
+            "Rows here are one text each, and these have a second one.",
+            given="token_type_ids that are not all 0",
+            expected="tokens of one text in a row",
+            do="aligned_loss(model, tokens, labels, inputs={'token_type_ids': ...}) in a loop of your own, or AlignedTrainer",
+        )
 
 
 def has_images(data: Any) -> bool:
@@ -203,6 +227,8 @@ def open_feeds(
     if has_images(data):
         feed: Feed = ImageFeed.of(data, labels)
         return feed.halves() if eval_data is None else (feed, ImageFeed.of(eval_data, labels))
+    for part in (data, eval_data):
+        _refuse_segments(part)
     batches = Batches(data, model, **settings, labelled=isinstance(usual, str) and usual == "data")
     feed = TokenFeed(batches, usual, model, module)
     if eval_data is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -49,7 +50,7 @@ class Loop:
             # At a standard step the heads of other layers learn nothing, above the highest drawn layer no block does.
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
-        self.names = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+        self.names = objective.learning()
         if not self.names:
             raise LayersimError(
                 "Nothing in this model learns.",
@@ -64,6 +65,8 @@ class Loop:
             {"params": rest, "weight_decay": 0.0},
         ]
         self.optimiser = torch.optim.AdamW([g for g in groups if g["params"]], lr=training.lr, betas=BETAS)
+        # Whether weights are still worth keeping.
+        self.sound = True
         self.wrapped = self.accelerator.prepare_model(objective) if self.accelerator.num_processes > 1 else objective
 
     def run(self) -> State:
@@ -84,6 +87,8 @@ class Loop:
             unit="step",
             disable=None if self.accelerator.is_main_process else True,
         )
+        # What somebody else left there is no part of the first step.
+        self.optimiser.zero_grad(set_to_none=True)
         with bar, learning(self.objective.module):
             try:
                 while state.step < self.training.steps:
@@ -105,9 +110,11 @@ class Loop:
                 self._look(state, bar, last=True)
             except BaseException:
                 # An interrupt too; one in the middle of the optimiser's step leaves the older file.
-                if whole and self.accelerator.is_main_process:
+                if whole and self.sound and self.accelerator.is_main_process:
                     self.saved.save(state, self._tensors())
                 raise
+            finally:
+                self.optimiser.zero_grad(set_to_none=True)
         if self.accelerator.is_main_process:
             self.saved.save(state, self._tensors())
         return state
@@ -133,15 +140,21 @@ class Loop:
             total += loss.detach().double().cpu()
         mean = accelerator.reduce(total.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64), "sum")
         value = float(mean / count)
-        if value != value or value in (float("inf"), -float("inf")):
-            raise LayersimError(
-                f"The loss is {value} at step {step + 1}.",
-                given=f"lr={training.rate(step):.3g}, {self.objective.stream.source.model.dtype} weights",
-                expected="a finite loss",
-                do="a lower lr, or weights in float32 with mixed_precision='bf16'",
-            )
+        self._refuse_not_finite(value, f"The loss is {value} at step {step + 1}.", step)
         accelerator.clip_grad_norm_(list(self.names.values()), training.clip)
         return value
+
+    def _refuse_not_finite(self, value: float, what: str, step: int) -> None:
+        if math.isfinite(value):
+            return
+        self.sound = False
+        raise LayersimError(
+            what,
+            given=f"lr={self.training.rate(min(step, self.training.steps - 1)):.3g}, "
+            f"{self.objective.stream.source.model.dtype} weights",
+            expected="a finite loss",
+            do="a lower lr or a longer warmup, or weights in float32 with mixed_precision='bf16'",
+        )
 
     def _numbers(self, step: int) -> Iterator[list[int]]:
         """The rows of each forward pass of a step on this process: all of them in a new order each time round."""
@@ -180,7 +193,10 @@ class Loop:
             for start in tqdm(starts, desc="held out", unit="batch", leave=False, disable=bar.disable or None):
                 numbers = range(start, min(start + self.batch_size, len(self.judged)))
                 total += self.objective.judge(self.judged.take(numbers).to(self.device))
-        state.looks[state.step] = self.accelerator.reduce(total.to(self.device), "sum").cpu() if ranks > 1 else total
+        total = self.accelerator.reduce(total.to(self.device), "sum").cpu() if ranks > 1 else total
+        whole = float(total[0].sum() / total[2].sum())
+        self._refuse_not_finite(whole, f"The held-out loss is {whole} after {state.step} steps.", state.step)
+        state.looks[state.step] = total
 
     def _held_out(self, state: State) -> str:
         look = list(state.looks.values())[-1]

@@ -56,6 +56,13 @@ def answered(reads: str, targets: Tensor, attended: Tensor | None, positions: in
         positions: how many a row has in the residual stream.
     """
     if reads == "every":
+        if targets.shape[-1] != positions:
+            raise LayersimError(
+                "The residual stream has other positions than the labels.",
+                given=f"{positions} positions for {targets.shape[-1]} labels in a row",
+                expected="one position for each token; soft prompts and image patches add some",
+                do="the model without soft prompts",
+            )
         flat = targets.flatten()
         index = (flat != NO_LABEL).nonzero()[:, 0]
         return index, flat[index]
@@ -176,7 +183,11 @@ def rows_at_once(width: int) -> int:
 
 def logits_at(unembed: Unembed, x: Tensor, head: Tensor | None) -> Tensor:
     """Logits of normed residuals, in float32 or wider."""
-    logits = unembed(x, normed=False) if head is None else unembed.finish(x.to(head.dtype) @ head.T)
+    if head is None:
+        logits = unembed(x, normed=False)
+    else:
+        bias = None if unembed.linear is None else unembed.linear.bias
+        logits = unembed.finish(torch.nn.functional.linear(x.to(head.dtype), head, bias))
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -227,7 +238,7 @@ def aligned_loss(
         >>> loss = lsim.aligned_loss(model, model.tokenizer(lsim.demo_text()[0], return_tensors="pt").input_ids)
         >>> loss.backward()
     """
-    from .stream import Piece, open_stream
+    from .stream import Piece, check_once, open_stream
 
     stream = open_stream(model, layers, unembed)
     attended = None if attention_mask is None else attention_mask.bool()
@@ -235,6 +246,7 @@ def aligned_loss(
     options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
     piece = Piece(tokens, options, targets, attended)
     terms = {layer: weight for layer, weight in enumerate(layer_weights(weights, stream.n_layers), 1) if weight}
+    check_once(stream, piece, (tuple(layers or ()), tuple(unembed or ())))
     total, count = stream.loss(piece, terms, norm == "final")
     return total / count
 
@@ -243,6 +255,10 @@ def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -
     """The labels as a tensor of the shape that the head answers in, on the tokens' device."""
     from ..data import next_tokens
 
+    if tokens.dim() < 2:
+        raise LayersimError(
+            "A batch has rows.", given=f"tokens of shape {tuple(tokens.shape)}", expected="batch pos", do="tokens[None]"
+        )
     if labels is None:
         if reads != "every" or tokens.is_floating_point():
             raise LayersimError(

@@ -43,6 +43,10 @@ class Objective(nn.Module):
         first = unembed.linear.weight.detach()
         return nn.ParameterList([nn.Parameter(first.clone()) for _ in range(self.stream.n_layers - 1)])
 
+    def learning(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
     def forward(self, piece: Piece, step: int, run: Callable[[], Any] | None = None) -> Tensor:
         """Sum of the loss over answers.
 

@@ -69,9 +69,11 @@ class AlignedResult(Result):
         )
 
     def headline(self) -> dict[str, float]:
-        return {
+        found = {
             "held-out loss of the last layer before": float(self.values[0, -1]),
             "held-out loss of the last layer after": float(self.values[-1, -1]),
-            "mean over the other layers before": float(self.values[0, :-1].mean()),
-            "mean over the other layers after": float(self.values[-1, :-1].mean()),
         }
+        if self.values.shape[1] > 1:
+            found["mean over the other layers before"] = float(self.values[0, :-1].mean())
+            found["mean over the other layers after"] = float(self.values[-1, :-1].mean())
+        return found

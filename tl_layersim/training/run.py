@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -127,13 +128,15 @@ def finetune_aligned(
             "training": training.options(),
             "batch_size": batch_size,
             "pad": told.tokenizer.pad_token_id if told.tokenizer is not None else None,
+            "learns": hashlib.sha256(" ".join(sorted(objective.learning())).encode()).hexdigest(),
             **digests,
         }
-        saved = Saved(checkpoint, identity)
-        state = Loop(objective, feed, judged, training, batch_size, saved).run()
+        loop = Loop(objective, feed, judged, training, batch_size, Saved(checkpoint, identity))
+        state = loop.run()
         finish()
-    if training.save_to is not None:
+    if training.save_to is not None and loop.accelerator.is_main_process:
         save_model(model, training.save_to, told.tokenizer, objective.heads, feed.take([0]))
+    loop.accelerator.wait_for_everyone()
     run = _record(stream, feed, judged, training, settings, digests, time.perf_counter() - start)
     if not isinstance(usual, str):
         warn_of_unused(usual, replace(run, sequences=len(feed) + len(judged)))
@@ -164,6 +167,13 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
         ) from None
     from transformers import PreTrainedModel
 
+    if hasattr(model, "peft_config"):
+        raise LayersimError(
+            "This model carries adapters already.",
+            given=f"lora= for a {type(model).__name__} with adapters of peft",
+            expected="a model without adapters",
+            do="model = model.merge_and_unload() first, or leave lora= out: the adapters that are there learn",
+        )
     if not isinstance(training.lora, PeftConfig) or not isinstance(model, PreTrainedModel):
         raise LayersimError(
             "LoRA is put into Hugging Face models, as a peft configuration says.",

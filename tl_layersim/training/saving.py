@@ -28,6 +28,20 @@ def check_savable(model: Any) -> None:
     Raises:
         LayersimError: it is of another kind.
     """
+    if hasattr(model, "peft_config"):
+        raise LayersimError(
+            "This model carries adapters of peft, and a folder of it would hold these alone.",
+            given=type(model).__name__,
+            expected="a model without adapters",
+            do="model = model.merge_and_unload() first, or leave save_to= out and save it with peft",
+        )
+    if any(bool(parameter.detach().any()) for parameter in additions(model)):
+        raise LayersimError(
+            "This TransformerBridge holds weights of its model in parts that cannot be put together again.",
+            given=f"a bridge of {type(model.original_model).__name__}",
+            expected="whole weights, or a fused query, key and value",
+            do="fine-tune the Hugging Face model, and bridge the result",
+        )
     if _hugging_face(model) is None:
         raise LayersimError(
             "This model cannot be written as a Hugging Face folder.",
@@ -64,6 +78,7 @@ def save_model(
     plain.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    (folder / "heads.safetensors").unlink(missing_ok=True)
     if heads is not None:
         write(folder / "heads.safetensors", "heads", {}, {f"layer {i}": head for i, head in enumerate(heads, 1)})
     return folder
@@ -75,8 +90,19 @@ def without_additions(model: Any) -> Iterator[None]:
 
     The plain model has no place for it.
     """
+    held = [parameter for parameter in additions(model) if not bool(parameter.detach().any())]
+    try:
+        for parameter in held:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)
+
+
+def additions(model: Any) -> list[nn.Parameter]:
+    """Parameters that learn in a TransformerBridge and have no place in the model that it wraps."""
     inner = getattr(model, "original_model", None)
-    held: list[nn.Parameter] = []
     if inner is not None and hasattr(inner, "save_pretrained"):
         with torch.device("meta"):
             own = {name for name, _ in type(inner)(copy.deepcopy(inner.config)).named_parameters(remove_duplicate=False)}
@@ -90,14 +116,8 @@ def without_additions(model: Any) -> Iterator[None]:
         names: dict[nn.Parameter, set[str]] = {}
         for name, parameter in inner.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, set()).add(plain_name(name))
-        held = [p for p, known in names.items() if not known & own and id(p) not in split and p.requires_grad]
-    try:
-        for parameter in held:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in held:
-            parameter.requires_grad_(True)
+        return [p for p, known in names.items() if not known & own and id(p) not in split and p.requires_grad]
+    return []
 
 
 def plain_name(name: str) -> str:

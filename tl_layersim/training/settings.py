@@ -97,13 +97,14 @@ class AlignedTraining:
             "eval_every": self.eval_every is not None and self.eval_every < 1,
             "beta": self.beta < 0,
             "kl": self.kl < 0,
+            "seed": not 0 <= self.seed < 2**31,
         }
         for name in (name for name, bad in wrong.items() if bad):
             raise LayersimError(
                 f"{name} is out of range.",
                 given=f"{name}={getattr(self, name)}",
                 expected="steps, accumulation, layers_per_step and eval_every of 1 or more; lr and clip above 0; warmup below "
-                "steps; weight_decay, beta and kl of 0 or more",
+                "steps; weight_decay, beta and kl of 0 or more; a seed of 0 to 2^31",
                 do="AlignedTraining(), the settings of the paper",
             )
         owners = {"beta": "cosine-reg", "kl": "multi-head"}
@@ -150,10 +151,11 @@ class AlignedTraining:
 
     def check_place(self) -> None:
         """Refuse a folder that cannot be made, before anything is computed."""
-        if self.save_to is not None and not Path(self.save_to).resolve().parent.is_dir():
+        place = None if self.save_to is None else Path(self.save_to).resolve()
+        if place is not None and (place.is_file() or not place.parent.is_dir()):
             raise LayersimError(
                 "The trained model has no place to go.",
                 given=f"save_to={self.save_to}",
-                expected="a folder inside one that exists",
-                do=f"mkdir -p {Path(self.save_to).parent}",
+                expected="a folder, there already or inside one that exists, and no file",
+                do=f"mkdir -p {place.parent}" if not place.is_file() else "another name",
             )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +40,15 @@ class Piece:
     @property
     def first_row(self) -> Piece:
         """Its first row alone."""
-        cut = {name: value[:1] if isinstance(value, Tensor) else value for name, value in self.options.items()}
-        attended = None if self.attended is None else self.attended[:1]
-        return Piece(self.main[:1], cut, self.targets[:1], attended)
+        return self.row(0)
+
+    def row(self, number: int) -> Piece:
+        """One row alone."""
+        at, rows = slice(number, number + 1), len(self.main)
+        # Some inputs are shared by all rows, such as one row of positions.
+        cut = {n: v[at] if isinstance(v, Tensor) and v.dim() and len(v) == rows else v for n, v in self.options.items()}
+        attended = None if self.attended is None else self.attended[at]
+        return Piece(self.main[at], cut, self.targets[at], attended)
 
     def to(self, device: torch.device) -> Piece:
         """The same on a device."""
@@ -82,10 +89,19 @@ class Stream:
 
     def call(self, piece: Piece) -> Any:
         """The model's own forward pass."""
-        options = dict(piece.options)
+        options, main = dict(piece.options), piece.main
+        pad = self._pad
+        if pad is not None and piece.attended is not None:
+            main = torch.where(piece.attended, main, pad)
         if hasattr(getattr(self.module, "config", None), "use_cache"):
             options.setdefault("use_cache", False)
-        return self.module(piece.main, **options)
+        return self.module(main, **options)
+
+    @property
+    def _pad(self) -> int | None:
+        """The id by which a classifier of Hugging Face finds the last token of a row, whatever the mask says."""
+        pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
+        return pad if self.reads == "last" and isinstance(pad, int) and pad >= 0 else None
 
     def residuals(self, layers: Collection[int], run: Callable[[], Any], whole: bool = False) -> dict[int, Tensor]:
         """`batch pos d_model` of each layer asked for, counted from 1, with its derivatives.
@@ -136,8 +152,15 @@ class Stream:
     def at_answers(self, piece: Piece, found: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
         """`token d_model` of each layer where the head answers, and the right answers there."""
         shape = next(iter(found.values())).shape
-        index, wanted = answered(self.reads, piece.targets, piece.attended, shape[1])
+        index, wanted = answered(self.reads, piece.targets, self._read_from(piece), shape[1])
         return {layer: x.flatten(0, 1).index_select(0, index.to(x.device)) for layer, x in found.items()}, wanted
+
+    def _read_from(self, piece: Piece) -> Tensor | None:
+        """`batch pos`, the positions of which the last one may be read."""
+        if self._pad is None or piece.main.is_floating_point():
+            return piece.attended
+        kept = piece.main != self._pad
+        return kept if piece.attended is None else kept & piece.attended
 
     def loss(
         self, piece: Piece, terms: Mapping[int, float], norm: bool, run: Callable[[], Any] | None = None, whole: bool = False
@@ -184,7 +207,7 @@ class Stream:
                 theirs = logits[0]
                 ours = self.unembed(seen[-1][0])
             else:
-                index, _ = answered(self.reads, torch.zeros(1, dtype=torch.int64), piece.attended, seen[-1].shape[1])
+                index, _ = answered(self.reads, torch.zeros(1, dtype=torch.int64), self._read_from(piece), seen[-1].shape[1])
                 theirs, ours = logits[0], self.unembed(seen[-1][0, int(index)])
             if ours.shape != theirs.shape:
                 return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
@@ -194,6 +217,18 @@ class Stream:
 
         with torch.no_grad():
             refuse_other_logits(gap_or_refusal(self.source.model, gap), self.source.model)
+
+
+# Which heads were seen to give their model's logits.
+_CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
+
+
+def check_once(stream: Stream, piece: Piece, paths: Any) -> None:
+    """`Stream.check`, the first time that a model comes with these paths."""
+    known = _CHECKED.setdefault(stream.module, set())
+    if paths not in known:
+        stream.check(piece)
+        known.add(paths)
 
 
 @contextmanager

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from ..errors import LayersimError
-from ..source import NO_LABEL
+from ..source import NO_LABEL, eval_mode
+from ..unembed import rounding
 from .objective import Objective
 from .settings import AlignedTraining
 from .stream import Piece, open_stream
@@ -20,9 +22,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """`transformers.Trainer` with the losses of `AlignedTraining` in place of the model's own.
 
     The schedule follows `state.global_step`, which counts optimiser steps. Labels are those of Hugging Face's collators: at
-    each position the token that stands there, which is shifted here for causal models; -100 where nothing is asked. Of
-    `aligned`, everything that `TrainingArguments` says too (steps, lr, accumulation, ...) is left to them. Evaluation gives
-    `eval_loss`, the last layer's.
+    each position the token that stands there, -100 where nothing is asked; whether they are shifted is seen from the model's
+    own loss on a row. Of `aligned`, everything that `TrainingArguments` says too (steps, lr, accumulation, ...) is left to
+    them. Evaluation is the model's own.
 
     Args:
         *args: as of `Trainer`.
@@ -59,17 +61,40 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     ) -> None:
         super().__init__(*args, **options)
         settings = aligned or AlignedTraining()
-        if settings.objective == "multi-head":
+        refused = {
+            "objective='multi-head'": settings.objective == "multi-head",
+            "save_to=": settings.save_to is not None,
+            "lora=": settings.lora is not None,
+            "gradient_checkpointing=True": settings.gradient_checkpointing,
+            "label_smoothing_factor": bool(self.args.label_smoothing_factor),
+            "compute_loss_func=": self.compute_loss_func is not None,
+        }
+        for what in (name for name, given in refused.items() if given):
             raise LayersimError(
-                "Heads of their own are parameters that the Trainer's model does not have.",
-                given="objective='multi-head'",
-                expected="'aligned', 'cosine-reg' or 'standard'",
-                do="finetune_aligned(model, data, AlignedTraining(objective='multi-head'))",
+                "AlignedTrainer has no use for this.",
+                given=what,
+                expected="of `aligned` the loss and its schedule; the rest is TrainingArguments' or the model's own",
+                do="finetune_aligned(model, data, AlignedTraining(...)), or TrainingArguments and peft.get_peft_model",
             )
-        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        self._objective = Objective(open_stream(inner, layers, unembed), settings)
+        self._settings, self._paths = settings, (layers, unembed)
+        self._open()
         # The sum over answers is divided here by their number in the whole step, which Trainer counts if it may.
         self.model_accepts_loss_kwargs = True
+
+    def _open(self) -> None:
+        """Find the layers of the model, which `model_init` makes anew for each training."""
+        model = self.accelerator.unwrap_model(self.model)
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not isinstance(inner, PreTrainedModel):
+            raise LayersimError(
+                "Trainer trains Hugging Face models.",
+                given=type(inner).__name__,
+                expected="a transformers.PreTrainedModel, with adapters of peft or without",
+                do="finetune_aligned(model, data), which trains a TransformerBridge too",
+            )
+        self._opened = model
+        self._objective = Objective(open_stream(inner, *self._paths), self._settings)
+        self._shift: bool | None = None
 
     def compute_loss(
         self,
@@ -78,46 +103,94 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch: in training that of the schedule, in evaluation the last layer's."""
-        stream = self._objective.stream
-        given = dict(inputs)
-        labels = given.pop("labels", None)
-        main = next((given.pop(name) for name in ("input_ids", "pixel_values") if name in given), None)
-        if labels is None or main is None:
-            raise LayersimError(
-                "A batch needs something to read and something to say.",
-                given=f"a batch of {', '.join(inputs)}",
-                expected="input_ids or pixel_values, and labels",
-                do="DataCollatorForLanguageModeling(tokenizer, mlm=False), or a column `labels`",
-            )
-        mask = given.get("attention_mask")
-        causal = stream.reads == "every" and labels.shape == main.shape and _shifts(stream.module)
-        targets = shifted(labels) if causal else labels
-        piece = Piece(main, given, targets, None if mask is None else mask.bool())
+        """The loss of a batch: in training that of the schedule, in evaluation the model's own."""
         if not model.training:
-            with torch.no_grad():
-                outputs = model(**{**inputs, "labels": None})
-            whole = self._objective.stream.loss(piece, {stream.n_layers: 1.0}, True)
-            loss = whole[0] / max(whole[1], 1)
-            return (loss, outputs) if return_outputs else loss
-        count: Any = int((targets != NO_LABEL).sum()) if num_items_in_batch is None else num_items_in_batch
+            return super().compute_loss(model, inputs, return_outputs=return_outputs)
+        stream = self._objective.stream
+        piece = self._piece(inputs)
+        if self._shift is None:
+            self._shift = self._own_shift(piece)
+        piece = replace(piece, targets=shifted(piece.targets)) if self._shift else piece
+        count: Any = int((piece.targets != NO_LABEL).sum()) if num_items_in_batch is None else num_items_in_batch
         own = model is stream.module
-        total = self._objective(piece, int(self.state.global_step), None if own else lambda: model(main, **_uncached(given)))
+        step, options = int(self.state.global_step), _uncached(piece.options)
+        total = self._objective(piece, step, None if own else lambda: model(piece.main, **options))
         loss = total / count
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
         return loss
+
+    def _piece(self, inputs: Mapping[str, Any]) -> Piece:
+        """A batch of the Trainer's, for the model that it trains now."""
+        if self.accelerator.unwrap_model(self.model) is not self._opened:
+            self._open()
+        given = dict(inputs)
+        labels = given.pop("labels", None)
+        main = next((given.pop(name) for name in ("input_ids", "pixel_values") if name in given), None)
+        if labels is None or main is None or labels.is_floating_point():
+            raise LayersimError(
+                "A batch needs something to read and something to say.",
+                given=f"a batch of {', '.join(inputs)}" + ("" if labels is None else f", labels of {labels.dtype}"),
+                expected="input_ids or pixel_values, and labels of whole numbers",
+                do="DataCollatorForLanguageModeling(tokenizer, mlm=False), or a column `labels`",
+            )
+        mask = given.get("attention_mask")
+        return Piece(main, given, labels, None if mask is None else mask.bool())
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """The batches of a step, and how many answers they have together: Trainer knows by class names who shifts labels."""
+        samples, known = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if known is None or not samples or "labels" not in samples[0]:
+            return samples, known
+        if self._shift is None:
+            self._shift = self._own_shift(self._piece(self._prepare_inputs(samples[0])))
+        count = torch.stack([(_cut(s["labels"]) if self._shift else s["labels"]).ne(NO_LABEL).sum() for s in samples]).sum()
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count.to(device)).sum()
+        return samples, count.to(device)
+
+    def _own_shift(self, piece: Piece) -> bool | None:
+        """Whether the model's own loss shifts labels, seen on a row; None if no row of the batch has anything to say.
+
+        Raises:
+            LayersimError: its own loss is neither that of the last layer here with shifted labels nor with unshifted ones.
+        """
+        stream = self._objective.stream
+        found: dict[bool, float] = {}
+        for number in range(len(piece.main)):
+            row = piece.row(number)
+            with torch.no_grad(), eval_mode(stream.module), self.compute_loss_context_manager():
+                own = float(stream.module(row.main, labels=row.targets, **_uncached(row.options)).loss)
+                if own != own:
+                    continue
+                for shift in (True, False) if row.targets.dim() == 2 else (False,):
+                    asked = replace(row, targets=shifted(row.targets)) if shift else row
+                    loss, count = stream.loss(asked, {stream.n_layers: 1.0}, True)
+                    found[shift] = float(loss) / max(count, 1)
+            nearest = min(found, key=lambda shift: abs(found[shift] - own))
+            # transformers computes losses in float32, whatever the model is in.
+            allowed = rounding(next(stream.module.parameters()).dtype, torch.float32)
+            if abs(found[nearest] - own) <= allowed * (1 + abs(own)):
+                return nearest
+            raise LayersimError(
+                "The model's own loss is not that of its last layer as it is read here.",
+                given=f"{own:.5g}, and here "
+                + " or ".join(f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in found.items()),
+                expected="the same: one final norm and head, and no further term in the loss",
+                do="unembed=['path.of.final_norm', 'path.of.head']; model.config.output_router_logits = False",
+            )
+        return None
 
 
 def _uncached(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_cache": False, **options}
 
 
-def _shifts(module: torch.nn.Module) -> bool:
-    """Whether the model's own loss shifts labels: causal language models do, masked ones and token classifiers do not."""
-    return "CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__
-
-
 def shifted(labels: Tensor) -> Tensor:
     """What should be said at each position, from what stands there; both `batch pos`."""
-    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], NO_LABEL)], 1)
+    return torch.cat([_cut(labels), torch.full_like(labels[:, :1], NO_LABEL)], 1)
+
+
+def _cut(labels: Tensor) -> Tensor:
+    """All but the first of each row, which nothing precedes."""
+    return labels[:, 1:]
