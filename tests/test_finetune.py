@@ -743,6 +743,16 @@ class TestTrainersLabels(TestTrainer):
         theirs = Trainer(make(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
         assert ours == pytest.approx(theirs, rel=1e-5)
 
+    def test_images(self, tmp_path):
+        from transformers import Trainer
+
+        torch.manual_seed(0)
+        rows = [{"pixel_values": torch.randn(3, 8, 8), "labels": i % 4} for i in range(24)]
+        own = lsim.AlignedTraining(objective="standard")
+        ours = lsim.AlignedTrainer(vit(), self.arguments(tmp_path), train_dataset=rows, aligned=own).train().training_loss
+        theirs = Trainer(vit(), self.arguments(tmp_path), train_dataset=rows).train().training_loss
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
     def test_a_further_term_in_the_loss_is_refused(self, tmp_path):
         from transformers import LlamaForCausalLM
 

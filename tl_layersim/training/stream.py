@@ -89,13 +89,18 @@ class Stream:
 
     def call(self, piece: Piece) -> Any:
         """The model's own forward pass."""
+        main, options = self.arguments(piece)
+        return self.module(main, **options)
+
+    def arguments(self, piece: Piece) -> tuple[Tensor, dict[str, Any]]:
+        """What the model's forward pass is called with."""
         options, main = dict(piece.options), piece.main
         pad = self._pad
         if pad is not None and piece.attended is not None:
             main = torch.where(piece.attended, main, pad)
         if hasattr(getattr(self.module, "config", None), "use_cache"):
             options.setdefault("use_cache", False)
-        return self.module(main, **options)
+        return main, options
 
     @property
     def _pad(self) -> int | None:

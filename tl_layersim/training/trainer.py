@@ -106,15 +106,15 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         """The loss of a batch: in training that of the schedule, in evaluation the model's own."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
-        stream = self._objective.stream
         piece = self._piece(inputs)
+        stream = self._objective.stream
         if self._shift is None:
             self._shift = self._own_shift(piece)
         piece = replace(piece, targets=shifted(piece.targets)) if self._shift else piece
         count: Any = int((piece.targets != NO_LABEL).sum()) if num_items_in_batch is None else num_items_in_batch
-        own = model is stream.module
-        step, options = int(self.state.global_step), _uncached(piece.options)
-        total = self._objective(piece, step, None if own else lambda: model(piece.main, **options))
+        main, options = stream.arguments(piece)
+        run = None if model is stream.module else lambda: model(main, **options)
+        total = self._objective(piece, int(self.state.global_step), run)
         loss = total / count
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
@@ -160,7 +160,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         for number in range(len(piece.main)):
             row = piece.row(number)
             with torch.no_grad(), eval_mode(stream.module), self.compute_loss_context_manager():
-                own = float(stream.module(row.main, labels=row.targets, **_uncached(row.options)).loss)
+                own = float(stream.call(replace(row, options={**row.options, "labels": row.targets})).loss)
                 if own != own:
                     continue
                 for shift in (True, False) if row.targets.dim() == 2 else (False,):
@@ -180,10 +180,6 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 do="unembed=['path.of.final_norm', 'path.of.head']; model.config.output_router_logits = False",
             )
         return None
-
-
-def _uncached(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {"use_cache": False, **options}
 
 
 def shifted(labels: Tensor) -> Tensor:
