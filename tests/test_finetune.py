@@ -233,7 +233,8 @@ from tests.test_finetune import dropping
 from tl_layersim.training import state, loop
 state.SECONDS_BETWEEN_SAVES = 0
 step = loop.Loop._accumulate
-loop.Loop._accumulate = lambda self, n: (time.sleep(0.15), print(n, flush=True), step(self, n))[-1]
+# At the tenth step it waits to be killed.
+loop.Loop._accumulate = lambda self, n: (print(n, flush=True), time.sleep(120 if n == 10 else 0.05), step(self, n))[-1]
 training = lsim.AlignedTraining(steps=30, lr=1e-2, eval_every=7, accumulation=2)
 lsim.finetune_aligned(dropping(tiny_gpt2()), random_tokens(20, 6), training, batch_size=2, checkpoint=sys.argv[1])
 """
@@ -250,7 +251,7 @@ class TestResume:
                 [sys.executable, "-W", "ignore", "-c", KILLED, str(path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
             for line in process.stdout:
-                if int(line) == 9:
+                if int(line) == 10:
                     break
             process.send_signal(kill)
             process.wait()
