@@ -175,7 +175,7 @@ def test_the_demo_pair_stands_side_by_side(tmp_path):
     assert report["layers"].models == ("demo", "aligned")
     assert report["layers"].provenance.tokens == 1024
     page = (tmp_path / "pair" / "report.html").read_text()
-    assert "model = demo" in page
-    assert "model = aligned" in page
+    assert '"name":"demo"' in page
+    assert '"name":"aligned"' in page
     refused = run("report", "--demo-pair", "--model", "x", "--out", tmp_path / "other")
     assert "brings its own models" in str(refused.exception)

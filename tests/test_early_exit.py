@@ -795,6 +795,12 @@ class TestWhatWasOnceWrong:
             with pytest.raises(lsim.LayersimError, match="norm or head is another"):
                 call()
 
+    def test_a_curve_of_other_weights_is_told(self):
+        curve = lsim.analyze(tiny_llama(seed=1), random_tokens(), lsim.ExitCurve())["exit_curve"]
+        with pytest.warns(lsim.LayersimWarning, match="weights are not those"):
+            early = lsim.EarlyExit(tiny_llama(), 0.5, curve=curve)
+        assert "max-prob > 0.5" in repr(early)
+
     def test_classes_are_not_capped_as_words_are(self):
         from transformers import Gemma2Config, Gemma2ForSequenceClassification
 

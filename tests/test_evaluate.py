@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers.exit_curve import THRESHOLDS
 from tl_layersim.training.evaluation import coherence, diversity
 
 from .conftest import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
@@ -31,6 +32,7 @@ def test_every_field_is_what_the_analyzers_say():
             tokens,
             [lsim.LogitLens(), lsim.Saturation(), lsim.Cosine(), lsim.ExitCurve(thresholds=0.37), lsim.NeuralCollapse()],
         )
+        whole = lsim.analyze(model, tokens, [lsim.ExitCurve(thresholds=(*THRESHOLDS, 0.37))])["exit_curve"]
         lens, exits = alone["logit_lens"], alone["exit_curve"].at(0.37)
         for ours, theirs in {
             "cross_entropy": lens.cross_entropy,
@@ -44,6 +46,7 @@ def test_every_field_is_what_the_analyzers_say():
             "early_share": alone["saturation"].early_share,
             "exit_accuracy": torch.tensor(exits.accuracy),
             "speedup": torch.tensor(exits.speedup),
+            "speedup_at_agreement": torch.tensor(whole.at(whole.threshold_for(agreement=0.95)).speedup),
             "effective_depth": torch.tensor(float(lens.effective_depth(0.1))),
         }.items():
             torch.testing.assert_close(getattr(found, ours)[number], theirs.double(), rtol=1e-6, atol=1e-9, msg=ours)

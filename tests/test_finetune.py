@@ -270,7 +270,6 @@ class TestResume:
         tokens = random_tokens(20, 6)
         lsim.finetune_aligned(tiny_llama(), tokens, SHORT, batch_size=2, checkpoint=path)
         others = [
-            (tiny_llama(seed=1), tokens, SHORT, 2),
             (tiny_llama(), random_tokens(20, 6, seed=1), SHORT, 2),
             (tiny_llama(), tokens, replace(SHORT, lr=1e-3), 2),
             (tiny_llama(), tokens, replace(SHORT, weights="uniform"), 2),
@@ -282,6 +281,12 @@ class TestResume:
         model = tiny_llama()
         again = lsim.finetune_aligned(model, tokens, SHORT, batch_size=2, checkpoint=path)
         assert len(again.loss) == 6
+
+    def test_a_model_that_the_run_has_trained_is_told_apart(self, tmp_path):
+        model, tokens, path = tiny_llama(), random_tokens(20, 6), tmp_path / "run.safetensors"
+        lsim.finetune_aligned(model, tokens, SHORT, batch_size=2, checkpoint=path)
+        with pytest.raises(lsim.LayersimError, match="not as it was"):
+            lsim.finetune_aligned(model, tokens, SHORT, batch_size=2, checkpoint=path)
 
     def test_places_that_are_none_are_refused_at_once(self, tmp_path):
         with pytest.raises(lsim.LayersimError, match="no place"):

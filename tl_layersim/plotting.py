@@ -48,7 +48,10 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
         return _lines(result.coordinates(axes[1]), series, title, "value", axes[1])
     if len(axes) == 2 and len(result.coordinates(axes[0])) <= len(SHADES):
         labels = result.coordinates(axes[0])
-        series = [(f"{axes[0]} = {label}", row, shade) for label, row, shade in zip(labels, values, SHADES, strict=False)]
+        # Of looks at a training, and of models before and after one, the last stands out.
+        shades = SHADES[: len(labels)][::-1] if axes[0] in ("look", "model", "stage") else SHADES
+        said = [str(label) if axes[0] in ("model", "stage") else f"{axes[0]} = {label}" for label in labels]
+        series = [(label, row, shade) for label, row, shade in zip(said, values, shades, strict=False)]
         return _lines(result.coordinates(axes[1]), series, title, field, axes[1])
     if len(axes) == 2:
         return _table(result, values, axes, title)

@@ -111,7 +111,7 @@ class ExitCurveResult(Result):
                 given=f"at({threshold})",
                 expected=f"one of {', '.join(f'{t:g}' for t in self.thresholds)}",
                 do=f"at({self.thresholds[near]:g}), or ExitCurve(thresholds="
-                f"{tuple(round(t, 4) for t in (*self.thresholds[:place], threshold, *self.thresholds[place:]))})",
+                f"{tuple(round(t, 7) for t in (*self.thresholds[:place], threshold, *self.thresholds[place:]))})",
             )
         return ExitPoint(
             threshold=self.thresholds[near],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LayersimError
+from ..errors import LayersimError, warn
 from ..sources.halves import LocalHalf
 from ..typed import typed
 from .check import check_decoding, check_whole, is_causal, no_crash, read_position
@@ -104,6 +104,12 @@ class EarlyExit:
         chosen = self._chosen(at, min_layer, blocks)
         self.plan: ExitPlan | None = None
         if curve is not None:
+            ours, theirs = self.half.model.weights_hash, curve.provenance.weights_hash
+            if ours and theirs and ours != theirs:
+                warn(
+                    f"The exit curve is of {curve.provenance.model}, whose weights are not those that "
+                    f"{self.half.model.name} has now."
+                )
             self.plan = plan_for(counted, shares_of(curve, float(threshold), blocks), min_layer, chosen)
             warn_if_slower(self.plan)
             self.at = self.plan.at
@@ -120,6 +126,11 @@ class EarlyExit:
                 check_whole(self.half, self.unembed, checked, self.causal)
                 if self.generates:
                     check_decoding(self.half, self.unembed, checked)
+
+    def __repr__(self) -> str:
+        asked = ", ".join(map(str, self.at)) or "none"
+        expected = "" if self.plan is None else f"; {self.plan.speedup:.2f} times as fast is expected"
+        return f"EarlyExit({self.half.model.name}, {self.rule.name} > {self.rule.threshold:g} after blocks: {asked}{expected})"
 
     def _head_now(self) -> list[Any]:
         """What the norm and the head are made of."""

@@ -151,7 +151,8 @@ def _change(
     center: str,
 ) -> LayerChange:
     lenses = [report["logit_lens"] for report in reports]
-    points = [report["exit_curve"].at(threshold) for report in reports]
+    curves = [report["exit_curve"] for report in reports]
+    points = [curve.at(threshold) for curve in curves]
 
     def both(values: list[Any]) -> Tensor:
         return torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
@@ -170,6 +171,7 @@ def _change(
         exit_accuracy=both([point.accuracy for point in points]),
         exit_agreement=both([point.agreement for point in points]),
         speedup=both([point.speedup for point in points]),
+        speedup_at_agreement=both([curve.at(curve.threshold_for(agreement=0.95)).speedup for curve in curves]),
         effective_depth=both([float(lens.effective_depth(eps)) for lens in lenses]),
         models=names,
         threshold=threshold,

@@ -32,6 +32,7 @@ class LayerChange(Result):
         exit_accuracy: `model`, accuracy of what early exit at `threshold` says.
         exit_agreement: `model`, its agreement with the last layer.
         speedup: `model`, blocks of the whole model over blocks run at `threshold`; checks are not counted.
+        speedup_at_agreement: `model`, the same at the lowest measured threshold from which on the agreement is 95 %.
         effective_depth: `model`, the least number of blocks with accuracy 1 - `eps`, all of them if there is none.
         models: what the two are called.
         threshold: of the top probability.
@@ -52,6 +53,7 @@ class LayerChange(Result):
     exit_accuracy: Float64[Tensor, " model"] = axes("model")
     exit_agreement: Float64[Tensor, " model"] = axes("model")
     speedup: Float64[Tensor, " model"] = axes("model")
+    speedup_at_agreement: Float64[Tensor, " model"] = axes("model")
     effective_depth: Float64[Tensor, " model"] = axes("model")
     models: tuple[str, ...]
     threshold: float
@@ -83,9 +85,7 @@ class LayerChange(Result):
                 f"{name}: accuracy of the last layer": float(self.accuracy[number, -1]),
                 f"{name}: saturated before the last layer": float(self.early_share[number]),
                 f"{name}: cosine of the first block to the last": float(self.cosine_to_last[number, 1]),
-                f"{name}: speed-up in blocks at threshold {self.threshold:g}": float(self.speedup[number]),
-                f"{name}: agreement there": float(self.exit_agreement[number]),
-                f"{name}: effective depth at eps {self.eps:g}": float(self.effective_depth[number]),
+                f"{name}: speed-up in blocks at 95 % agreement": float(self.speedup_at_agreement[number]),
             }
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -79,6 +80,7 @@ class Loop:
         state = State() if found is None else found[0]
         if found is not None:
             self._restore(found[1])
+            self._say(f"Goes on after step {state.step} of {self.training.steps}.")
         whole = True
         bar = tqdm(
             total=self.training.steps,
@@ -112,12 +114,17 @@ class Loop:
                 # An interrupt too; one in the middle of the optimiser's step leaves the older file.
                 if whole and self.sound and self.accelerator.is_main_process:
                     self.saved.save(state, self._tensors())
+                    self._say(f"Stopped after step {state.step} of {self.training.steps}, which is kept: {self.saved.path}")
                 raise
             finally:
                 self.optimiser.zero_grad(set_to_none=True)
         if self.accelerator.is_main_process:
             self.saved.save(state, self._tensors())
         return state
+
+    def _say(self, text: str) -> None:
+        if self.accelerator.is_main_process and self.saved.path is not None:
+            tqdm.write(text, file=sys.stderr)
 
     def _accumulate(self, step: int) -> float:
         """Gradients of one step; its loss, the mean over its answers on all processes."""

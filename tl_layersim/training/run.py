@@ -132,12 +132,13 @@ def finetune_aligned(
             **digests,
         }
         loop = Loop(objective, feed, judged, training, batch_size, Saved(checkpoint, identity))
+        learnt = sum(parameter.numel() for parameter in objective.learning().values())
         state = loop.run()
         finish()
     if training.save_to is not None and loop.accelerator.is_main_process:
         save_model(model, training.save_to, told.tokenizer, objective.heads, feed.take([0]))
     loop.accelerator.wait_for_everyone()
-    run = _record(stream, feed, judged, training, settings, digests, time.perf_counter() - start)
+    run = _record(stream, feed, judged, training, settings | {"parameters": learnt}, digests, time.perf_counter() - start)
     if not isinstance(usual, str):
         warn_of_unused(usual, replace(run, sequences=len(feed) + len(judged)))
     return AlignedResult.of(state, run, stream.reads, known.layers)
@@ -236,5 +237,4 @@ def _record(
     count = sum(int((judged.take([row]).targets >= 0).sum()) for row in range(len(judged)))
     tally = Tally({}, -(-len(judged) // settings["batch_size"]), len(judged), count, digests["judged"], seconds)
     options = settings | training.options() | {"trained_on": digests["data"], "train_rows": len(feed)}
-    options |= {"parameters": sum(p.numel() for p in stream.module.parameters())}
     return record([stream.source.model], tally, options, training.seed)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import SECONDS_BETWEEN_SAVES, refuse_no_place, refuse_other_run
+from ..errors import LayersimError
 from ..storage import read, write
 
 
@@ -52,6 +53,14 @@ class Saved:
         if self.path is None or not self.path.exists():
             return None
         header, tensors = read(self.path, ("training",))
+        ours, theirs = ({k: v for k, v in found.items() if k != "model"} for found in (self._identity, header["identity"]))
+        if ours == theirs and self._identity["model"] != header["identity"]["model"]:
+            raise LayersimError(
+                f"The model is not as it was when the run in {self.path} began.",
+                given=f"{self._identity['model'][0]} with other weights, such as those that this run has trained already",
+                expected="the model as it was before the run",
+                do="load it again, and make the same call; or pass another checkpoint path",
+            )
         refuse_other_run(self.path, self._identity, header["identity"])
         looks = {int(key.split("/")[1]): tensors.pop(key) for key in [k for k in tensors if k.startswith("look/")]}
         state = State(header["step"], tensors.pop("curve").tolist(), dict(sorted(looks.items())))
