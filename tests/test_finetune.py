@@ -226,7 +226,9 @@ class TestObjectives:
 
 
 KILLED = """
-import sys, time, torch
+import signal, sys, time, torch
+# A shell's background jobs are started deaf to it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import tl_layersim as lsim
 from tests.conftest import random_tokens, tiny_gpt2
 from tests.test_finetune import dropping
