@@ -104,13 +104,13 @@ class EarlyExit:
         chosen = self._chosen(at, min_layer, blocks)
         self.plan: ExitPlan | None = None
         if curve is not None:
+            self.plan = plan_for(counted, shares_of(curve, float(threshold), blocks), min_layer, chosen)
             ours, theirs = self.half.model.weights_hash, curve.provenance.weights_hash
             if ours and theirs and ours != theirs:
                 warn(
                     f"The exit curve is of {curve.provenance.model}, whose weights are not those that "
                     f"{self.half.model.name} has now."
                 )
-            self.plan = plan_for(counted, shares_of(curve, float(threshold), blocks), min_layer, chosen)
             warn_if_slower(self.plan)
             self.at = self.plan.at
         else:
