@@ -12,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-tl3 test-ndif lint types docs examples bench format clean
+.PHONY: help check demo test test-tl3 test-ndif mutation lint types docs examples bench format clean
 
 help: ## List every task
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,6 +41,12 @@ demo: $(VENV)/base ## Measure the model that ships, and write an HTML report
 test: $(VENV)/test ## Run the tests with the newest TransformerLens 4
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST)
 
+check: $(VENV)/dev ## Check style, types, structure and the laws that every analyzer obeys: about a minute
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/architecture tests/contract
+
 test-tl3: $(VENV_TL3)/test ## Run the tests with TransformerLens 3.9, which still has HookedTransformer
 	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) tests
 
@@ -54,6 +60,9 @@ $(VENV_NDIF)/server: tests/ndif/requirements.txt
 test-ndif: $(VENV)/test $(VENV_NDIF)/server ## Run the tests against a real NDIF server on this machine; needs redis-server
 	@command -v redis-server >/dev/null || { echo "no redis-server: apt-get install redis-server"; exit 1; }
 	OMP_NUM_THREADS=1 TL_LAYERSIM_NDIF_PYTHON=$(abspath $(VENV_NDIF))/bin/python $(VENV)/bin/python -m pytest tests/ndif --durations=8
+
+mutation: $(VENV)/test ## Sample mutants of the measures and list those that no test notices: make mutation ARGS="--count 40 lens.py"
+	$(VENV)/bin/python -m tests.mutation $(ARGS)
 
 lint: $(VENV)/dev ## Check style and format
 	$(VENV)/bin/ruff check .
@@ -81,4 +90,4 @@ format: $(VENV)/dev ## Format the code
 	$(VENV)/bin/ruff format .
 
 clean: ## Remove what the other tasks made
-	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation

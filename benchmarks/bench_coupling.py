@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tl_layersim.calls import BlockCall, again, note_call
-from tl_layersim.coupling import Connections, Options, couple, off_diagonal
-from tl_layersim.jacobian import Jacobian
-from tl_layersim.layout import find_blocks
-from tl_layersim.spectrum import krylov, top_of
+from tl_layersim.jacobians.coupling import Connections, Options, couple, off_diagonal
+from tl_layersim.jacobians.products import Jacobian
+from tl_layersim.jacobians.singular_vectors import krylov, top_of
+from tl_layersim.models.block_call import BlockCall, again, record_call
+from tl_layersim.models.layout import find_blocks
 
 MEMORY = 4096.0
 COLUMNS = (
@@ -60,7 +60,7 @@ def calls_of(model: torch.nn.Module, tokens: int) -> tuple[BlockCall, ...]:
     for path in find_blocks(model, None):
         block = model.get_submodule(path)
         block.register_forward_pre_hook(lambda m, a, k: given.update({m: (a, k)}), with_kwargs=True)
-        block.register_forward_hook(lambda m, a, o: found.append(note_call(m, *given[m], o)))
+        block.register_forward_hook(lambda m, a, o: found.append(record_call(m, *given[m], o)))
     with torch.no_grad():
         model(torch.randint(3, 1000, (1, tokens)), use_cache=False)
     for module in model.modules():

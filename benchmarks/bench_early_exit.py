@@ -23,10 +23,10 @@ from real_models import load
 from torch import Tensor
 
 import tl_layersim as lsim
+from tl_layersim.early_exit.api import EarlyExit
 from tl_layersim.early_exit.costs import ExitCosts, plan_for, seconds_of
+from tl_layersim.early_exit.frequent_tokens import frequent_tokens
 from tl_layersim.early_exit.results import Generated
-from tl_layersim.early_exit.run import EarlyExit
-from tl_layersim.early_exit.shortlist import frequent_tokens
 
 THRESHOLDS = (0.5, 0.7, 0.9, 0.97)
 

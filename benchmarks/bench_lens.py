@@ -24,10 +24,11 @@ from bench_analyze import Models, load, machine, with_peak
 from torch import Tensor
 
 import tl_layersim as lsim
-from tl_layersim.data import Batches
-from tl_layersim.lens import read_lens, saturation_layers
-from tl_layersim.source import reduce
-from tl_layersim.sources import open_source
+from tl_layersim.data.batches import Batches
+from tl_layersim.data.options import DataOptions
+from tl_layersim.models.layer_logits import read_lens, saturation_layers
+from tl_layersim.models.view import reduce
+from tl_layersim.remote.open import open_source
 
 MEMORY_MB = 128
 
@@ -38,7 +39,7 @@ class Case:
     def __init__(self, models: Models, tokens: Tensor) -> None:
         self.models, self.tokens = models, tokens
         source = open_source(models.hf)
-        self.batch = next(iter(Batches(tokens, source.model, len(tokens), None, False, None, 0, True, None)))
+        self.batch = next(iter(Batches(tokens, source.model, DataOptions(batch_size=len(tokens)))))
         self.view = source.collect(self.batch)
         self.weight = models.hf.lm_head.weight.detach()
         self.layers = self.view.residual.shape[0] - 1

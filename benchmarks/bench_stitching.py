@@ -27,10 +27,11 @@ from real_models import load
 from torch import Tensor
 
 import tl_layersim as lsim
-from tl_layersim.data import Batch, Batches
-from tl_layersim.sources import open_half
-from tl_layersim.stitching.material import Activations
-from tl_layersim.stitching.training import Trained, descend, least_squares, start_of
+from tl_layersim.data.batches import Batch, Batches
+from tl_layersim.data.options import DataOptions
+from tl_layersim.remote.open import open_split_model
+from tl_layersim.stitching.activation_store import ActivationStore
+from tl_layersim.stitching.fitting import Trained, descend, least_squares, start_of
 
 ROWS, LENGTH = 4, 128
 PATIENCE = 12
@@ -50,7 +51,7 @@ def rows_of(model: Any, text: Path, rows: int, length: int) -> Tensor:
 
 
 def batches_of(model: Any, tokens: Tensor, size: int) -> tuple[Batch, ...]:
-    return tuple(Batches(tokens, open_half(model, None, False).model, size, None, False, None, 0, True, None))
+    return tuple(Batches(tokens, open_split_model(model, None, False).model, DataOptions(batch_size=size)))
 
 
 class Steps:
@@ -61,8 +62,8 @@ class Steps:
         self.layer = len(front.model.layers) // 2
         d = front.config.hidden_size
         self.weight, self.bias = torch.nn.Parameter(torch.eye(d)), torch.nn.Parameter(torch.zeros(d))
-        self.halves = [open_half(front, None, False), open_half(back, None, False)]
-        self.acts = Activations(self.halves[0], self.layer, batches_of(front, tokens, len(tokens)))
+        self.halves = [open_split_model(front, None, False), open_split_model(back, None, False)]
+        self.acts = ActivationStore(self.halves[0], self.layer, batches_of(front, tokens, len(tokens)))
 
     def naive(self) -> None:
         """Both models whole, a hook between them, gradients of everything, as one writes it first."""
@@ -152,11 +153,11 @@ class Reached(Exception):
 
 def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
     """Closed form and training to the same training loss, on the same batches."""
-    halves = [open_half(front, None, False), open_half(back, None, False)]
+    halves = [open_split_model(front, None, False), open_split_model(back, None, False)]
     batches = batches_of(front, tokens, 8)
     d = front.config.hidden_size
     with halves[0].evaluating(), halves[1].evaluating():
-        acts = Activations(halves[0], layer, batches)
+        acts = ActivationStore(halves[0], layer, batches)
         start = time.perf_counter()
         adapter, explained = least_squares("affine", acts, halves[1], layer, 0.0)
         closed = time.perf_counter() - start

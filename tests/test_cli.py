@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import tl_layersim as lsim
 from tl_layersim import cli
 
-from .conftest import tiny_llama, tiny_tokenizer
+from .tiny_models import tiny_llama, tiny_tokenizer
 
 
 def run(*arguments: str):

@@ -9,110 +9,177 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapter import Adapter
-    from .analyzer import Analyzer, Exchange, Run, need_head, need_tokens
+    from .analysis.attach import Probe, attach
+    from .analysis.capabilities import Capabilities, capabilities
+    from .analysis.engine import analyze, compare
+    from .analysis.one_prompt import PredictionGrid, TrajectoryPCA, prediction_grid, trajectory_pca
+    from .analysis.one_prompt_jacobians import BlockJacobians, CouplingMatrices, block_jacobians, coupling_matrices
+    from .analysis.regression import Relation, plot_adjacency, plot_sweep, relate
+    from .analysis.remote_run import RemoteRun, load_run
     from .analyzers import find_analyzers
+    from .analyzers.base import Analyzer, Exchange, Run, need_head, need_tokens
     from .analyzers.block_coupling import BlockCoupling, BlockCouplingResult
     from .analyzers.cka import CKA, CKAResult
-    from .analyzers.collapse import NeuralCollapse, NeuralCollapseResult
     from .analyzers.cosine import Cosine, CosineResult
     from .analyzers.exit_curve import ExitCurve, ExitCurveResult, ExitPoint
     from .analyzers.logit_lens import LogitLens, LogitLensResult
+    from .analyzers.neural_collapse import NeuralCollapse, NeuralCollapseResult
     from .analyzers.saturation import Saturation, SaturationResult
     from .analyzers.trajectory import Spread, Trajectory, TrajectoryResult
-    from .blocks import BlockJacobians, CouplingMatrices, block_jacobians, coupling_matrices
-    from .calls import BlockCall
-    from .capability import Capabilities, capabilities
-    from .data import Batch
+    from .core.errors import LayersimError, LayersimWarning
+    from .core.histogram import quantiles_from_histogram
+    from .core.provenance import Provenance
+    from .core.results import LayerCurve, LayerMatrix, Picture, Report, Result, axes, load, load_report
+    from .core.sums import Sums
+    from .data.batches import Batch
     from .demo import demo_model, demo_text
+    from .early_exit.api import EarlyExit
     from .early_exit.costs import ExitCosts, ExitPlan
+    from .early_exit.frequent_tokens import frequent_tokens
     from .early_exit.results import ExitLogits, Generated
-    from .early_exit.run import EarlyExit
-    from .early_exit.shortlist import frequent_tokens
     from .early_exit.truncate import truncate
-    from .engine import analyze, compare
-    from .errors import LayersimError, LayersimWarning
-    from .jobs import RemoteRun, load_run
-    from .probe import Probe, attach
-    from .prompt import PredictionGrid, TrajectoryPCA, prediction_grid, trajectory_pca
-    from .relation import Relation, plot_adjacency, plot_sweep, relate
-    from .results import (
-        LayerCurve,
-        LayerMatrix,
-        Picture,
-        Provenance,
-        Report,
-        Result,
-        axes,
-        load,
-        load_report,
-        quantiles_from_histogram,
-    )
-    from .source import Kernel, Model, Offer, Part, Source, View, eval_mode, layer_names, place, reduce
-    from .sources.stitched import StitchedModel
+    from .models.adapter import Adapter
+    from .models.block_call import BlockCall
+    from .models.hooks import eval_mode
+    from .models.model_info import Model, ServerOffer, layer_names
+    from .models.source import PartialSums, Source
+    from .models.unembed import Head, Unembed
+    from .models.view import Kernel, View, place, reduce
+    from .stitching.api import stitch, stitch_grid
+    from .stitching.fitting import StitchTraining
     from .stitching.results import Interval, StitchGrid, StitchResult
-    from .stitching.run import stitch, stitch_grid
-    from .stitching.training import StitchTraining
-    from .sums import Sums
+    from .stitching.stitched_model import StitchedModel
+    from .training.adapter_api import train_adapters
     from .training.adapters import AlignedAdapters
-    from .training.aligned_adapters import train_adapters
-    from .training.evaluate import evaluate_layers
-    from .training.evaluation import GenerationQuality, LayerChange
-    from .training.losses import aligned_loss
+    from .training.aligned_loss import aligned_loss
+    from .training.api import finetune_aligned
+    from .training.comparison import evaluate_layers
+    from .training.comparison_results import GenerationQuality, LayerChange
     from .training.results import AlignedResult
-    from .training.run import finetune_aligned
     from .training.settings import AlignedTraining
     from .training.trainer import AlignedTrainer
-    from .unembed import Head, Unembed
 
 _HOME = {
-    "adapter": ("Adapter",),
-    "engine": ("analyze", "compare"),
-    "analyzer": ("Analyzer", "Exchange", "Run", "need_head", "need_tokens"),
+    "analysis.attach": (
+        "Probe",
+        "attach",
+    ),
+    "analysis.capabilities": (
+        "Capabilities",
+        "capabilities",
+    ),
+    "analysis.engine": (
+        "analyze",
+        "compare",
+    ),
+    "analysis.one_prompt": (
+        "PredictionGrid",
+        "TrajectoryPCA",
+        "prediction_grid",
+        "trajectory_pca",
+    ),
+    "analysis.one_prompt_jacobians": (
+        "BlockJacobians",
+        "CouplingMatrices",
+        "block_jacobians",
+        "coupling_matrices",
+    ),
+    "analysis.regression": (
+        "Relation",
+        "plot_adjacency",
+        "plot_sweep",
+        "relate",
+    ),
+    "analysis.remote_run": (
+        "RemoteRun",
+        "load_run",
+    ),
     "analyzers": ("find_analyzers",),
-    "blocks": ("BlockJacobians", "CouplingMatrices", "block_jacobians", "coupling_matrices"),
-    "calls": ("BlockCall",),
-    "capability": ("Capabilities", "capabilities"),
-    "data": ("Batch",),
-    "demo": ("demo_model", "demo_text"),
-    "early_exit.costs": ("ExitCosts", "ExitPlan"),
-    "early_exit.results": ("ExitLogits", "Generated"),
-    "early_exit.run": ("EarlyExit",),
-    "early_exit.shortlist": ("frequent_tokens",),
-    "early_exit.truncate": ("truncate",),
-    "jobs": ("RemoteRun", "load_run"),
-    "errors": ("LayersimError", "LayersimWarning"),
-    "probe": ("Probe", "attach"),
-    "prompt": ("PredictionGrid", "TrajectoryPCA", "prediction_grid", "trajectory_pca"),
-    "relation": ("Relation", "plot_adjacency", "plot_sweep", "relate"),
-    "results": (
+    "analyzers.base": (
+        "Analyzer",
+        "Exchange",
+        "Run",
+        "need_head",
+        "need_tokens",
+    ),
+    "core.errors": (
+        "LayersimError",
+        "LayersimWarning",
+    ),
+    "core.histogram": ("quantiles_from_histogram",),
+    "core.provenance": ("Provenance",),
+    "core.results": (
         "LayerCurve",
         "LayerMatrix",
         "Picture",
-        "Provenance",
         "Report",
         "Result",
         "axes",
         "load",
         "load_report",
-        "quantiles_from_histogram",
     ),
-    "source": ("Kernel", "Model", "Offer", "Part", "Source", "View", "eval_mode", "layer_names", "place", "reduce"),
-    "sources.stitched": ("StitchedModel",),
-    "stitching.results": ("Interval", "StitchGrid", "StitchResult"),
-    "stitching.run": ("stitch", "stitch_grid"),
-    "stitching.training": ("StitchTraining",),
-    "sums": ("Sums",),
+    "core.sums": ("Sums",),
+    "data.batches": ("Batch",),
+    "demo": (
+        "demo_model",
+        "demo_text",
+    ),
+    "early_exit.api": ("EarlyExit",),
+    "early_exit.costs": (
+        "ExitCosts",
+        "ExitPlan",
+    ),
+    "early_exit.frequent_tokens": ("frequent_tokens",),
+    "early_exit.results": (
+        "ExitLogits",
+        "Generated",
+    ),
+    "early_exit.truncate": ("truncate",),
+    "models.adapter": ("Adapter",),
+    "models.block_call": ("BlockCall",),
+    "models.hooks": ("eval_mode",),
+    "models.model_info": (
+        "Model",
+        "ServerOffer",
+        "layer_names",
+    ),
+    "models.source": (
+        "PartialSums",
+        "Source",
+    ),
+    "models.unembed": (
+        "Head",
+        "Unembed",
+    ),
+    "models.view": (
+        "Kernel",
+        "View",
+        "place",
+        "reduce",
+    ),
+    "stitching.api": (
+        "stitch",
+        "stitch_grid",
+    ),
+    "stitching.fitting": ("StitchTraining",),
+    "stitching.results": (
+        "Interval",
+        "StitchGrid",
+        "StitchResult",
+    ),
+    "stitching.stitched_model": ("StitchedModel",),
+    "training.adapter_api": ("train_adapters",),
     "training.adapters": ("AlignedAdapters",),
-    "training.aligned_adapters": ("train_adapters",),
-    "training.evaluate": ("evaluate_layers",),
-    "training.evaluation": ("GenerationQuality", "LayerChange"),
-    "training.losses": ("aligned_loss",),
+    "training.aligned_loss": ("aligned_loss",),
+    "training.api": ("finetune_aligned",),
+    "training.comparison": ("evaluate_layers",),
+    "training.comparison_results": (
+        "GenerationQuality",
+        "LayerChange",
+    ),
     "training.results": ("AlignedResult",),
-    "training.run": ("finetune_aligned",),
     "training.settings": ("AlignedTraining",),
     "training.trainer": ("AlignedTrainer",),
-    "unembed": ("Head", "Unembed"),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -158,8 +225,7 @@ __all__ = [
     "Model",
     "NeuralCollapse",
     "NeuralCollapseResult",
-    "Offer",
-    "Part",
+    "PartialSums",
     "Picture",
     "PredictionGrid",
     "Probe",
@@ -171,6 +237,7 @@ __all__ = [
     "Run",
     "Saturation",
     "SaturationResult",
+    "ServerOffer",
     "Source",
     "Spread",
     "StitchGrid",
@@ -224,11 +291,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _MODULE:
         value = getattr(importlib.import_module(f".{_MODULE[name]}", __name__), name)
-        if _MODULE[name] == "results":
-            # A file of results can only be read where the classes of results are known.
+        if _MODULE[name] == "core.results":
+            # A file that holds a result of another package's analyzer can only be read where its class is known.
             importlib.import_module(".analyzers", __name__).find_analyzers()
-            for module in ("blocks", "stitching.results", "training.adapters", "training.evaluation", "training.results"):
-                importlib.import_module(f".{module}", __name__)
     else:
         value = _from_analyzers(name)
     globals()[name] = value

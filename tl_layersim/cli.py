@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import LayersimError
+from .core.errors import LayersimError, without_secrets
+from .core.storage import refuse_unwritable_folder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="How the layers of a transformer relate.")
 
@@ -49,26 +51,31 @@ def report(
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, or auto to spread it over GPUs.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="What weights are loaded as.")] = Dtype.float32,
     checkpoint: Annotated[Path | None, typer.Option(help="File for partial sums, to resume from.")] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run the Python code that comes with the model. Off: it is refused."),
+    ] = False,
     demo_pair: Annotated[
         bool, typer.Option("--demo-pair", help="The demo model beside its fine-tune by aligned training, layer by layer.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for report.html and report.safetensors.")] = Path("layersim-report"),
 ) -> None:
     """Measure a model on some text and write an HTML report, with the numbers beside it."""
+    from .analysis.engine import analyze
+    from .analysis.validation import choose_analyzers
     from .demo import demo_model, demo_text
-    from .engine import analyze
-    from .prepare import choose_analyzers
 
     if demo_pair:
         _report_demo_pair(model, data, split, column, max_tokens, seq_len, batch_size, skip_first, out)
         return
 
+    _refuse_missing_device(device)
     # Names are checked before a model is loaded.
     chosen = list(choose_analyzers([name.strip() for name in analyzers.split(",") if name.strip()]).values())
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     read = demo_text() if data is None else _read_data(data, split)
     is_text = isinstance(read, list)
-    loaded = demo_model() if model is None else _load_model(model, device, dtype)
+    loaded = demo_model() if model is None else _load_model(model, device, dtype, trust_remote_code)
     if model is None and device not in ("cpu", "auto"):
         loaded = loaded.to(device)
     result = analyze(
@@ -85,7 +92,30 @@ def report(
         column=column,
         checkpoint=checkpoint,
     )
-    _write(result, max_tokens, skip_first, out)
+    _write(_noted(result, trust_remote_code=trust_remote_code), max_tokens, skip_first, out)
+
+
+def _make(out: Path) -> None:
+    """The folder of the report, made and found writable before anything is computed."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LayersimError(
+            "`--out` names a folder that cannot be made.",
+            given=f"--out {out}: {error.strerror or error}",
+            expected="a folder, or a path where one can be made",
+            do="--out layersim-report",
+        ) from None
+    refuse_unwritable_folder(out, "--out")
+
+
+def _noted(report: Any, **options: Any) -> Any:
+    """A report whose provenance carries further options."""
+    results = {}
+    for name, result in report.items():
+        run = replace(result.provenance, options={**result.provenance.options, **options})
+        results[name] = replace(result, provenance=run)
+    return type(report)(results)
 
 
 def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> None:
@@ -94,9 +124,10 @@ def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> N
     how = "packed" if p.options["pack"] else "one text a row"
     stopped = ", where --max-tokens stopped it" if p.tokens == max_tokens else ""
     typer.echo(f"{p.model}: {p.tokens} tokens{stopped}, in {p.sequences} rows ({how}), first {skip_first} positions left out")
+    # First of all: if the disk is full by now, the numbers are not lost.
+    typer.echo(repr(result))
     numbers = result.save(out / "report.safetensors")
     page = result.to_html(out / "report.html")
-    typer.echo(repr(result))
     typer.echo(f"Numbers: {numbers.resolve()}")
     typer.echo(f"Report:  {page.resolve()}")
 
@@ -114,7 +145,7 @@ def _report_demo_pair(
 ) -> None:
     """The two models that ship, side by side."""
     from .demo import demo_model, demo_text
-    from .training.evaluate import evaluate_layers
+    from .training.comparison import evaluate_layers
 
     if model is not None:
         raise LayersimError(
@@ -123,7 +154,7 @@ def _report_demo_pair(
             expected="--demo-pair alone",
             do="evaluate_layers(before, after, data).to_html(path) in Python, for models of your own",
         )
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     read = demo_text() if data is None else _read_data(data, split)
     result = evaluate_layers(
         demo_model(),
@@ -151,25 +182,153 @@ def list_analyzers() -> None:
         typer.echo(f"{name:<{width}}  {cls.summary()}")
 
 
-def _load_model(name: str, device: str, dtype: str) -> Any:
-    """A Hugging Face model by the class that its configuration names, with its tokenizer as `.tokenizer`."""
+def _refuse_missing_device(device: str) -> None:
+    """Refuse a device that this machine, or this build of torch, does not have."""
+    import torch
+
+    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.backends.mps.is_available() else [])]
+    kind, _, number = device.partition(":")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if device != "auto" and (kind not in here or (number and not (number.isdecimal() and int(number) < count))):
+        why = " (this build of torch has no CUDA)" if kind == "cuda" and torch.version.cuda is None else ""
+        raise LayersimError(
+            f"`--device` names a device that is not on this machine{why}.",
+            given=f"--device {device}",
+            expected=f"one of {', '.join([*here, 'auto'])}"
+            + (f", with a number below {count}" if kind in here and number else ""),
+            do=f"--device {here[-1]}",
+        )
+
+
+def _load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> Any:
+    """A Hugging Face model by the class that its configuration names, with its tokenizer as `.tokenizer`.
+
+    Raises:
+        LayersimError: it cannot be loaded without running code that comes with it, and that is not allowed.
+    """
     import torch
     import transformers
 
-    local = Path(name).is_dir()
-    config = transformers.AutoConfig.from_pretrained(name, local_files_only=local)
-    architecture = (config.architectures or ["AutoModel"])[0]
-    cls = getattr(transformers, architecture, transformers.AutoModel)
+    _refuse_no_model(name)
+    # Said in each call: what says nothing here asks at the terminal.
+    options: dict[str, Any] = {"local_files_only": Path(name).is_dir(), "trust_remote_code": trust_remote_code}
     place = {"device_map": "auto"} if device == "auto" else {}
-    model = cls.from_pretrained(name, dtype=getattr(torch, dtype), local_files_only=local, **place)
-    model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **options)
+        cls = _model_class(config, trust_remote_code)
+        model = cls.from_pretrained(name, dtype=getattr(torch, dtype), **options, **place)
+        model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise LayersimError(
+                "`--model` names a model that brings Python code of its own, which would run here with your rights.",
+                given=f"--model {name}",
+                expected="a model of a class that transformers has",
+                do="read the .py files of that folder or repository, and add --trust-remote-code if you trust them",
+            ) from None
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise LayersimError(
+            "`--model` could not be loaded"
+            + ("." if Path(name).is_dir() else ": no folder here has this name, nor a model of the hub."),
+            given=f"--model {name}; transformers says: {first}",
+            expected="a folder that save_pretrained wrote, or a hub name such as org/name",
+            do="check the path, the spelling and the network",
+        ) from error
     return (model if device == "auto" else model.to(device)).eval()
+
+
+def _refuse_no_model(name: str) -> None:
+    """Refuse a `--model` that is neither a folder with a configuration nor a hub name; the hub is not asked."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        inside = ", ".join(sorted(item.name for item in path.iterdir())[:5]) or "nothing"
+        given = f"{name}, a folder with {inside}"
+    elif path.is_file():
+        given = f"{name}, a file"
+    elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        given = f"{name}, where there is nothing"
+    else:
+        return
+    raise LayersimError(
+        "`--model` is no folder of a Hugging Face model.",
+        given=given,
+        expected="a folder with config.json and weights, as model.save_pretrained writes it, or a hub name such as org/name",
+        do="check the path; the folder itself, and not a file in it",
+    )
+
+
+def _model_class(config: Any, trust_remote_code: bool) -> Any:
+    """The class of transformers that a configuration names; or the one that loads the model's own class."""
+    import transformers
+
+    architecture = (config.architectures or ["AutoModel"])[0]
+    own = getattr(config, "auto_map", None) or {}
+    for auto, path in own.items() if trust_remote_code else ():
+        if auto.startswith("AutoModel") and str(path).rpartition(".")[2] == architecture and hasattr(transformers, auto):
+            return getattr(transformers, auto)
+    found = getattr(transformers, architecture, None)
+    # The name stands in a file and may be that of anything.
+    known = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    return found if known else transformers.AutoModel
 
 
 def _read_data(name: str, split: str) -> Any:
     """A table, a text file as paragraphs, or a data set from a folder or the hub."""
     path = Path(name)
-    if path.is_file() and path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
+    if path.is_file():
+        try:
+            return _read_file(path)
+        # What tables of each kind raise where they are none: UnicodeDecodeError, ParserError and ArrowInvalid are ValueErrors.
+        except ValueError as error:
+            raise LayersimError(
+                "`--data` is a file that cannot be read as text or as a table.",
+                given=f"{name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",
+                expected="a text file in UTF-8, or a table in .csv, .tsv, .jsonl or .parquet",
+                do="convert it first, for example iconv -f latin1 -t utf-8; weights belong to --model",
+            ) from error
+    import datasets
+
+    from .data.readers import FILES
+
+    if path.is_dir():
+        try:
+            found = datasets.load_from_disk(name)
+        except (OSError, ValueError) as error:
+            raise LayersimError(
+                "`--data` is a folder without a saved data set.",
+                given=name,
+                expected="a folder that Dataset.save_to_disk wrote, a text file or a table",
+                do="name a file in it, or save the data set with data.save_to_disk(folder)",
+            ) from error
+        if isinstance(found, datasets.DatasetDict) and split not in found:
+            raise LayersimError(
+                "`--split` is no split of this data set.",
+                given=split,
+                expected=f"one of {', '.join(found)}",
+                do=f"--split {next(iter(found), 'test')}",
+            )
+        return found[split] if isinstance(found, datasets.DatasetDict) else found
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith(FILES):
+        raise LayersimError(
+            "There is no such data.",
+            given=f"--data {name}",
+            expected="a text file, a folder or a hub name",
+            do="check the path",
+        )
+    try:
+        return datasets.load_dataset(name, split=split, streaming=True)
+    except (OSError, ValueError) as error:
+        raise LayersimError(
+            "`--data` is neither a file or folder here nor a data set that the hub gives.",
+            given=f"{name}, split {split}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",
+            expected="a text file, a table, a folder of a saved data set, or a hub name",
+            do="check the path or the name, the split and the network",
+        ) from error
+
+
+def _read_file(path: Path) -> Any:
+    """A table, or a text as its paragraphs."""
+    if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
         import pandas
 
         readers: dict[str, Any] = {
@@ -179,19 +338,10 @@ def _read_data(name: str, split: str) -> Any:
             ".parquet": pandas.read_parquet,
         }
         return readers[path.suffix](path)
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-        return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
-    import datasets
-
-    if path.is_dir():
-        found = datasets.load_from_disk(name)
-        return found[split] if isinstance(found, datasets.DatasetDict) else found
-    if path.suffix in (".txt", ".md") or name.startswith((".", "/")):
-        raise LayersimError(
-            "There is no such data.", given=name, expected="a text file, a folder or a hub name", do="check the path"
-        )
-    return datasets.load_dataset(name, split=split, streaming=True)
+    text = path.read_text(encoding="utf-8")
+    if "\0" in text:
+        raise ValueError("it holds zero bytes")
+    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
 
 
 def main() -> None:
@@ -206,5 +356,5 @@ def main() -> None:
         ValueError,
         OSError,
     ) as error:  # LayersimError is a ValueError, and what transformers says of a bad folder is one too
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo(f"Error: {without_secrets(str(error))}", err=True)
         raise SystemExit(1) from None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.sources import ndif
+from tl_layersim.remote import client as ndif
 
 from .client import equal, furthest, load, rows
 from .conftest import ask_for
@@ -76,7 +76,7 @@ def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     options = {"remote": server.url, "batch_size": 2, "tokens_per_request": 240}
     undisturbed = lsim.analyze(load("tests/llama"), data, analyzers, **options)
 
-    under_way, plain, asked = threading.Event(), ndif.Ndif._attempt, []
+    under_way, plain, asked = threading.Event(), ndif.NdifClient._attempt, []
 
     def attempt(self, run):
         asked.append(1)
@@ -89,7 +89,7 @@ def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
         server.kill()
         server.start()
 
-    monkeypatch.setattr(ndif.Ndif, "_attempt", attempt)
+    monkeypatch.setattr(ndif.NdifClient, "_attempt", attempt)
     cut = threading.Thread(target=power_cut)
     cut.start()
     report = lsim.analyze(load("tests/llama"), data, analyzers, **options)
@@ -239,7 +239,7 @@ def test_a_model_that_the_server_cannot_load(server, hub, tmp_path):
 def test_the_tutorial_runs_as_it_is_but_for_names(server, hub, tmp_path, monkeypatch):
     from nnsight.schema.config import CONFIG
 
-    from ..test_remote import run_page
+    from ..remote.helpers import run_page
 
     monkeypatch.setattr(CONFIG.API, "HOST", server.url)
     monkeypatch.chdir(tmp_path)

@@ -8,11 +8,13 @@ import pkgutil
 import warnings
 from importlib.metadata import entry_points
 
-from ..analyzer import Analyzer
+from ..core.typed import typed
+from .base import Analyzer
 
 GROUP = "tl_layersim.analyzers"
 
 
+@typed
 def find_analyzers() -> dict[str, type[Analyzer]]:
     """All analyzers by name: those of this folder, then those that installed packages offer as `tl_layersim.analyzers`.
 

@@ -10,15 +10,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, need_tokens
-from ..coupling import DRAWS, Connections, Options, couple, pick_method, share
-from ..data import Batch
-from ..errors import LayersimError
-from ..guards import need_calls, need_memory, refuse_trouble
-from ..results import Picture, Result, axes
-from ..source import Kernel, Model, View, row_ends
-from ..sums import Sums
-from ..typed import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..core.typed import typed
+from ..data.batches import Batch
+from ..jacobians.coupling import DRAWS, Connections, Options, couple, pick_method, share
+from ..jacobians.validation import need_calls, need_memory, refuse_trouble
+from ..models.model_info import Model
+from ..models.view import Kernel, View, row_ends
+from .base import Analyzer, Run, need_tokens
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -198,6 +199,7 @@ class BlockCoupling(Analyzer):
     """
 
     name: ClassVar[str] = "block_coupling"
+    needs_stream: ClassVar[bool] = True
     needs_calls: ClassVar[bool] = True
     prompts: ClassVar[bool] = True
 
@@ -289,6 +291,13 @@ class BlockCoupling(Analyzer):
         need_tokens(samples, 1, "BlockCoupling", "prompts")
         refuse_trouble(sums["differs"], sums["no_skip"], sums["step_error"] / samples, run.layers)
         count = sums["count"].double()
+        # In the basis of itself every block is diagonal, if it has as many singular vectors.
+        where = [name for name, n in zip(run.layers[1:], sums["count"][0].diagonal(), strict=True) if not n]
+        if where:
+            warn(
+                f"Coupling is not defined with {', '.join(where[:4])}{' and other blocks' if len(where) > 4 else ''}, and NaN "
+                f"there: on no prompt does what the block adds depend on the token in {self.ks[0]} directions."
+            )
         by_k, null = (sums[name] / count for name in ("total", "null"))
         square = sums["square"] / count[0]
         spectrum = sums["spectrum"] / samples

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +12,17 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Exchange, Run, need_tokens
-from ..errors import LayersimError, LayersimWarning
-from ..hsic import MOMENTS, centred, grams, hsic_from_moments, moments
-from ..results import LayerMatrix, Picture, axes
-from ..source import Kernel, Model, View, row_ends
-from ..sums import Sums
-from ..typed import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import LayerMatrix, Picture, axes
+from ..core.sums import Sums
+from ..core.typed import typed
+from ..models.model_info import Model
+from ..models.view import Kernel, View, row_ends
+from ._hsic import MOMENTS, centred, grams, hsic_from_moments, moments
+from .base import Analyzer, Exchange, Run, need_tokens
+
+# Below this share of effective samples CKA is that of a few: measured in docs/traps.md.
+FEW = 0.2
 
 
 @typed
@@ -29,10 +32,11 @@ class CKAResult(LayerMatrix):
 
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models; float64. Unbiased estimates of unrelated
-            layers scatter about 0 and may be slightly negative.
+            layers scatter about 0 and may be slightly negative. NaN in the row and column of a layer at which all samples are
+            the same, which a `LayersimWarning` names.
         effective_samples: `residual`, how many samples of equal weight would carry as much: (sum r)^2 / sum r^2 with r a
             sample's squared distance from its minibatch's mean. CKA weighs samples by r; where a few tokens have massive
-            activations it is a statement about those few, and a `LayersimWarning` says so.
+            activations it is a statement about those few, and below a fifth of all samples a `LayersimWarning` says so.
         column_effective_samples: `column`, the same for the second model, or the same again.
         samples: how many tokens (or sequences) went into it.
         minibatches: how many minibatches; 1 for the exact estimator.
@@ -70,6 +74,7 @@ class CKAResult(LayerMatrix):
 
         CKA is clipped to [-1, 1] inside the arccos only. 0 for the same model up to rotation and scale at each layer; a pair of
         unrelated layers adds (pi / 2)^2 under the root, so that unrelated models of L blocks are about pi / 2 sqrt(L) apart.
+        NaN where the CKA of one of the pairs is not defined: a sum with a pair left out would not be comparable.
 
         Raises:
             LayersimError: the models have different numbers of blocks.
@@ -95,7 +100,9 @@ class CKAResult(LayerMatrix):
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
             "samples in a minibatch": self.mean_minibatch,
-            "effective share of samples, at the layer where it is least": float(self.effective_samples.min()) / self.samples,
+            "effective share of samples, at the layer where it is least": float(
+                self.effective_samples.nan_to_num(math.inf).min() / self.samples
+            ),
         }
 
 
@@ -121,7 +128,7 @@ class CKA(Analyzer):
             samples left over are dropped at random. The result's `mean_minibatch` says what n really was.
         level: "token" takes each token as a sample; "sequence" each row of tokens, so that n is at most `batch_size`: prefer
             the exact estimator there.
-        pool: for level="sequence", the "mean" of the row's counted tokens or its "last" one.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" one, or the "first", such as [CLS].
         seed: of the shuffle. The order also depends on the batch's own tokens and on nothing else, so that neither the order
             of batches nor padding changes a value. A different batch_size draws other minibatches.
         max_memory_gb: what "exact" may need; more is refused before the run.
@@ -143,7 +150,7 @@ class CKA(Analyzer):
     estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
     minibatch: int = 256
     level: Literal["token", "sequence"] = "token"
-    pool: Literal["mean", "last"] = "mean"
+    pool: Literal["mean", "last", "first"] = "mean"
     seed: int = 0
     max_memory_gb: int | float = 4.0
 
@@ -166,7 +173,7 @@ class CKA(Analyzer):
         widths = [len(model.layers) * (model.d_model or 0) for model in (models[0], models[-1])]
         # The batch's cross-product, the running sum, and their sum while it is made.
         need = 3 * 8 * widths[0] * widths[1] / 1e9
-        if need > self.max_memory_gb:
+        if not need <= self.max_memory_gb:
             raise LayersimError(
                 "The exact estimator needs more memory than it may take.",
                 given=f"{widths[0]} x {widths[1]} cross-products: {need:.1f} GB",
@@ -204,22 +211,17 @@ class CKA(Analyzer):
         need_tokens(int(sums["samples"]), 4, "CKA", unit)
         if self.estimator == "exact":
             cross, own_x, own_y, effective_x, effective_y = exact_hsic(sums)
-            _refuse_lost_digits(sums, own_x, own_y)
+            defined_x, defined_y = (_has_digits(sums, own, f"xy.r_{z}") for own, z in ((own_x, "x"), (own_y, "y")))
         else:
             cross, own_x, own_y = sums["xy"], sums["xx"], sums["yy"]
             effective_x, effective_y = (sums[f"r_{z}"].square() / sums[f"r_{z}^2"] for z in "xy")
-        for own, layers in ((own_x, run.layers), (own_y, run.column_layers)):
-            if not bool((own > 0).all()):
-                where = [name for name, value in zip(layers, own, strict=True) if not value > 0]
-                raise LayersimError(
-                    "A layer's own HSIC is not positive, so its CKA is not defined.",
-                    given=f"{', '.join(where)} on {int(sums['samples'])} {unit}",
-                    expected="activations that differ from sample to sample, and enough samples",
-                    do="pass more varied data, a larger minibatch=, or skip_first=1",
-                )
-        _warn_of_few(effective_x, effective_y, run, int(sums["samples"]))
+            defined_x, defined_y = own_x > 0, own_y > 0
+        self._undefined(defined_x, defined_y, run, f"{int(sums['samples'])} {unit}")
+        effective_x, effective_y = effective_x.where(defined_x, math.nan), effective_y.where(defined_y, math.nan)
+        _warn_of_few(effective_x, effective_y, run, int(sums["samples"]), self.level)
+        values = cross / torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
         return CKAResult(
-            values=cross / torch.outer(own_x.sqrt(), own_y.sqrt()),
+            values=values.where(defined_x[:, None] & defined_y, math.nan),
             effective_samples=effective_x,
             column_effective_samples=effective_y,
             samples=int(sums["samples"]),
@@ -229,25 +231,43 @@ class CKA(Analyzer):
             provenance=run.provenance,
         )
 
+    def _undefined(self, defined_x: Tensor, defined_y: Tensor, run: Run, count: str) -> None:
+        """Name the layers whose samples are all the same; refuse a run where that leaves nothing."""
+        sides = ((run.layers, defined_x), (run.column_layers, defined_y))
+        where = list(dict.fromkeys(name for names, fine in sides for name, one in zip(names, fine, strict=True) if not one))
+        exact = self.estimator == "exact"
+        if not bool(defined_x.any() and defined_y.any()):
+            raise LayersimError(
+                "CKA is not defined at any layer: the samples do not differ"
+                + (", or their differences are lost in the digits of sums over all samples." if exact else "."),
+                given=f"{count}, all the same at {', '.join(where[:4])}",
+                expected="activations that differ from sample to sample",
+                do='CKA(estimator="minibatch"), which centres each minibatch' if exact else "pass more varied data",
+            )
+        if where:
+            why = "the mean there is so much larger than the spread that sums over all samples have lost their digits, or "
+            warn(
+                f"CKA is not defined at {', '.join(where[:4])}{' and others' if len(where) > 4 else ''}, and NaN there: "
+                + (why if exact else "")
+                + f"all of {count} are the same, as a first token or [CLS] is before the first attention."
+                + (' CKA(estimator="minibatch") keeps the digits.' if exact else "")
+            )
 
-def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int) -> None:
-    """Say where fewer than one in a hundred samples decide the result."""
+
+def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int, level: str) -> None:
+    """Say where few samples decide the result."""
     layers = [*zip(run.layers, effective_x, strict=True), *zip(run.column_layers, effective_y, strict=True)]
-    few = dict.fromkeys(name for name, effective in layers if effective < count / 100)
+    few = dict.fromkeys(name for name, effective in layers if effective < FEW * count)
     if count < 100:
-        warnings.warn(
-            f"CKA rests on {count} samples here; of so few it scatters by tenths. Pass more data.",
-            LayersimWarning,
-            stacklevel=2,
-        )
+        warn(f"CKA rests on {count} samples here; of so few it scatters by tenths. Pass more data.")
     if few and count >= 200:
-        least = min(float(effective_x.min()), float(effective_y.min()))
-        warnings.warn(
+        least = min(value for _, effective in layers if not math.isnan(value := float(effective)))
+        skipped = int(run.provenance.options.get("skip_first") or 0)
+        remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if level == "token" else "look at these rows"
+        warn(
             f"CKA is decided by a few samples with massive activations at {len(few)} layers, {next(iter(few))} among them: "
-            f"as if there were {least:.1f} samples, of {count}. These are often the first tokens of a row: try skip_first=2 or "
-            "more, and see result.effective_samples.",
-            LayersimWarning,
-            stacklevel=2,
+            f"as if there were {least:.1f} samples, of {count} ({least / count:.1%}). These are often the first tokens of a "
+            f"row: {remedy}, and see result.effective_samples."
         )
 
 
@@ -378,15 +398,7 @@ def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return cross, own[0], own[1], effective_samples[0], effective_samples[1]
 
 
-def _refuse_lost_digits(sums: Sums, own_x: Tensor, own_y: Tensor) -> None:
-    """Uncentred sums in float64 hold about 16 digits; a mean far larger than the spread takes them all."""
+def _has_digits(sums: Sums, own: Tensor, r: str) -> Tensor:
+    """`layer`, whether the HSIC with itself is more than rounding: a mean far larger than the spread takes all 16 digits."""
     n = int(sums["samples"])
-    for own, r in ((own_x, sums["xy.r_x"]), (own_y, sums["xy.r_y"])):
-        rounding = float((torch.finfo(torch.float64).eps * r.square() / (own.abs() * n * (n - 3))).max())
-        if rounding > 1e-4:
-            raise LayersimError(
-                "The exact estimator's sums have lost their digits: the mean activation is far larger than the spread.",
-                given=f"a relative rounding error of up to {rounding:.0e}",
-                expected="at most 1e-4",
-                do='CKA(estimator="minibatch"), which centres each minibatch, or skip_first=1',
-            )
+    return own * n * (n - 3) > 1e4 * torch.finfo(torch.float64).eps * sums[r].square()

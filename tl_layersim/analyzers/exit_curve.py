@@ -11,22 +11,25 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, check_memory, need_head, need_tokens
-from ..data import Batch
-from ..errors import LayersimError
-from ..guards import refuse_bad_logits
-from ..labels import as_labels, check_batch_labels, label_key, label_source, warn_of_unused, with_labels
-from ..lens import RANKED, bad_logits, read_lens, read_positions
-from ..results import Picture, Result, axes
-from ..source import NO_LABEL, Kernel, Model, View
-from ..sums import Sums
-from ..typed import typed
+from ..core.errors import LayersimError, as_fraction
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..core.typed import named, typed
+from ..data.batches import Batch
+from ..data.labels import NO_LABEL, as_labels, label_key, label_source, warn_of_unused
+from ..models.layer_logits import RANKED, bad_logits, read_lens, read_positions
+from ..models.model_info import Model
+from ..models.targets import check_batch_labels, with_labels
+from ..models.validation import refuse_bad_logits
+from ..models.view import Kernel, View
+from .base import Analyzer, Run, check_memory, need_head, need_tokens
 from .logit_lens import unembedding
 
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
 SOURCE = "(Jiang, Zhou and Zhu 2024, section 3 and figure 7)."
 
 
+@named
 @dataclass(frozen=True)
 class ExitPoint:
     """An `ExitCurve` at one threshold.
@@ -97,12 +100,20 @@ class ExitCurveResult(Result):
         """`threshold layer`, the same as `values`."""
         return self.values
 
-    def at(self, threshold: float) -> ExitPoint:
+    @typed
+    def at(self, threshold: int | float) -> ExitPoint:
         """Everything at one of the thresholds that were measured.
 
         Raises:
             LayersimError: it was not among them; the error names the nearest.
         """
+        if not 0 <= threshold <= 1:
+            raise LayersimError(
+                "`threshold` must be between 0 and 1.",
+                given=f"at({threshold:g})",
+                expected="a probability",
+                do=as_fraction("threshold", threshold) or "at(0.9)",
+            )
         near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
         if abs(self.thresholds[near] - threshold) > 1e-9:
             place = bisect.bisect(self.thresholds, threshold)
@@ -122,7 +133,8 @@ class ExitCurveResult(Result):
             speedup=float(self.speedup[near]),
         )
 
-    def threshold_for(self, *, agreement: float | None = None, accuracy: float | None = None) -> float:
+    @typed
+    def threshold_for(self, *, agreement: int | float | None = None, accuracy: int | float | None = None) -> float:
         """The lowest measured threshold, and so the fastest, from which on both are at least this.
 
         At threshold 1 no position exits early: where that is the answer, no lower one that was measured is enough; measure more
@@ -138,6 +150,14 @@ class ExitCurveResult(Result):
                 expected="agreement= or accuracy=",
                 do="threshold_for(agreement=0.95)",
             )
+        for name, share in (("agreement", agreement), ("accuracy", accuracy)):
+            if share is not None and not 0 <= share <= 1:
+                raise LayersimError(
+                    f"`{name}` must be between 0 and 1.",
+                    given=f"{name}={share:g}",
+                    expected="a fraction of positions, 0 to 1",
+                    do=as_fraction(name, share) or f"threshold_for({name}=0.95)",
+                )
         enough = (self.agreement >= (agreement or 0)) & (self.accuracy >= (accuracy or 0))
         # From there on: a single lucky threshold below a bad one is no basis for a choice.
         holds = enough.flip(0).long().cumprod(0).flip(0).nonzero()[:, 0]
@@ -194,6 +214,7 @@ class ExitCurve(Analyzer):
     """
 
     name: ClassVar[str] = "exit_curve"
+    needs_every_block: ClassVar[bool] = True
     needs_unembed: ClassVar[bool] = True
 
     thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS
@@ -206,12 +227,13 @@ class ExitCurve(Analyzer):
         check_memory(self.lens_memory_mb)
         several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
         object.__setattr__(self, "thresholds", several)
-        if not several or min(several) < 0 or max(several) > 1:
+        wrong = [value for value in several if not 0 <= value <= 1]
+        if not several or wrong:
             raise LayersimError(
-                "A threshold is a probability.",
+                "`thresholds` must be between 0 and 1." if several else "`thresholds` is empty.",
                 given=f"thresholds={self.thresholds}",
-                expected="one or more, each between 0 and 1",
-                do="thresholds=(0.5, 0.9, 0.99)",
+                expected="one or more probabilities",
+                do=as_fraction("thresholds", wrong[0]) if wrong and 1 < wrong[0] <= 100 else "thresholds=(0.5, 0.9, 0.99)",
             )
 
     @property
@@ -264,7 +286,7 @@ def exit_kernel(view: View, *, thresholds: Tensor, normed: bool, labels: str | T
     """Sums over positions of where they exit at each threshold, and of what they then say."""
     target = with_labels(view, labels, read_positions(view))
     lens = read_lens(view, target, normed, memory_mb, RANKED, label_key(labels))
-    top, best = lens["best_log_prob"].double().exp(), lens["best"]
+    top, best = lens["best_prob"], lens["best"]
     layers = len(top)
     known = target != NO_LABEL
     out: dict[str, list[Tensor]] = {"exits": [], "correct": [], "agree": [], "log_prob": []}
@@ -276,7 +298,7 @@ def exit_kernel(view: View, *, thresholds: Tensor, normed: bool, labels: str | T
         out["exits"].append(torch.bincount(layer[0], minlength=layers))
         out["correct"].append((lens["before"].gather(0, layer)[0][known] == 0).sum())
         out["agree"].append((said == best[-1]).sum())
-        out["log_prob"].append(lens["target_log_prob"].double().gather(0, layer)[0][known].sum())
+        out["log_prob"].append(lens["target_log_prob"].gather(0, layer)[0][known].sum())
     return {
         **{name: torch.stack(values) for name, values in out.items()},
         "count": torch.tensor(len(target)),

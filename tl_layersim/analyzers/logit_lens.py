@@ -10,16 +10,18 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, check_memory, need_head, need_tokens
-from ..data import Batch
-from ..errors import LayersimError
-from ..guards import refuse_bad_logits
-from ..labels import as_labels, check_batch_labels, label_key, label_source, warn_of_unused, with_labels
-from ..lens import bad_logits, read_lens, read_positions
-from ..results import Picture, Result, axes
-from ..source import NO_LABEL, Kernel, Model, View
-from ..sums import Sums
-from ..typed import typed
+from ..core.errors import LayersimError
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..core.typed import typed
+from ..data.batches import Batch
+from ..data.labels import NO_LABEL, as_labels, label_key, label_source, warn_of_unused
+from ..models.layer_logits import bad_logits, read_lens, read_positions
+from ..models.model_info import Model
+from ..models.targets import check_batch_labels, with_labels
+from ..models.validation import refuse_bad_logits
+from ..models.view import Kernel, View
+from .base import Analyzer, Run, check_memory, need_head, need_tokens
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 
@@ -134,8 +136,8 @@ class LogitLens(Analyzer):
     \mathrm{CE}^{(l)} = -\frac{1}{N} \sum_t \ln \mathrm{softmax}(\mathrm{logits}^{(l)}_t)_{y_t}$$
 
     with the model's own final norm, unembedding, logit scaling and soft-cap. That this gives the model's own logits at the
-    last layer is checked on the first row of a run. Logits are computed in the model's dtype and reduced in float32 (float64
-    for a float64 model); they are never held: all blocks of a few tokens at a time.
+    last layer is checked on the first row of a run. Logits are computed in the model's dtype and reduced in float64; they
+    are never held: all blocks of a few tokens at a time.
 
     Args:
         norm: "final" applies the model's final norm to every layer (Geva et al. 2022, and what is usually meant); "none" to the
@@ -157,6 +159,7 @@ class LogitLens(Analyzer):
     """
 
     name: ClassVar[str] = "logit_lens"
+    needs_stream: ClassVar[bool] = True
     needs_unembed: ClassVar[bool] = True
 
     norm: Literal["final", "none"] = "final"
@@ -233,7 +236,7 @@ def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | 
     target = with_labels(view, labels, read_positions(view))
     lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels))
     known = target != NO_LABEL
-    log_prob, before = lens["target_log_prob"].double()[:, known], lens["before"][:, known]
+    log_prob, before = lens["target_log_prob"][:, known], lens["before"][:, known]
     return {
         "count": torch.tensor(len(target)),
         "targets": known.sum(),
@@ -243,7 +246,7 @@ def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | 
         "top_k": torch.stack([(before < k).sum(1) for k in ks]),
         "rising": (log_prob[1:] > log_prob[:-1]).all(0).sum(),
         "agree": (lens["best"] == lens["best"][-1]).sum(1),
-        "kl": lens["kl"].double().sum(1),
-        "entropy": lens["entropy"].double().sum(1),
+        "kl": lens["kl"].sum(1),
+        "entropy": lens["entropy"].sum(1),
         "bad": bad_logits(lens),
     }

@@ -11,14 +11,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, check_memory, need_head, need_tokens
-from ..errors import LayersimError
-from ..guards import refuse_bad_logits
-from ..lens import read_positions, saturation_layers
-from ..results import Picture, Result, axes
-from ..source import Kernel, Model, View
-from ..sums import Sums
-from ..typed import typed
+from ..core.errors import warn
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..core.typed import typed
+from ..models.layer_logits import read_positions, saturation_layers
+from ..models.model_info import Model
+from ..models.validation import refuse_bad_logits
+from ..models.view import Kernel, View
+from ._hsic import beyond_rounding
+from .base import Analyzer, Run, check_memory, need_head, need_tokens
 from .cosine import mean_kernel
 from .logit_lens import unembedding
 
@@ -35,7 +37,7 @@ class SaturationResult(Result):
         cumulative: `layer`, share of tokens that have saturated by then; 1 at the last block.
         early_share: share of tokens that saturate before the last block.
         cosine_to_last: `layer`, mean over the tokens that saturate at a block of the cosine between their residual there and
-            at the last block; NaN where none do.
+            at the last block; NaN where none do, or none has a residual other than zero (with a centre: than the mean).
         correlation: Pearson correlation over blocks, the last left out, of `counts` and `cosine_to_last`; NaN if fewer than
             three blocks have events or all are alike.
         unembedding: what turned x into logits.
@@ -112,6 +114,7 @@ class Saturation(Analyzer):
     """
 
     name: ClassVar[str] = "saturation"
+    needs_every_block: ClassVar[bool] = True
     needs_unembed: ClassVar[bool] = True
     one_pass: ClassVar[str] = 'Saturation(center="none")'
 
@@ -137,16 +140,17 @@ class Saturation(Analyzer):
         total = int(sums["counts"].sum())
         need_tokens(total, 1, "Saturation", "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)
-        if int(sums["zero"]):
-            raise LayersimError(
-                "The cosine of a zero vector is not defined.",
-                given=f"{int(sums['zero'])} tokens whose residual{' after centring' if run.first else ''} is zero",
-                expected="residuals that differ from " + ("their mean" if run.first else "zero"),
-                do="leave those tokens out with skip_first= or a mask",
+        zero = sums["counts"] - sums["known"]
+        where = [f"{name}: {int(n)} of {int(of)}" for name, n, of in zip(run.layers[1:], zero, counts, strict=True) if n]
+        if where:
+            warn(
+                f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine to the "
+                f"last layer, and are left out of it among those that saturate at {', '.join(where[:4])}."
             )
-        cosine = torch.where(counts > 0, sums["cosine"] / counts.clamp(min=1), math.nan).clamp(-1, 1)
+        # NaN where no token is known: 0 / 0.
+        cosine = (sums["cosine"] / sums["known"]).clamp(-1, 1)
         # A token that saturates at the last block is compared with itself.
-        cosine[-1] = 1.0 if counts[-1] else math.nan
+        cosine[-1] = 1.0 if sums["known"][-1] else math.nan
         return SaturationResult(
             values=counts,
             cumulative=counts.cumsum(0) / total,
@@ -160,7 +164,7 @@ class Saturation(Analyzer):
 
 
 def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
-    known = counts > 0
+    known = ~cosine.isnan()
     x, y = counts[known], cosine[known]
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return torch.tensor(math.nan, dtype=torch.float64)
@@ -173,15 +177,18 @@ def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_m
     index = read_positions(view)
     index = torch.arange(len(layer), device=layer.device) if index is None else index
     blocks = view.residual.shape[0] - 1
-    here, last = view.residual[layer + 1, index].double(), view.residual[-1, index].double()
-    if mean is not None:
-        mean = mean.to(here)
-        here, last = here - mean[layer + 1], last - mean[-1]
-    norms = here.norm(dim=-1) * last.norm(dim=-1)
-    cosine = (here * last).sum(-1) / norms.where(norms > 0, 1)
+    x = view.residual
+    mean = torch.zeros(len(x), x.shape[-1], dtype=torch.float64) if mean is None else mean
+    mean = mean.to(x.device)
+    # At layer + 1 and at the last: `2 token d_model`.
+    offset = torch.stack([mean[layer + 1], mean[-1].expand(len(layer), -1)])
+    both = torch.stack([x[layer + 1, index], x[-1, index]]).double() - offset
+    known = beyond_rounding(both.to(x), offset.to(x)).all(0)
+    here, last = both
+    cosine = ((here * last).sum(-1) / (here.norm(dim=-1) * last.norm(dim=-1)))[known]
     return {
         "counts": torch.bincount(layer, minlength=blocks),
-        "cosine": torch.zeros(blocks, dtype=torch.float64, device=layer.device).index_add(0, layer, cosine),
-        "zero": (norms == 0).sum(),
+        "cosine": torch.zeros(blocks, dtype=torch.float64, device=layer.device).index_add(0, layer[known], cosine),
+        "known": torch.bincount(layer[known], minlength=blocks),
         "bad": bad,
     }

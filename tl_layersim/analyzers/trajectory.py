@@ -10,18 +10,21 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzer import Analyzer, Run, need_tokens
-from ..errors import LayersimError
-from ..results import Picture, Result, axes, quantiles_from_histogram
-from ..source import Kernel, Model, View
-from ..sums import Sums
-from ..typed import typed
+from ..core.errors import LayersimError, warn
+from ..core.histogram import quantiles_from_histogram
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..core.typed import named, typed
+from ..models.model_info import Model
+from ..models.view import Kernel, View
+from .base import Analyzer, Run, need_tokens
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 DECADES = (-6.0, 8.0)  # of the histograms of what has no upper bound
 SOURCE = "(Aubry et al. 2025, {})."
 
 
+@named
 @dataclass(frozen=True)
 class Spread:
     """A number of each token: its mean over tokens, standard deviation (divided by N), and quantiles."""
@@ -37,7 +40,9 @@ class TrajectoryResult(Result):
     """What `Trajectory` measures. All tensors are float64; `lss`, `expodistance` and `equidistance` gather theirs.
 
     Attributes:
-        values: `residual`, the same as `norm`: mean over tokens of |x^l|.
+        values: `residual`, the same as `norm`: mean over tokens of |x^l|. A token with a residual or an update of zero has no
+            growth, score or expodistance there: it is left out of them, they are NaN where that is every token, and a
+            `LayersimWarning` names the layers.
         norm_std: `residual`, its standard deviation over tokens.
         norm_quantiles: `quantile residual`.
         update_norm: `layer`, mean over tokens of |x^l - x^{l-1}|, what block l adds.
@@ -57,7 +62,7 @@ class TrajectoryResult(Result):
         windowed_lss: `centre`, mean line-shape score of the `window` steps around each layer; empty without a window.
         windowed_lss_std: `centre`.
         window: how many steps, 0 for none.
-        quantiles: the levels of the quantile fields, which are read from histograms of 1 % width.
+        quantiles: the levels of the quantile fields, which are read from histograms of 1 % width; what is below 1e-6 reads 0.
     """
 
     values_name: ClassVar[str] = "norm"
@@ -175,6 +180,7 @@ class Trajectory(Analyzer):
     """
 
     name: ClassVar[str] = "trajectory"
+    needs_every_block: ClassVar[bool] = True
 
     window: int | None = None
 
@@ -204,29 +210,28 @@ class Trajectory(Analyzer):
         count = int(sums["count"])
         need_tokens(count, 1, "Trajectory")
         for what, names in (("residual", run.layers), ("update", run.layers[1:])):
-            zero = {name: int(n) for name, n in zip(names, sums[f"zero_{what}"], strict=True) if n}
+            zero = [f"{name}: {int(n)} of {count}" for name, n in zip(names, sums[f"zero_{what}"], strict=True) if n]
             if zero:
-                raise LayersimError(
-                    f"A path has no shape where a token's {what} is zero.",
-                    given=", ".join(f"{n} tokens at {name}" for name, n in list(zero.items())[:4]),
-                    expected=f"{what}s that are not zero",
-                    do="leave those tokens out with skip_first= or a mask",
+                warn(
+                    f"A path has no shape where a token's {what} is zero: {', '.join(zero[:4])}"
+                    f"{' and at other layers' if len(zero) > 4 else ''}. These tokens are left out of what they do not define."
                 )
         if int(sums["flat"]):
-            raise LayersimError(
-                "The expodistance divides by the mean growth, and a token's norm ends exactly as it began.",
-                given=f"{int(sums['flat'])} tokens",
-                expected="norms that change from the first layer to the last",
-                do="leave those tokens out with skip_first= or a mask",
+            warn(
+                f"{int(sums['flat'])} of {count} tokens have no expodistance, which divides by the mean growth: their norm "
+                "ends exactly as it began. They are left out of it."
             )
 
         def spread(name: str) -> dict[str, Tensor]:
-            mean = sums[name] / count
-            std = (sums[f"{name}^2"] / count - mean**2).clamp(min=0).sqrt()
+            # 0 / 0, where no token has it, is NaN.
+            known = sums[f"{name} known"]
+            mean = sums[name] / known
+            std = (sums[f"{name}^2"] / known - mean**2).clamp(min=0).sqrt()
             return {"mean": mean, "std": std}
 
         def quantiles(name: str) -> Tensor:
-            return 10 ** quantiles_from_histogram(sums[f"{name} bins"], *DECADES, QUANTILES)
+            found = 10 ** quantiles_from_histogram(sums[f"{name} bins"], *DECADES, QUANTILES)
+            return found.masked_fill(found <= 10 ** (DECADES[0] + 0.01), 0)
 
         whole: dict[str, Any] = {
             f"{name}_{part}": value
@@ -241,7 +246,7 @@ class Trajectory(Analyzer):
             update_norm=update["mean"],
             update_norm_std=update["std"],
             update_norm_quantiles=quantiles("update"),
-            growth=sums["growth"] / count,
+            growth=spread("growth")["mean"],
             windowed_lss=windowed["mean"],
             windowed_lss_std=windowed["std"],
             window=self.window or 0,
@@ -268,12 +273,13 @@ def trajectory_kernel(view: View, *, window: int) -> dict[str, Tensor]:
         "zero_residual": (of["norm"] == 0).sum(-1),
         "zero_update": (of["update"] == 0).sum(-1),
         "flat": (of["growth"].mean(0) == 0).sum(),
-        "growth": of["growth"].sum(-1),
     }
-    for name in ("norm", "update", "lss", "expodistance", "equidistance", "windowed"):
-        out |= {name: of[name].sum(-1), f"{name}^2": of[name].square().sum(-1)}
-        if name != "windowed":
-            out[f"{name} bins"] = _log_histogram(of[name])
+    for name in ("norm", "update", "growth", "lss", "expodistance", "equidistance", "windowed"):
+        known = ~of[name].isnan()
+        values = of[name].where(known, 0)
+        out |= {name: values.sum(-1), f"{name}^2": values.square().sum(-1), f"{name} known": known.sum(-1)}
+        if name not in ("growth", "windowed"):
+            out[f"{name} bins"] = _log_histogram(of[name], known)
     return out
 
 
@@ -281,31 +287,41 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     """Of `layer token d_model`, float64: `layer token` or `token` each."""
     step = x[1:] - x[:-1]
     update = step.double().norm(dim=-1)
-    unit = step / update.clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)[..., None]
+    # Not a number where the step is zero: it has no direction.
+    unit = step / update.where(update > 0, torch.nan).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)[..., None]
     norm = torch.stack([layer.double().norm(dim=-1) for layer in x])
     growth = (norm[1:] / norm[:-1]).log()
+    growth = growth.where(growth.isfinite(), torch.nan)
     # A running sum of unit steps in float64: any stretch of the path is the difference of two of them.
     travelled = torch.zeros(len(x), *x.shape[1:], dtype=torch.float64, device=x.device)
-    torch.cumsum(unit.double(), 0, out=travelled[1:])
+    torch.cumsum(unit.double().nan_to_num(0), 0, out=travelled[1:])
+    still = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+    torch.cumsum(update == 0, 0, out=still[1:])
     blocks = len(step)
-    windowed = window / (travelled[window:] - travelled[: len(x) - window]).norm(dim=-1) if window else norm[:0]
+
+    def score(steps: int) -> Tensor:
+        """LSS of each stretch of so many steps, NaN where one of them is zero."""
+        far = (travelled[steps:] - travelled[: len(x) - steps]).norm(dim=-1)
+        found: Tensor = (steps / far).where(still[steps:] == still[: len(x) - steps], torch.nan)
+        return found
+
     return {
         "norm": norm,
         "update": update,
         "growth": growth,
-        "lss": blocks / travelled[-1].norm(dim=-1),
-        "expodistance": growth.var(0, correction=0) / growth.mean(0).square(),
+        "lss": score(blocks)[0],
+        "expodistance": growth.var(0, correction=0) / growth.mean(0).where(growth.mean(0) != 0, torch.nan).square(),
         "equidistance": update.std(0, correction=0) / update.mean(0),
-        "windowed": windowed,
+        "windowed": score(window) if window else norm[:0],
     }
 
 
-def _log_histogram(values: Tensor) -> Tensor:
-    """Counts of `... token` in bins of a hundredth of a decade."""
+def _log_histogram(values: Tensor, known: Tensor) -> Tensor:
+    """Counts of the known ones of `... token` in bins of a hundredth of a decade."""
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.reshape(-1, values.shape[-1])
     index = ((flat.clamp(min=10**low).log10().nan_to_num(low, posinf=high) - low) * 100).long().clamp(0, bins - 1)
     offset = bins * torch.arange(len(flat), device=values.device)[:, None]
-    counts = torch.bincount((index + offset).reshape(-1), minlength=bins * len(flat))
+    counts = torch.bincount((index + offset)[known.reshape(flat.shape)], minlength=bins * len(flat))
     return counts.reshape(*values.shape[:-1], bins)

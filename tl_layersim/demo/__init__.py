@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 from typing import Any
 
+from ..core.typed import typed
 
+
+@typed
 def demo_model(aligned: bool = False) -> Any:
     """The model that ships with the package: a Llama of 8 blocks and d_model 128, with its tokenizer as `.tokenizer`.
 
@@ -22,12 +25,13 @@ def demo_model(aligned: bool = False) -> Any:
 
     with as_file(files(__package__)) as folder:
         weights = folder / "aligned" if aligned else folder
-        model = LlamaForCausalLM.from_pretrained(weights, dtype=torch.float32, local_files_only=True)
-        model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        model = LlamaForCausalLM.from_pretrained(weights, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
+        model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model.config._name_or_path = "tl_layersim demo, aligned" if aligned else "tl_layersim demo"
     return model.eval()
 
 
+@typed
 def demo_text() -> list[str]:
     """Short stories and notes that were written for this package, one text each.
 

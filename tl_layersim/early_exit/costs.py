@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from ..errors import LayersimError, warn
-from ..typed import typed
-from .open import opened
+from ..core.errors import LayersimError, warn
+from ..core.typed import brief, named, typed
 from .rules import RuleName
+from .supported_models import opened
+from .timing import timed_costs
 
 
 @typed
@@ -60,6 +61,7 @@ class ExitCosts:
     full_check: bool = True
 
     @staticmethod
+    @typed
     def count(
         model: Any,
         *,
@@ -79,6 +81,7 @@ class ExitCosts:
             layers: see `EarlyExit`.
             unembed: see `EarlyExit`.
         """
+        _check(batch, shortlist)
         half, _ = opened(model, layers, unembed)
         sizes = [sum(p.numel() for p in block.parameters()) for block in half.blocks]
         known = half.model.head
@@ -100,6 +103,7 @@ class ExitCosts:
         )
 
     @staticmethod
+    @typed
     def measure(
         model: Any,
         *,
@@ -126,9 +130,9 @@ class ExitCosts:
             clock: what says the time. On a CPU that others use too, with one thread, `time.thread_time` leaves out what they
                 take.
         """
-        from .timing import timed_costs
+        _check(batch, shortlist)
 
-        return timed_costs(model, batch, rule, shortlist, context, repeats, layers, unembed, clock)
+        return ExitCosts(**timed_costs(model, batch, rule, shortlist, context, repeats, layers, unembed, clock))
 
     def full(self) -> float:
         """A step of the whole model."""
@@ -175,6 +179,7 @@ class ExitCosts:
         return cost + self.stretch(self.blocks - before, share) + self.last(share)
 
 
+@named
 @dataclass(frozen=True)
 class ExitPlan:
     """Which layers are asked, and what is promised.
@@ -271,14 +276,14 @@ def warn_if_slower(plan: ExitPlan) -> None:
         )
 
 
-def fastest(rounds: list[Callable[[], float]], repeats: int) -> list[float]:
-    """The shortest of each of some timings, taken in turn: what else the machine does only adds. The first is not counted."""
-    found = [[one() for one in rounds] for _ in range(repeats + 1)][1:]
-    return [min(times) for times in zip(*found, strict=True)]
-
-
-def seconds_of(call: Callable[[], Any], clock: Callable[[], float]) -> float:
-    """How long a call takes."""
-    start = clock()
-    call()
-    return clock() - start
+def _check(batch: int, shortlist: Any) -> None:
+    """Refuse rows and candidates that cannot be counted."""
+    if batch < 1:
+        raise LayersimError("`batch` must be at least 1.", given=f"batch={batch}", expected="a number of rows", do="batch=1")
+    if shortlist is not None and (isinstance(shortlist, str) or not hasattr(shortlist, "__len__") or not len(shortlist)):
+        raise LayersimError(
+            "`shortlist` is no list of token ids.",
+            given=f"shortlist={brief(shortlist)}",
+            expected="token ids",
+            do="frequent_tokens(model, texts, 1000)",
+        )

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import Batches
-from ..errors import LayersimError
-from ..source import Model
+from ..core.errors import LayersimError, warn
+from ..data.batches import Batches
+from ..data.options import DataOptions
+from ..data.padding import mask_of, masked_warning
+from ..models.model_info import Model
 
 
 def rows_of(prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer: Any, new: int) -> tuple[Tensor, Tensor | None]:
@@ -21,7 +23,7 @@ def rows_of(prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer:
         LayersimError: this is no prompt, or leaves no room for that many new tokens.
     """
     if isinstance(prompt, Tensor):
-        tokens, attention = _given(prompt, attention_mask)
+        tokens, attention = _given(prompt, attention_mask, replace(model, tokenizer=tokenizer))
     else:
         tokens, attention = _read(prompt, attention_mask, model, tokenizer)
     lengths = attention.sum(1)
@@ -50,8 +52,8 @@ def rows_of(prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer:
     return left, None if bool(kept.all()) else kept
 
 
-def _given(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Token ids as they are."""
+def _given(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
+    """Token ids as they are; without a mask, padding ids at the ends of rows are padding."""
     tokens = tokens[None] if tokens.dim() == 1 else tokens
     if (
         tokens.dim() != 2
@@ -66,6 +68,8 @@ def _given(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
             expected="integers `batch pos`, and a mask of the same shape",
             do="generate(encoded.input_ids, attention_mask=encoded.attention_mask)",
         )
+    if mask is None and (mask := mask_of(tokens, model)) is not None:
+        warn(masked_warning(tokens[~mask].tolist()))
     return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.to(tokens.device).bool()
 
 
@@ -81,7 +85,7 @@ def _read(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tup
         )
     described = replace(model, tokenizer=tokenizer or model.tokenizer)
     length = model.context or 1 << 20
-    rows = list(Batches(texts, described, len(texts) + 1, length, False, None, 0, True, None).rows())
+    rows = list(Batches(texts, described, DataOptions(batch_size=len(texts) + 1, seq_len=length)).rows())
     if len(rows) != len(texts):
         raise LayersimError(
             "A prompt is empty, or longer than the model's context.",
@@ -89,7 +93,7 @@ def _read(prompt: Any, mask: Tensor | None, model: Model, tokenizer: Any) -> tup
             expected=f"texts of 1 to {length} tokens",
             do="a shorter prompt",
         )
-    batch = Batches(texts, described, len(texts) + 1, length, False, None, 0, True, None).batch(rows, 0)
+    batch = Batches(texts, described, DataOptions(batch_size=len(texts) + 1, seq_len=length)).batch(rows, 0)
     return batch.tokens, batch.attention
 
 

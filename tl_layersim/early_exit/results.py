@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.typed import named
 
+
+@named
 @dataclass(frozen=True, eq=False, repr=False)
 class Generated:
     """What `EarlyExit.generate` gives.
@@ -60,6 +63,7 @@ class Generated:
         )
 
 
+@named
 @dataclass(frozen=True, eq=False, repr=False)
 class ExitLogits:
     """What `EarlyExit.logits` gives.

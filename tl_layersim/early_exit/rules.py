@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import LayersimError
-from ..unembed import Unembed
+from ..core.errors import LayersimError, as_fraction
+from ..models.softmax import confidence, on_float64_device
+from ..models.unembed import Unembed
 
 RuleName = Literal["max-prob", "margin", "patience", "cosine"]
 
@@ -32,7 +33,7 @@ class Rule:
         whole = self.name == "patience"
         if whole and (self.threshold < 1 or self.threshold != int(self.threshold)):
             raise LayersimError(
-                "Patience counts checks.",
+                "`threshold` of rule='patience' must be a whole number of checks, 1 or more.",
                 given=f"threshold={self.threshold:g}",
                 expected="a whole number, 1 or more",
                 do="threshold=2: the same first choice twice in a row",
@@ -40,10 +41,10 @@ class Rule:
         low = -1 if self.name == "cosine" else 0
         if not whole and not low <= self.threshold <= 1:
             raise LayersimError(
-                "This threshold can never, or will always, be met.",
-                given=f"threshold={self.threshold:g} of rule={self.name!r}",
-                expected=f"{low} to 1",
-                do="threshold=0.9; at 1 every token runs through all layers",
+                f"`threshold` of rule={self.name!r} must be between {low} and 1.",
+                given=f"threshold={self.threshold:g}",
+                expected=f"{low} to 1; at 1 every token runs through all layers",
+                do=as_fraction("threshold", self.threshold) or "threshold=0.9",
             )
 
     @property
@@ -57,7 +58,7 @@ class Rule:
         return self.name != "cosine" and self.shortlist is None
 
 
-class Judge:
+class ConfidenceCheck:
     """Asks a rule for many tokens side by side.
 
     Args:
@@ -89,7 +90,8 @@ class Judge:
             `token`, and their logits `token vocabulary` where the check made all of them.
         """
         if self.rule.name == "cosine":
-            return torch.cosine_similarity(x.float(), entering.float(), dim=-1) > self.rule.threshold, None
+            a, b = (on_float64_device(z).double() for z in (x, entering))
+            return (torch.cosine_similarity(a, b, dim=-1) > self.rule.threshold).to(x.device), None
         logits = self.unembed(x) if self.rule.shortlist is None else self.short(x)
         return self.sure(logits, which), logits if self.rule.unembeds else None
 
@@ -101,14 +103,8 @@ class Judge:
             streak = torch.where(best == last[which], count[which] + 1, 1)
             last[which], count[which] = best, streak
             return (streak >= self.rule.threshold).to(logits.device)
-        # Not logsumexp, which takes several times as long for a single row.
-        p = logits.float().softmax(-1)
-        if self.rule.name == "max-prob":
-            score = p.amax(-1)
-        else:
-            top = p.topk(2, dim=-1).values
-            score = top[:, 0] - top[:, 1]
-        return score > self.rule.threshold
+        # In float64: float32 rounds 1 - p where thresholds near 1 are, and the threshold itself.
+        return (confidence(logits, self.rule.name == "margin") > self.rule.threshold).to(logits.device)
 
     def short(self, x: Tensor) -> Tensor:
         """Logits `token candidate` of the shortlist: the final norm, and a product with these rows of the head alone."""

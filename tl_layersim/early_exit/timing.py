@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import LayersimError
-from .costs import ExitCosts, fastest, seconds_of
-from .decoding import Counts, Decoding
-from .open import opened, synthetic
-from .rules import Judge, Rule
+from ..core.errors import LayersimError
+from .generation import Counts, Decoding
+from .rules import ConfidenceCheck, Rule
+from .supported_models import opened, synthetic
 
 MORE = 8
 FEWEST = 3
@@ -28,8 +27,8 @@ def timed_costs(
     layers: list[str] | None,
     unembed: list[str] | None,
     clock: Callable[[], float],
-) -> ExitCosts:
-    """See `ExitCosts.measure`."""
+) -> dict[str, Any]:
+    """The fields of an `ExitCosts`, see its `measure`."""
     half, lens = opened(model, layers, unembed)
     blocks, low = len(half.blocks), max(1, len(half.blocks) // 4)
     # A round is at most nine tokens.
@@ -44,7 +43,7 @@ def timed_costs(
     context = min(context, (half.model.context or 1 << 20) - (MORE + 1) * (repeats + 3))
     room = context + (MORE + 1) * (repeats + 3)
     ids = None if shortlist is None else torch.as_tensor(shortlist)
-    judge = Judge(Rule(rule, 1.0 if rule != "patience" else 1_000_000.0, ids), lens, batch)
+    judge = ConfidenceCheck(Rule(rule, 1.0 if rule != "patience" else 1_000_000.0, ids), lens, batch)
     with half.evaluating(), torch.no_grad():
         half.tuples()
         prompt = synthetic(half, batch, context)["input_ids"]
@@ -117,7 +116,7 @@ def timed_costs(
     # As many tokens in the upper blocks as in a whole step, where there are several rows.
     again = max(0.0, half_of_them - whole if batch > 1 else one - whole - upper * each)
     start = max(0.0, short - low * block)
-    return ExitCosts(
+    return dict(  # noqa: C408
         block=max(0.0, block - batch * each),
         block_token=each,
         check=max(0.0, check - batch * each_check),
@@ -130,3 +129,16 @@ def timed_costs(
         batch=batch,
         full_check=judge.rule.unembeds,
     )
+
+
+def fastest(rounds: list[Callable[[], float]], repeats: int) -> list[float]:
+    """The shortest of each of some timings, taken in turn: what else the machine does only adds. The first is not counted."""
+    found = [[one() for one in rounds] for _ in range(repeats + 1)][1:]
+    return [min(times) for times in zip(*found, strict=True)]
+
+
+def seconds_of(call: Callable[[], Any], clock: Callable[[], float]) -> float:
+    """How long a call takes."""
+    start = clock()
+    call()
+    return clock() - start

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import LayersimError
-from ..sources.halves import logits_of
-from ..typed import typed
-from ..unembed import rounding
-from .check import read_position
-from .open import opened, synthetic
+from ..core.errors import LayersimError
+from ..core.typed import typed
+from ..models.split_model import logits_of
+from ..models.unembed import rounding
+from .full_sequence import FullSequence, Rows
 from .rules import Rule
-from .whole import Rows, Whole
+from .supported_models import opened, synthetic
+from .verification import read_position
 
 
 @typed
@@ -53,6 +54,10 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
             expected=f"1 to {blocks}",
             do=f"n_layers={max(1, blocks // 2)}",
         )
+    if save_to is not None and Path(save_to).is_file():
+        raise LayersimError(
+            "`save_to` is a file.", given=f"save_to={save_to}", expected="a folder, there already or new", do="another name"
+        )
     if not hasattr(type(model), "_from_config") or not hasattr(model, "config"):
         raise LayersimError(
             "Only Hugging Face models are built from a configuration.",
@@ -60,7 +65,19 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
             expected="a PreTrainedModel",
             do="the model that it was made from",
         )
-    config = shortened(model.config, blocks, n_layers)
+    # Weights that are made under torch.inference_mode() could never be trained.
+    with torch.inference_mode(False):
+        short = _cut(model, half, unembed, n_layers)
+    if save_to is not None:
+        short.save_pretrained(save_to)
+        if (tokenizer := getattr(short, "tokenizer", None)) is not None:
+            tokenizer.save_pretrained(save_to)
+    return short
+
+
+def _cut(model: Any, half: Any, unembed: Any, n_layers: int) -> Any:
+    """The copy."""
+    config = shortened(model.config, len(half.blocks), n_layers)
     # Building draws random weights, which are then replaced.
     with torch.random.fork_rng(devices=[]):
         short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
@@ -72,10 +89,6 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
     if tokenizer is not None:
         short.tokenizer = tokenizer
     _check(half, unembed, short, n_layers)
-    if save_to is not None:
-        short.save_pretrained(save_to)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(save_to)
     return short
 
 
@@ -118,7 +131,7 @@ def _check(half: Any, unembed: Any, short: Any, n_layers: int) -> None:
     small, _ = opened(short, None, None)
     with half.evaluating(), small.evaluating(), torch.no_grad():
         found = logits_of(short(**given))
-        lens, _ = Whole(half, unembed, (n_layers,), Rule("max-prob", 1.0))(Rows(given, asked, False))
+        lens, _ = FullSequence(half, unembed, (n_layers,), Rule("max-prob", 1.0))(Rows(given, asked, False))
         lens = lens if every else lens[asked]
     gap = float((found.double() - lens.double()).norm() / lens.double().norm().clamp(min=1e-30))
     if not gap <= rounding(lens.dtype):

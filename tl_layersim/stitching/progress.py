@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..checkpoint import SECONDS_BETWEEN_SAVES, refuse_no_place, refuse_other_run
-from ..storage import read, write
+from ..core.resumable import ANEW, SECONDS_BETWEEN_SAVES, refuse_other_run, saved_or_warned
+from ..core.storage import read, reading, write
+
+T = TypeVar("T")
+WHOLE = "a whole checkpoint of stitches"
 
 
 class Progress:
@@ -31,22 +34,31 @@ class Progress:
         self._written = time.monotonic()
         if self.path is None:
             return
-        refuse_no_place(self.path)
         if self.path.exists():
             self._read(self.path)
 
     def _read(self, path: Path) -> None:
         header, tensors = read(path, ("stitches",))
-        refuse_other_run(path, self._identity, header["identity"])
-        self._notes = header["stitches"]
-        for key in self._notes:
-            self._tensors[key] = {
-                name.split("/", 1)[1]: value for name, value in tensors.items() if name.split("/", 1)[0] == key
-            }
+        with reading(path, WHOLE, ANEW):
+            refuse_other_run(path, self._identity, header["identity"])
+            self._notes = {key: dict(note) for key, note in header["stitches"].items()}
+            for key, note in self._notes.items():
+                if type(note["done"]) is not bool:
+                    raise TypeError(f"done is {note['done']!r}")
+                self._tensors[key] = {
+                    name.split("/", 1)[1]: value for name, value in tensors.items() if name.split("/", 1)[0] == key
+                }
 
-    def get(self, key: str) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
-        """What is known of a stitch."""
-        return (self._notes[key], self._tensors[key]) if key in self._notes else None
+    def get(self, key: str, take: Callable[[dict[str, Any], Mapping[str, Tensor]], T]) -> T | None:
+        """What `take` makes of what is known of a stitch; None where nothing is.
+
+        Raises:
+            LayersimError: the file lacks something.
+        """
+        if key not in self._notes:
+            return None
+        with reading(str(self.path), WHOLE, ANEW):
+            return take(self._notes[key], self._tensors[key])
 
     def done(self, key: str) -> bool:
         """Whether a stitch stands in the file whole."""
@@ -58,7 +70,9 @@ class Progress:
             return
         self._notes[key], self._tensors[key] = note, tensors
         if now or time.monotonic() - self._written > SECONDS_BETWEEN_SAVES:
-            self.save()
+            saved_or_warned(self.save)
+            # Tried again after a while, not at each step.
+            self._written = time.monotonic()
 
     def save(self) -> bool:
         """Write it, all or nothing; False where there is no file, or nothing is known yet."""
@@ -66,5 +80,4 @@ class Progress:
             return False
         tensors = {f"{key}/{name}": value for key, own in self._tensors.items() for name, value in own.items()}
         write(self.path, "stitches", {"identity": self._identity, "stitches": self._notes}, tensors)
-        self._written = time.monotonic()
         return True

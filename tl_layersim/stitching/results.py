@@ -10,16 +10,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..adapter import Adapter
-from ..errors import LayersimError
-from ..results import Picture, Result, axes
-from ..typed import typed
+from ..core.errors import LayersimError
+from ..core.results import Picture, Result, axes
+from ..core.typed import typed
+from ..models.adapter import Adapter
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
 
-    from ..sources.stitched import StitchedModel
+    from .stitched_model import StitchedModel
 
 
 class Interval(NamedTuple):
@@ -210,7 +210,7 @@ class StitchResult(Result):
 
     def plot(self, field: str = "") -> plotly.graph_objects.Figure:
         """The learning curve (`"curve"`), or by batch what is lost (`"penalty"`); by default the curve where there is one."""
-        from ..plotting import learning_curve, over_groups
+        from ..reporting.figures import learning_curve, over_groups
 
         field = field or ("curve" if len(self.values) else "penalty")
         if field == "penalty":
@@ -351,7 +351,7 @@ class StitchGrid(Result):
 
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
         """A field by seam, a line for each direction, with intervals where there are; models with themselves dashed."""
-        from ..plotting import directions
+        from ..reporting.figures import directions
 
         field = "penalty" if field == "values" else field
         if field != "penalty" and self.tensor_fields().get(field) != ("front", "back", "seam"):

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ..results import Picture, Result, axes
-from ..sources.far_training import Patch
-from ..typed import typed
+from ..core.results import Picture, Result, axes
+from ..core.typed import typed
+from ..remote.adapter_training import Patch
 
 STAGES = ("before", "after")
 

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..errors import LayersimError
-from ..source import eval_mode
-from .feed import Feed
+from ..core.distributed import refuse_parts
+from ..core.errors import LayersimError
+from ..models.hooks import eval_mode
 from .objective import Objective
+from .residual_stream import TrainingBatch, learning
 from .settings import AlignedTraining
 from .state import Saved, State
-from .stream import Piece, learning
+from .training_data import TrainingData
 
 BETAS = (0.9, 0.999)
 RECENT = 25
@@ -37,7 +38,13 @@ class Loop:
     """
 
     def __init__(
-        self, objective: Objective, feed: Feed, judged: Feed, training: AlignedTraining, batch_size: int, saved: Saved
+        self,
+        objective: Objective,
+        feed: TrainingData,
+        judged: TrainingData,
+        training: AlignedTraining,
+        batch_size: int,
+        saved: Saved,
     ) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
@@ -45,6 +52,7 @@ class Loop:
         self.objective, self.feed, self.judged = objective, feed, judged
         self.training, self.batch_size, self.saved = training, batch_size, saved
         self.device = objective.stream.device
+        refuse_parts(objective.module)
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu",
             device_placement=False,
@@ -76,10 +84,8 @@ class Loop:
         Raises:
             LayersimError: the loss is not finite, or the file is another run's.
         """
-        found = self.saved.load()
-        state = State() if found is None else found[0]
-        if found is not None:
-            self._restore(found[1])
+        state = self.saved.load(self._restored) or State()
+        if state.step:
             self._say(f"Goes on after step {state.step} of {self.training.steps}.")
         whole = True
         bar = tqdm(
@@ -112,8 +118,8 @@ class Loop:
                 self._look(state, bar, last=True)
             except BaseException:
                 # An interrupt too; one in the middle of the optimiser's step leaves the older file.
-                if whole and self.sound and self.accelerator.is_main_process:
-                    self.saved.save(state, self._tensors())
+                keep = whole and self.sound and self.accelerator.is_main_process
+                if keep and self.saved.save(state, self._tensors()):
                     self._say(f"Stopped after step {state.step} of {self.training.steps}, which is kept: {self.saved.path}")
                 raise
             finally:
@@ -177,7 +183,7 @@ class Loop:
             self._turn, self._order = turn, torch.randperm(len(self.feed), generator=generator).tolist()
         return int(self._order[place % len(self.feed)])
 
-    def _answers(self, piece: Piece) -> int:
+    def _answers(self, piece: TrainingBatch) -> int:
         return int((piece.targets >= 0).sum())
 
     def _seeded(self, number: int) -> Any:
@@ -218,16 +224,27 @@ class Loop:
                 found[f"{key}/{name}"] = value
         return found
 
-    def _restore(self, tensors: dict[str, Tensor]) -> None:
+    def _restored(self, state: State, tensors: dict[str, Tensor]) -> State:
+        """Where a file stands, once its weights are in the model."""
+        known = ("step", "exp_avg", "exp_avg_sq")
+        for name, parameter in self.names.items():
+            shapes = {
+                "weight": parameter.shape,
+                "step": torch.Size(),
+                "exp_avg": parameter.shape,
+                "exp_avg_sq": parameter.shape,
+            }
+            own = {key: tensors[f"{key}/{name}"] for key in shapes if key == "weight" or f"step/{name}" in tensors}
+            if any(value.shape != shapes[key] for key, value in own.items()):
+                raise ValueError(f"{name} has another shape")
         with torch.no_grad():
             for name, parameter in self.names.items():
                 parameter.copy_(tensors[f"weight/{name}"])
-                known = {key: f"{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq")}
-                if known["step"] in tensors:
+                if f"step/{name}" in tensors:
                     self.optimiser.state[parameter] = {
-                        key: tensors[where].clone().to("cpu" if key == "step" else parameter.device)
-                        for key, where in known.items()
+                        key: tensors[f"{key}/{name}"].clone().to("cpu" if key == "step" else parameter.device) for key in known
                     }
+        return state
 
 
 class _Seeded:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import LayersimError
-from ..labels import as_labels
-from ..source import NO_LABEL
-from ..typed import typed
-from ..unembed import Unembed
+from ..core.errors import LayersimError
+from ..data.labels import NO_LABEL
+from ..models.softmax import cross_entropy, cross_entropy_slopes
+from ..models.unembed import Unembed
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]
-Norm = Literal["final", "none"]
 # Logits that are held at once.
 LOGITS = 2**23
 
@@ -35,8 +33,16 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
         return [2 * layer / (n_layers * (n_layers + 1)) for layer in range(1, n_layers + 1)]
     if weights == "uniform":
         return [1 / n_layers] * n_layers
+    if isinstance(weights, str):
+        # A text is a sequence too, of nothing where it is empty.
+        raise LayersimError(
+            f"`weights` cannot be {weights!r}.",
+            given=f"weights={weights!r}",
+            expected="'linear', 'uniform', or one number for each layer",
+            do="weights='linear'",
+        )
     found = [float(weight) for weight in weights]
-    if len(found) != n_layers or min(found) < 0 or not math.isclose(sum(found), 1, rel_tol=1e-6):
+    if not found or len(found) != n_layers or not min(found) >= 0 or not math.isclose(sum(found), 1, rel_tol=1e-6):
         raise LayersimError(
             "These weights do not belong to the layers.",
             given=f"{len(found)} weights that sum to {sum(found):.6g}, the lowest {min(found, default=math.nan):.6g}",
@@ -110,23 +116,17 @@ class _Summed(torch.autograd.Function):
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         refuse_other_labels(wanted, len(weight))
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        total = torch.zeros((), dtype=wide, device=x.device)
+        total = torch.zeros((), dtype=wide if x.device.type == "mps" else torch.float64, device=x.device)
         d_x = torch.empty_like(x) if for_x else None
         d_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
         d_bias = torch.zeros_like(weight[:, 0], dtype=wide) if for_bias else None
-        floor = -60.0 if wide == torch.float32 else -600.0
         for rows in chunks(len(x), rows_at_once(len(weight))):
             z = torch.nn.functional.linear(x[rows], weight, bias).to(wide)
-            right, counts = wanted[rows, None], share[rows, None].to(wide)
-            # What is so far below the largest logit weighs nothing, and its exponential would be a denormal number.
-            z = z.sub_(z.amax(-1, keepdim=True))
-            said = z.gather(-1, right)
-            z = z.clamp_(min=floor).exp_()
-            size = z.sum(-1, keepdim=True)
-            total += ((size.log() - said) * counts).sum()
             if d_x is None and d_weight is None:
+                total += (cross_entropy(z, wanted[rows]).to(total) * share[rows]).sum()
                 continue
-            z = z.mul_(counts / size).scatter_add_(-1, right, -counts)
+            losses, z = cross_entropy_slopes(z, wanted[rows], share[rows])
+            total += (losses * share[rows]).sum()
             if d_bias is not None:
                 d_bias += z.sum(0)
             z = z.to(weight.dtype)
@@ -137,7 +137,7 @@ class _Summed(torch.autograd.Function):
         ctx.save_for_backward(*(part for part in (d_x, d_weight, d_bias) if part is not None))
         ctx.given = (d_x is not None, d_weight is not None, d_bias is not None)
         ctx.dtype = weight.dtype
-        return total
+        return total.to(wide)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -146,13 +146,30 @@ class _Summed(torch.autograd.Function):
         return (*((next(parts) * slope).to(ctx.dtype) if given else None for given in ctx.given), None, None)
 
 
+class _Weighted(torch.autograd.Function):
+    """Weighted sum of the cross-entropies of logits, in their dtype, whose derivative is made along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor, share: Tensor) -> Tensor:
+        losses, slopes = cross_entropy_slopes(logits.clone(), wanted, share)
+        ctx.save_for_backward(slopes)
+        return (losses * share).sum().to(logits.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return slopes * slope, None, None
+
+
 def _chunked(unembed: Unembed, x: Tensor, wanted: Tensor, share: Tensor, head: Tensor | None) -> Tensor:
     """The same for heads that are more than a product; the logits of a chunk are made once more in the backward pass."""
 
     def loss(some: Tensor, right: Tensor, counts: Tensor) -> Tensor:
         logits = logits_at(unembed, some, head)
         refuse_other_labels(right, logits.shape[-1])
-        return (torch.nn.functional.cross_entropy(logits, right, reduction="none") * counts).sum()
+        weighted: Tensor = _Weighted.apply(logits, right, counts)  # type: ignore[no-untyped-call]
+        return weighted
 
     with torch.no_grad():
         size = rows_at_once(logits_at(unembed, x[:1], head).shape[-1])
@@ -191,100 +208,6 @@ def logits_at(unembed: Unembed, x: Tensor, head: Tensor | None) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-@typed
-def aligned_loss(
-    model: Any,
-    tokens: Tensor,
-    labels: Any = None,
-    *,
-    weights: Weights = "linear",
-    norm: Norm = "final",
-    attention_mask: Tensor | None = None,
-    inputs: Mapping[str, Any] | None = None,
-    layers: list[str] | None = None,
-    unembed: list[str] | None = None,
-) -> Tensor:
-    r"""The aligned loss of a batch, for any training loop: every layer is asked what the last one is asked.
-
-    $$\sum_{l=1}^{L} w_l \, CE\big(W \, \mathrm{norm}(x^l), y\big)$$
-
-    The mean is over positions with an answer. No more than some thousands of rows of logits are held at once, and the model's
-    own logits are not computed.
-
-    Args:
-        model: HookedTransformer, TransformerBridge or Hugging Face model, in whatever mode it is in.
-        tokens: `batch pos`, token ids; of a vision model its `pixel_values`.
-        labels: what should be said at each position, `batch pos`, or `batch` for a classifier; -100 where nothing is asked.
-            Nothing is shifted. Default: the token that follows, where both are attended to.
-        weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
-        norm: "final" applies the model's final norm at every layer, "none" at the last alone.
-        attention_mask: `batch pos`, 0 at padding.
-        inputs: whatever else the model's forward pass takes, by name.
-        layers: paths of the blocks, for layouts that are not known.
-        unembed: paths of the final norm and the head, for layouts that are not known.
-
-    Returns:
-        A scalar in nats, with its gradient.
-
-    Raises:
-        LayersimError: the model has no head that is known, or the labels do not fit.
-
-    Source:
-        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; w_l from appendix B.3.
-
-    Example:
-        >>> import tl_layersim as lsim
-        >>> model = lsim.demo_model()
-        >>> loss = lsim.aligned_loss(model, model.tokenizer(lsim.demo_text()[0], return_tensors="pt").input_ids)
-        >>> loss.backward()
-    """
-    from .stream import Piece, check_once, open_stream
-
-    stream = open_stream(model, layers, unembed)
-    attended = None if attention_mask is None else attention_mask.bool()
-    targets = _targets(stream.reads, tokens, labels, attended)
-    options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
-    piece = Piece(tokens, options, targets, attended)
-    terms = {layer: weight for layer, weight in enumerate(layer_weights(weights, stream.n_layers), 1) if weight}
-    check_once(stream, piece, (tuple(layers or ()), tuple(unembed or ())))
-    total, count = stream.loss(piece, terms, norm == "final")
-    return total / count
-
-
-def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -> Tensor:
-    """The labels as a tensor of the shape that the head answers in, on the tokens' device."""
-    from ..data import next_tokens
-
-    if tokens.dim() < 2:
-        raise LayersimError(
-            "A batch has rows.", given=f"tokens of shape {tuple(tokens.shape)}", expected="batch pos", do="tokens[None]"
-        )
-    if labels is None:
-        if reads != "every" or tokens.is_floating_point():
-            raise LayersimError(
-                "A classifier is asked for labels.",
-                given="no labels",
-                expected="a tensor of one class for each row",
-                do="aligned_loss(model, tokens, labels)",
-            )
-        return next_tokens(tokens, torch.ones_like(tokens, dtype=torch.bool) if attended is None else attended)
-    found = as_labels(labels)
-    expected = tuple(tokens.shape) if reads == "every" else (len(tokens),)
-    if isinstance(found, str) or tuple(found.shape) != expected:
-        raise LayersimError(
-            "The labels do not fit what the head says.",
-            given=found if isinstance(found, str) else f"labels of shape {tuple(found.shape)}",
-            expected=f"a table of shape {expected}: one for each {'position' if reads == 'every' else 'row'}",
-            do="labels=None for the next token" if reads == "every" else "labels of shape (batch,)",
-        )
-    found = found.to(tokens.device).long()
-    known = found != NO_LABEL
-    if found.shape == tokens.shape and int(known.sum()) > 2 and bool((found == tokens)[known].all()):
-        raise LayersimError(
-            "These labels are the tokens themselves, at the same positions.",
-            given=f"{int(known.sum())} labels, each equal to its own token",
-            expected="at each position what the model should say there; models in transformers shift labels, here nothing is "
-            "shifted",
-            do="labels=None for the next token",
-        )
-    return found
+def attended_count(tokens: Tensor, attended: Tensor | None) -> int:
+    """Number of tokens that the model attends to."""
+    return tokens.numel() if attended is None else int(attended.sum())

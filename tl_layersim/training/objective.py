@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import LayersimError
+from ..core.errors import LayersimError
+from ..models.softmax import cross_entropy
 from .losses import chunks, layer_weights, logits_at, rows_at_once, summed_loss
+from .residual_stream import ResidualStream, TrainingBatch
 from .settings import AlignedTraining
-from .stream import Piece, Stream
 
 
 class Objective(nn.Module):
@@ -23,7 +24,7 @@ class Objective(nn.Module):
         training: how.
     """
 
-    def __init__(self, stream: Stream, training: AlignedTraining) -> None:
+    def __init__(self, stream: ResidualStream, training: AlignedTraining) -> None:
         super().__init__()
         self.stream, self.training_of = stream, training
         self.module = stream.module
@@ -47,7 +48,7 @@ class Objective(nn.Module):
         """The parameters that learn, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
-    def forward(self, piece: Piece, step: int, run: Callable[[], Any] | None = None) -> Tensor:
+    def forward(self, piece: TrainingBatch, step: int, run: Callable[[], Any] | None = None) -> Tensor:
         """Sum of the loss over answers.
 
         Args:
@@ -69,7 +70,7 @@ class Objective(nn.Module):
             return loss + training.beta * len(wanted) * self._distance(piece, found)
         return self._of_heads(rows, wanted, norm)
 
-    def _distance(self, piece: Piece, found: Mapping[int, Tensor]) -> Tensor:
+    def _distance(self, piece: TrainingBatch, found: Mapping[int, Tensor]) -> Tensor:
         """Mean over attended positions of the weighted distance of directions to the last layer's."""
         keep = slice(None) if piece.attended is None else piece.attended.flatten().nonzero()[:, 0]
         last = found[self.stream.n_layers].flatten(0, 1)[keep].float()
@@ -110,7 +111,7 @@ class Objective(nn.Module):
         return torch.stack(list(pieces)).sum()
 
     @torch.no_grad()
-    def judge(self, piece: Piece) -> Tensor:
+    def judge(self, piece: TrainingBatch) -> Tensor:
         """`3 layer`, float64: sums of cross-entropies, how many first choices are right, and of how many answers."""
         stream = self.stream
         found = stream.residuals(range(1, stream.n_layers + 1), lambda: stream.call(piece))
@@ -123,7 +124,7 @@ class Objective(nn.Module):
                 size = rows_at_once(logits_at(stream.unembed, x[:1], head).shape[-1]) if len(x) else 1
                 for at in chunks(len(x), size):
                     logits, right = logits_at(stream.unembed, x[at], head), wanted[at]
-                    loss = nn.functional.cross_entropy(logits, right, reduction="sum")
+                    loss = cross_entropy(logits, right).sum()
                     hits = (logits.argmax(-1) == right).sum()
                     out[:, layer - 1] += torch.tensor([float(loss), float(hits), float(len(right))], dtype=torch.float64)
         return out

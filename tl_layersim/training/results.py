@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..results import Picture, Provenance, Result, axes
-from ..typed import typed
+from ..core.provenance import Provenance
+from ..core.results import Picture, Result, axes
+from ..core.typed import typed
 from .state import State
 
 

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import LayersimError
-from ..typed import typed
-from .losses import Norm, Weights, layer_weights
+from ..core.errors import LayersimError
+from ..core.storage import refuse_unwritable_folder
+from ..core.typed import typed
+from .aligned_loss import Norm
+from .losses import Weights, layer_weights
 
 Objective = Literal["aligned", "cosine-reg", "multi-head", "standard"]
 
@@ -90,13 +92,13 @@ class AlignedTraining:
             "steps": self.steps < 1,
             "lr": not 0 < self.lr < math.inf,
             "warmup": not 0 <= self.warmup < self.steps,
-            "weight_decay": self.weight_decay < 0,
+            "weight_decay": not 0 <= self.weight_decay < math.inf,
             "clip": not self.clip > 0,
             "accumulation": self.accumulation < 1,
             "layers_per_step": self.layers_per_step is not None and self.layers_per_step < 1,
             "eval_every": self.eval_every is not None and self.eval_every < 1,
-            "beta": self.beta < 0,
-            "kl": self.kl < 0,
+            "beta": not 0 <= self.beta < math.inf,
+            "kl": not 0 <= self.kl < math.inf,
             "seed": not 0 <= self.seed < 2**31,
         }
         for name in (name for name, bad in wrong.items() if bad):
@@ -107,6 +109,9 @@ class AlignedTraining:
                 "steps; weight_decay, beta and kl of 0 or more; a seed of 0 to 2^31",
                 do="AlignedTraining(), the settings of the paper",
             )
+        if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
+            # Whatever the model: as many as there are sum to 1.
+            layer_weights(self.weights, max(1, len(self.weights)))
         owners = {"beta": "cosine-reg", "kl": "multi-head"}
         unused = [name for name, owner in owners.items() if self._set(name) and self.objective != owner]
         if self.layers_per_step is not None and self.objective != "aligned":
@@ -159,3 +164,5 @@ class AlignedTraining:
                 expected="a folder, there already or inside one that exists, and no file",
                 do=f"mkdir -p {place.parent}" if not place.is_file() else "another name",
             )
+        if place is not None:
+            refuse_unwritable_folder(place if place.is_dir() else place.parent, "save_to")

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
-from ..errors import LayersimError
-from ..source import NO_LABEL, eval_mode
-from ..unembed import rounding
+from ..core.distributed import refuse_parts
+from ..core.errors import LayersimError, warn
+from ..core.typed import refuse_keywords
+from ..data.labels import NO_LABEL
+from ..models.hooks import eval_mode
+from ..models.unembed import rounding
 from .objective import Objective
+from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining
-from .stream import Piece, open_stream
 
 
 class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no types
@@ -59,6 +62,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         unembed: list[str] | None = None,
         **options: Any,
     ) -> None:
+        refuse_keywords("AlignedTrainer", options, AlignedTrainer, Trainer)
         super().__init__(*args, **options)
         settings = aligned or AlignedTraining()
         refused = {
@@ -92,8 +96,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 expected="a transformers.PreTrainedModel, with adapters of peft or without",
                 do="finetune_aligned(model, data), which trains a TransformerBridge too",
             )
+        refuse_parts(model)
         self._opened = model
-        self._objective = Objective(open_stream(inner, *self._paths), self._settings)
+        self._objective = Objective(open_residual_stream(inner, *self._paths), self._settings)
         self._shift: bool | None = None
 
     def compute_loss(
@@ -115,12 +120,16 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         main, options = stream.arguments(piece)
         run = None if model is stream.module else lambda: model(main, **options)
         total = self._objective(piece, int(self.state.global_step), run)
+        if int(count) == 0:
+            # 0 / 0: with "cosine-reg" NaN in every weight, and Trainer leaves NaN out of the losses that it logs.
+            warn("`labels` of a batch are all -100, so the batch contributes nothing to its step.")
+            count = 1
         loss = total / count
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
         return loss
 
-    def _piece(self, inputs: Mapping[str, Any]) -> Piece:
+    def _piece(self, inputs: Mapping[str, Any]) -> TrainingBatch:
         """A batch of the Trainer's, for the model that it trains now."""
         if self.accelerator.unwrap_model(self.model) is not self._opened:
             self._open()
@@ -135,7 +144,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
                 do="DataCollatorForLanguageModeling(tokenizer, mlm=False), or a column `labels`",
             )
         mask = given.get("attention_mask")
-        return Piece(main, given, labels, None if mask is None else mask.bool())
+        return TrainingBatch(main, given, labels, None if mask is None else mask.bool())
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The batches of a step, and how many answers they have together: Trainer knows by class names who shifts labels."""
@@ -149,7 +158,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             count = self.accelerator.gather(count.to(device)).sum()
         return samples, count.to(device)
 
-    def _own_shift(self, piece: Piece) -> bool | None:
+    def _own_shift(self, piece: TrainingBatch) -> bool | None:
         """Whether the model's own loss shifts labels, seen on a row; None if no row of the batch has anything to say.
 
         Raises:

@@ -1,0 +1,145 @@
+"""Runs that are interrupted or killed, and their checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analysis import data_pass as passes
+from tl_layersim.models.hooked import HookedSource
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import worst
+from .helpers import cosine_and_cka
+
+
+class Stopped(KeyboardInterrupt):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 3, 5, 6])
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path, monkeypatch):
+    """Four batches twice over: the interrupt falls into the first pass or into the second."""
+    model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run.safetensors"
+    undisturbed = lsim.analyze(model, data, cosine_and_cka(), batch_size=2)
+    calls = []
+    run = HookedSource.run
+
+    def interrupted(self, batch, kernels):
+        calls.append(1)
+        if len(calls) == at + 1:
+            raise Stopped
+        return run(self, batch, kernels)
+
+    monkeypatch.setattr(HookedSource, "run", interrupted)
+    with pytest.raises(Stopped) as caught:
+        lsim.analyze(model, data, cosine_and_cka(), batch_size=2, checkpoint=path)
+    assert "the same call goes on from there" in caught.value.__notes__[0]
+    assert path.exists()
+    report = lsim.analyze(model, data, cosine_and_cka(), batch_size=2, checkpoint=path)
+    assert len(calls) == 8 + 1
+    for name in report:
+        assert worst(report[name], undisturbed[name]) == 0
+        assert report[name].provenance.tokens == undisturbed[name].provenance.tokens
+        assert report[name].provenance.data == undisturbed[name].provenance.data
+    # A run that is complete is read back without a forward pass.
+    again = lsim.analyze(model, data, cosine_and_cka(), batch_size=2, checkpoint=path)
+    assert len(calls) == 9
+    assert worst(again["cka"], undisturbed["cka"]) == 0
+
+
+def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
+    script = tmp_path / "run.py"
+    path = tmp_path / "run.safetensors"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import time
+            import tl_layersim as lsim
+            from tl_layersim.analysis import data_pass as passes
+            from tl_layersim.core import resumable as checkpoint
+            from tl_layersim.models.hooked import HookedSource
+            from tests.tiny_models import random_tokens, tiny_llama
+            passes.SECONDS_BETWEEN_SAVES = 0.0
+            run = HookedSource.run
+            def slow(self, batch, kernels):
+                time.sleep(0.2)
+                return run(self, batch, kernels)
+            HookedSource.run = slow
+            data = list(random_tokens(40, 11))
+            lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), batch_size=2, checkpoint={str(path)!r})
+            """
+        )
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    process = subprocess.Popen([sys.executable, str(script)], env=os.environ | {"PYTHONPATH": root}, cwd=root)
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    model, data = tiny_llama(), list(random_tokens(40, 11))
+    resumed = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=2, checkpoint=path)
+    whole = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=2)
+    assert worst(resumed["cosine"], whole["cosine"]) == 0
+
+
+def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
+    path, model, data = tmp_path / "run.safetensors", tiny_llama(), list(random_tokens(8, 11))
+    lsim.analyze(model, data, "cka", checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match=r"belongs to another run(.|\n)*'minibatch': 8(.|\n)*'minibatch': 256"):
+        lsim.analyze(model, data, lsim.CKA(minibatch=8), checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match=r"given:    data: skip_first: 1\n  expected: data: skip_first: 0\n"):
+        lsim.analyze(model, data, "cka", checkpoint=path, skip_first=1)
+    with pytest.raises(lsim.LayersimError, match="folder that does not exist"):
+        lsim.analyze(model, data, "cka", checkpoint=tmp_path / "nowhere" / "run")
+    partial = tmp_path / "partial.safetensors"
+    source = HookedSource(model)
+    run = source.run
+    seen = []
+
+    def stop(batch, kernels):
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return run(batch, kernels)
+
+    source.run = stop
+    with pytest.raises(KeyboardInterrupt):
+        lsim.analyze(source, data, "cka", batch_size=2, checkpoint=partial)
+    with pytest.raises(lsim.LayersimError, match="not that of the checkpoint"):
+        lsim.analyze(model, data[::-1], "cka", batch_size=2, checkpoint=partial)
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tl_layersim.core.storage.os.fsync", full)
+    monkeypatch.setattr(passes, "SECONDS_BETWEEN_SAVES", 0.0)
+    path = tmp_path / "run.safetensors"
+    with pytest.warns(lsim.LayersimWarning, match=r"goes on without a new checkpoint(.|\n)*No space left"):
+        report = lsim.analyze(tiny_llama(), random_tokens(8, 11), "cka", checkpoint=path)
+    assert report["cka"].samples == 88
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_checkpoint_answers_for_its_own_data_and_weights_only(tmp_path):
+    model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run"
+    lsim.analyze(model, data, "cka", batch_size=2, checkpoint=path)
+    for other in (data[::-1], data[:4], [*data, data[0]]):
+        with pytest.raises(lsim.LayersimError, match="not that of the checkpoint"):
+            lsim.analyze(model, other, "cka", batch_size=2, checkpoint=path)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight += 0.01
+    with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+        lsim.analyze(model, data, "cka", batch_size=2, checkpoint=path)

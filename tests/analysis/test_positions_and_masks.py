@@ -1,0 +1,57 @@
+"""Positions that pooling takes, and masks that a loss heeds: off by one, or ignored, they would change numbers silently."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from ..training.helpers import bert
+from ..views import from_views, residuals
+
+
+@pytest.mark.parametrize("pool", ["first", "last", "mean"])
+@pytest.mark.parametrize("estimator", ["minibatch", "exact"])
+@pytest.mark.filterwarnings("ignore:CKA rests on")
+def test_cka_of_rows_takes_the_token_that_it_is_told_to(pool, estimator):
+    """Rows of different lengths; no two tokens of a row alike."""
+    lengths = [3, 1, 5, 2, 4, 6, 2]
+    x = residuals(1, tokens=sum(lengths))
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    at = np.concatenate([np.arange(n) for n in lengths])
+    one = lsim.View(torch.as_tensor(x), torch.as_tensor(oracles.tokens_of(len(row))), torch.as_tensor(row), torch.as_tensor(at))
+    found = from_views(lsim.CKA(level="sequence", pool=pool, estimator=estimator), [one])
+    take = {"first": lambda z: z[:, 0], "last": lambda z: z[:, -1], "mean": lambda z: z.mean(1)}[pool]
+    pooled = np.stack([take(x[:, row == n]) for n in range(len(lengths))], axis=1)
+    expected = oracles.oracle_cka([pooled - pooled.mean(1, keepdims=True)])["values"]
+    np.testing.assert_allclose(found.values, expected, atol=1e-9)
+    assert found.samples == len(lengths)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_the_aligned_loss_heeds_the_attention_mask(kind):
+    """Padded rows have the loss of the rows by themselves, whatever stands in the padding; on the left the positions shift."""
+    model, rows = (tiny_llama() if kind == "llama" else bert()), random_tokens(2, 9)
+    mask = torch.ones_like(rows)
+    if kind == "llama":
+        mask[0, :4] = 0
+        labels, alone = None, [rows[:1, 4:], rows[1:]]
+        counts = [4, 8]
+        parts = [lsim.aligned_loss(model, one) for one in alone]
+    else:
+        mask[0, 5:] = 0
+        labels, alone = torch.tensor([1, 2]), [rows[:1, :5], rows[1:]]
+        counts = [1, 1]
+        parts = [lsim.aligned_loss(model, one, labels[n : n + 1]) for n, one in enumerate(alone)]
+    options = {}
+    if kind == "llama":
+        options = {"inputs": {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}}
+    found = lsim.aligned_loss(model, rows, labels, attention_mask=mask, **options)
+    expected = sum(n * float(part.detach()) for n, part in zip(counts, parts, strict=True)) / sum(counts)
+    assert float(found.detach()) == pytest.approx(expected, rel=1e-5)
+    ignored = lsim.aligned_loss(model, rows, labels)
+    assert float(ignored.detach()) != pytest.approx(expected, rel=1e-3)

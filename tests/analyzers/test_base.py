@@ -1,0 +1,51 @@
+"""Analyzers of a user's own: what is wrong with one is named."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+
+
+def analyzer(**parts):
+    """An analyzer made of a kernel and a compute, as a user might write it badly."""
+    body = {"name": "mine", "kernel": lambda self, first: parts["give"], "compute": lambda self, sums, run: parts.get("back")}
+    return dataclasses.dataclass(frozen=True)(type("Mine", (lsim.Analyzer,), body | parts.get("body", {})))()
+
+
+def grows(view):
+    return {"x": view.residual.sum((0, 2))}
+
+
+BAD_ANALYZERS = {
+    "a class": (lambda: lsim.CKA, r"class CKA, not an analyzer made of it(.|\n)*CKA\(\)"),
+    "no name": (lambda: analyzer(give=grows, body={"name": ""}), r"no name that a report can use(.|\n)*mine"),
+    "a slash in its name": (lambda: analyzer(give=grows, body={"name": "a/b"}), "no name that a report can use"),
+    "a kernel of lists": (lambda: analyzer(give=lambda v: [1]), r"kernel of 'mine' returned cannot be added"),
+    "a kernel of numbers": (lambda: analyzer(give=lambda v: {"x": 1.0}), r"cannot be added up(.|\n)*'x' is a float"),
+    "sums that grow": (lambda: analyzer(give=grows), r"cannot be added up(.|\n)*shape(.|\n)*sum over the token axis"),
+    "no result": (
+        lambda: analyzer(give=lambda v: {"n": torch.tensor(1)}, back=torch.zeros(3)),
+        r"compute returned no result(.|\n)*Tensor",
+    ),
+    "a set of options": (
+        lambda: analyzer(give=grows, body={"__annotations__": {"which": set}, "which": frozenset({1})}),
+        r"option cannot be recorded(.|\n)*frozenset",
+    ),
+    "an option of the data": (
+        lambda: analyzer(give=grows, body={"__annotations__": {"pack": bool}, "pack": True}),
+        r"option that the data has too(.|\n)*pack",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ANALYZERS)
+def test_a_bad_analyzer_is_named(case):
+    make, text = BAD_ANALYZERS[case]
+    with pytest.raises(lsim.LayersimError, match=text):
+        lsim.analyze(tiny_llama(), [*random_tokens(2, 9), random_tokens(1, 5)[0]], [make()], batch_size=2)

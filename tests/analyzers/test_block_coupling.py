@@ -1,0 +1,175 @@
+"""Coupling of blocks: planted cases, the null, prompts."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.models.block_call import BlockCall
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..views import from_views, residuals, view
+from .helpers import _described
+
+
+def linear_view(matrices: list[np.ndarray], tokens: int = 3) -> lsim.View:
+    """A view of blocks x + J x with given J, for each token alone."""
+    width = len(matrices[0])
+    x = [np.random.default_rng(0).normal(size=(tokens, width))]
+    for matrix in matrices:
+        x.append(x[-1] + x[-1] @ matrix.T)
+    stack = torch.tensor(np.array(x))
+
+    def block(matrix):
+        return lambda hidden: hidden + hidden @ torch.tensor(matrix.T, dtype=hidden.dtype)
+
+    calls = [BlockCall(block(m), (stack[i][None],), {}, 0, stack[i + 1][None]) for i, m in enumerate(matrices)]
+    return view(np.array(x), calls=tuple(calls))
+
+
+def frames(seed: int, width: int = 24) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return tuple(np.linalg.qr(rng.normal(size=(width, width)))[0] for _ in range(2))
+
+
+@pytest.mark.parametrize("method", ["dense", "krylov"])
+def test_blocks_that_share_their_singular_vectors_are_coupled(method):
+    u, v = frames(0)
+    spectrum = np.geomspace(4, 0.1, 24)
+    shared = [u @ np.diag(spectrum * scale) @ v.T for scale in (1.0, 0.5, 2.0)]
+    found = from_views(lsim.BlockCoupling(k=6, method=method), [linear_view(shared)])
+    assert float(found.values.abs().max()) < 1e-5
+    np.testing.assert_allclose(found.singular_values[0], spectrum[:6], rtol=1e-9)
+    # With the sign of the right vectors turned, they diagonalise each other as well; but not with positive entries.
+    turned = [shared[0], -shared[1]]
+    assert float(from_views(lsim.BlockCoupling(k=6, method=method), [linear_view(turned)]).values.abs().max()) < 1e-5
+    strict = from_views(lsim.BlockCoupling(k=6, method=method, diagonal="positive"), [linear_view(turned)])
+    np.testing.assert_allclose(strict.values[0, 1], 2.0, atol=1e-4)
+
+
+def test_independent_blocks_are_as_the_null():
+    spectrum = np.geomspace(4, 0.5, 24)
+    views = []
+    for seed in range(40):
+        matrices = []
+        for layer in range(3):
+            u, v = frames(100 * seed + layer)
+            matrices.append(u @ np.diag(spectrum) @ v.T)
+        views.append(linear_view(matrices))
+    found = from_views(lsim.BlockCoupling(k=(5, 2)), views)
+    assert abs(found.mean("values") - found.mean("null")) < 0.02
+    assert abs(found.mean("null") - np.sqrt(1 - 1 / 5)) < 0.03
+    assert abs(float(found.null_by_k[1][0, 1]) - np.sqrt(1 - 1 / 2)) < 0.1
+    assert float(found.null.diagonal().abs().max()) == 0
+
+
+def test_smaller_k_is_nested():
+    tokens = random_tokens(3, 12)
+    many = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=(8, 3)))["block_coupling"]
+    few = lsim.analyze(tiny_llama(), tokens, lsim.BlockCoupling(k=3))["block_coupling"]
+    assert many.ks == (8, 3)
+    torch.testing.assert_close(many.by_k[1], few.values, rtol=0, atol=1e-7)
+    torch.testing.assert_close(many.by_k[0], many.values, rtol=0, atol=0)
+    assert many.singular_values.shape == (3, 8)
+
+
+def test_without_normalisation_it_is_m():
+    data = [residuals(1)[:, :9]]
+    jacobians = [oracles.own_jacobian(data[0][layer], layer, 8, 8) for layer in range(3)]
+    found = from_views(lsim.BlockCoupling(k=3, normalize=False), [view(data[0])])
+    expected = oracles.miscoupling(oracles.coupling_matrix(jacobians[0], jacobians[2], 3), normalize=False)
+    assert abs(float(found.values[0, 2]) - expected) < 1e-10
+    torch.testing.assert_close(found.coupling, -found.values)
+
+
+def test_positions_are_tokens_of_each_prompt():
+    x = residuals(2)[:, :9]
+    found = from_views(lsim.BlockCoupling(k=3, positions=(0, -2)), [view(x)])
+    expected = []
+    for t in (0, 7):
+        js = [oracles.own_jacobian(x[layer], layer, t, t) for layer in range(3)]
+        expected.append([[oracles.miscoupling(oracles.coupling_matrix(a, b, 3)) for b in js] for a in js])
+    np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-9)
+    assert (found.lengths, found.length_count.tolist()) == (("8 to 15",), [2.0])
+    with pytest.raises(lsim.LayersimError, match=r"shorter than the positions(.|\n)*at least 13"):
+        lsim.analyze(tiny_llama(), random_tokens(2, 12), lsim.BlockCoupling(k=3, positions=(12,)))
+
+
+def test_degenerate_jacobians():
+    u, v = frames(3)
+    # Rank 2, repeated singular values, and nothing at all.
+    poor = u[:, :2] @ np.diag([3.0, 3.0]) @ v[:, :2].T
+    nothing = np.zeros((24, 24))
+    full = u @ np.diag(np.geomspace(2, 0.2, 24)) @ v.T
+    for method in ("dense", "krylov"):
+        with pytest.warns(lsim.LayersimWarning, match=r"not defined with blocks.0.hook_resid_post, blocks.2.hook_resid_post"):
+            found = from_views(lsim.BlockCoupling(k=(5, 2), method=method), [linear_view([poor, full, nothing])])
+        np.testing.assert_allclose(found.singular_values[0], [3, 3, 0, 0, 0], atol=1e-6)
+        # A basis of fewer than k directions says nothing, a Jacobian of 0 neither; both are in nobody's mean.
+        assert found.values.isnan().tolist() == [[True, False, True], [True, False, True], [True, True, True]]
+        assert found.by_k[1].isnan().tolist() == [[False, False, True], [False, False, True], [True, True, True]]
+        assert found.defined.tolist() == [[0, 1, 0], [0, 1, 0], [0, 0, 0]]
+        np.testing.assert_allclose(found.mean(), float(found.coupling[0, 1]))
+        expected = oracles.miscoupling(oracles.coupling_matrix(poor, full, 5))
+        np.testing.assert_allclose(found.values[0, 1], expected, atol=1e-5)
+
+
+def test_a_single_block_has_nothing_to_couple_with():
+    found = lsim.analyze(tiny_llama(layers=1), random_tokens(2, 9), lsim.BlockCoupling(k=4))["block_coupling"]
+    assert found.values.shape == (1, 1)
+    assert np.isnan(found.mean())
+    assert list(found.headline()) == ["largest singular value"]
+    assert len(found.by_length) == 0
+
+
+def test_one_token():
+    found = lsim.analyze(tiny_llama(), random_tokens(3, 1), lsim.BlockCoupling(k=4))["block_coupling"]
+    assert found.lengths == ("1",)
+    assert float(found.whole_rows.max()) == 0
+
+
+def test_it_runs_without_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lsim.analyze(tiny_gpt2(), random_tokens(2, 9), lsim.BlockCoupling(k=4))
+
+
+def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
+    rows = [random_tokens(1, n, seed=n)[0] for n in (1, 3, 8)]
+    found = lsim.analyze(tiny_llama(), rows, lsim.BlockCoupling(k=4, positions=(0,)))["block_coupling"]
+    assert (found.lengths, found.prompts) == (("1", "2 to 3", "8 to 15"), 3)
+
+
+def test_packed_rows_are_no_prompts():
+    with pytest.raises(lsim.LayersimError, match=r"each row for a prompt(.|\n)*pack=False"):
+        lsim.analyze(lsim.demo_model(), lsim.demo_text()[:2], lsim.BlockCoupling(), pack=True)
+
+
+def test_means_of_each_k():
+    found = from_views(lsim.BlockCoupling(k=(5, 3)), [view(residuals(1)[:, :9])])
+    other = ~torch.eye(3, dtype=torch.bool)
+    assert found.mean(k=3) == float((1 - found.by_k[1])[other].mean())
+    assert found.mean("null_coupling", k=5) == found.mean("null_coupling")
+    assert abs(found.mean("null_coupling") - (1 - found.mean("null"))) < 1e-12
+    with pytest.raises(lsim.LayersimError, match=r"k=7(.|\n)*one of 5, 3"):
+        found.mean(k=7)
+    # A larger k adds to the draws of a smaller one.
+    alone = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
+    torch.testing.assert_close(found.null_by_k[1], alone.null)
+
+
+def test_what_is_expensive_is_said_first(capfd):
+    from dataclasses import replace
+
+    lsim.analyze(tiny_llama(), random_tokens(1, 5), lsim.BlockCoupling(k=4))
+    assert "BlockCoupling" not in capfd.readouterr().err
+    lsim.analyze(tiny_llama(), random_tokens(1, 5), lsim.BlockCoupling(k=4, method="finite-difference"))
+    assert "each prompt runs 64 times through every block" in capfd.readouterr().err
+    large = replace(_described(), d_model=4096, layers=lsim.layer_names(32))
+    assert "krylov: each prompt costs about a forward pass of 2,400 tokens." in lsim.BlockCoupling().cost(large)
+    assert "dense: each prompt costs about a forward pass of 4,900 tokens, and 32" in lsim.BlockCoupling(k=50).cost(large)

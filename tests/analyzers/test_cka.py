@@ -1,0 +1,237 @@
+"""CKA: the estimators, planted cases, two models, distance, minibatches and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.models.view import reduce
+
+from .. import oracles
+from ..tiny_models import hidden_states, random_tokens, tiny_llama
+from ..views import from_views, layer_run, residuals, view
+
+
+def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray]) -> lsim.Result:
+    kernel = analyzer.kernel(lsim.Sums())
+    sums = lsim.Sums()
+    for x, y in zip(xs, ys, strict=True):
+        sums = sums + lsim.Sums.of(reduce({"k": kernel}, view(x), view(y))[1]["k"])
+    run = layer_run(len(xs[0]))
+    columns = layer_run(len(ys[0])).layers
+    return analyzer.compute(sums, dataclasses.replace(run, column_layers=columns))
+
+
+@pytest.mark.parametrize("estimator", ["minibatch", "exact", "biased"])
+def test_each_estimator_equals_its_oracle(estimator):
+    data = [residuals(seed, tokens=n) for seed, n in enumerate((12, 30, 7))]
+    expected = oracles.oracle_cka(data, biased=estimator == "biased", exact=estimator == "exact")
+    found = from_views(lsim.CKA(estimator=estimator), [view(x) for x in data])
+    for field, value in expected.items():
+        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
+    np.testing.assert_allclose(found.values, found.values.T, atol=1e-12)
+    np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["minibatch", "exact", "biased"])
+def test_between_two_models_of_other_width_and_depth(estimator):
+    xs = [residuals(seed, tokens=20) for seed in range(3)]
+    ys = [residuals(seed + 9, layers=3, tokens=20, width=5) + x[:3, :, :5] for seed, x in enumerate(xs)]
+    expected = oracles.oracle_cka(xs, ys, biased=estimator == "biased", exact=estimator == "exact")
+    found = between(lsim.CKA(estimator=estimator), xs, ys)
+    assert found.values.shape == (4, 3)
+    for field, value in expected.items():
+        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
+
+
+def test_invariant_to_rotation_scale_and_translation():
+    rng = np.random.default_rng(0)
+    x = residuals(0, tokens=40)
+    rotation = np.linalg.qr(rng.normal(size=(8, 8)))[0]
+    y = 7 * x @ rotation + rng.normal(size=8)
+    for estimator in ("minibatch", "exact", "biased"):
+        found = between(lsim.CKA(estimator=estimator), [x], [y])
+        np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-9)
+        sheared = between(lsim.CKA(estimator=estimator), [x], [x * np.arange(1, 9)])
+        assert sheared.values.diagonal().max() < 0.99
+
+
+def test_independent_gaussians_read_zero_unbiased_and_half_biased():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 1, 256, 256))
+    unbiased = between(lsim.CKA(), [x], [y]).values.item()
+    biased = between(lsim.CKA(estimator="biased"), [x], [y]).values.item()
+    assert abs(unbiased) < 0.01
+    assert 0.48 < biased < 0.52
+
+
+def test_unbiased_values_are_not_clipped():
+    rng = np.random.default_rng(3)
+    values = [
+        between(lsim.CKA(), [rng.normal(size=(1, 16, 30))], [rng.normal(size=(1, 16, 30))]).values.item() for _ in range(20)
+    ]
+    assert min(values) < 0 < max(values)
+
+
+def test_ratio_of_means_is_not_the_mean_of_ratios():
+    data = [residuals(0, tokens=8), 30 * residuals(1, tokens=8)]
+    found = from_views(lsim.CKA(), [view(x) for x in data]).values
+    ratios = np.mean([oracles.oracle_cka([x])["values"] for x in data], axis=0)
+    assert np.abs(found.numpy() - ratios).max() > 1e-3
+
+
+def test_float32_survives_a_large_common_vector():
+    x = residuals(0, tokens=40)
+    shifted = (x + 300).astype(np.float32)
+    # Translation changes nothing; the naive formula itself loses digits on so large a common vector.
+    wide = shifted.astype(np.float64)
+    expected = oracles.oracle_cka([wide - wide.mean(axis=1, keepdims=True)])["values"]
+    found = from_views(lsim.CKA(), [view(shifted)])
+    np.testing.assert_allclose(found.values, expected, atol=1e-4)
+    exact = from_views(lsim.CKA(estimator="exact"), [view(shifted)])
+    np.testing.assert_allclose(exact.values, expected, atol=1e-6)
+
+
+def test_exact_refuses_where_its_digits_are_gone():
+    x = residuals(0, tokens=40) + 1e5
+    with pytest.raises(lsim.LayersimError, match=r"digits(.|\n)*estimator=\"minibatch\""):
+        from_views(lsim.CKA(estimator="exact"), [view(x)])
+
+
+def test_minibatches_are_of_n_shuffled_seeded_and_counted():
+    x = residuals(0, tokens=110)
+    tokens = np.arange(110)
+    one = from_views(lsim.CKA(minibatch=25), [view(x, tokens)])
+    assert (one.minibatches, one.samples) == (4, 100)
+    again = from_views(lsim.CKA(minibatch=25), [view(x, tokens)])
+    assert torch.equal(one.values, again.values)
+    for other in (lsim.CKA(minibatch=25, seed=1), lsim.CKA(minibatch=24)):
+        assert not torch.allclose(from_views(other, [view(x, tokens)]).values, one.values, atol=1e-6)
+
+
+def test_contiguous_tokens_of_one_text_are_spread_over_minibatches():
+    """Tokens of a text share a topic vector. In minibatches of one text each it is centred away, shuffled it is seen."""
+    rng = np.random.default_rng(0)
+    topics = np.repeat(rng.normal(size=(8, 6)) * 3, 32, axis=0)
+    x = np.stack([topics + rng.normal(size=(256, 6)), topics + rng.normal(size=(256, 6))])
+    contiguous = oracles.oracle_cka([x[:, i : i + 32] for i in range(0, 256, 32)])["values"][0, 1]
+    exact = oracles.oracle_cka([x], exact=True)["values"][0, 1]
+    shuffled = from_views(lsim.CKA(minibatch=32), [view(x)]).values[0, 1].item()
+    assert contiguous < 0.3
+    assert abs(shuffled - exact) < 0.1
+
+
+def test_distance_is_over_the_outputs_of_blocks():
+    xs = [residuals(seed, tokens=30) for seed in range(2)]
+    ys = [x + np.random.default_rng(1).normal(size=x.shape) for x in xs]
+    found = between(lsim.CKA(), xs, ys)
+    assert found.distance() == pytest.approx(oracles.arccos_distance(found.values.numpy()), abs=1e-12)
+    assert found.distance() > 0.1
+    same = between(lsim.CKA(), xs, xs)
+    assert same.distance() == pytest.approx(0, abs=1e-6)
+
+
+def test_distance_needs_equal_depth():
+    found = between(lsim.CKA(), [residuals(0)], [residuals(1, layers=3)])
+    with pytest.raises(lsim.LayersimError, match=r"pairs layer with layer(.|\n)*3 and 2 blocks"):
+        found.distance()
+
+
+@pytest.mark.parametrize("pool", ["mean", "last"])
+def test_sequences_as_samples(pool):
+    model = tiny_llama()
+    rows = [random_tokens(1, n, seed=n)[0] for n in (9, 12, 5, 20, 7, 16)]
+    states = [hidden_states(model, row) for row in rows]
+    pooled = [s.mean(1) if pool == "mean" else s[:, -1] for s in states]
+    expected = oracles.oracle_cka([np.stack(pooled, axis=1)])
+    found = lsim.analyze(model, rows, lsim.CKA(level="sequence", pool=pool))["cka"]
+    np.testing.assert_allclose(found.values, expected["values"], atol=1e-5)
+    exact = lsim.analyze(model, rows, lsim.CKA(level="sequence", pool=pool, estimator="exact"), batch_size=2)["cka"]
+    np.testing.assert_allclose(exact.values, expected["values"], atol=1e-5)
+
+
+def test_compare_runs_two_models_on_the_same_tokens():
+    a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
+    rows = list(random_tokens(3, 20))
+    expected = oracles.oracle_cka([hidden_states(a, r) for r in rows], [hidden_states(b, r) for r in rows])
+    found = lsim.compare(a, b, rows, lsim.CKA(), batch_size=1)
+    np.testing.assert_allclose(found.values, expected["values"], atol=1e-5)
+    assert (len(found.layers), len(found.column_layers)) == (4, 3)
+    assert " | " in found.provenance.model
+    assert found.to_frame().shape == (12, 3)
+    assert list(lsim.compare(a, b, rows, [lsim.CKA()])) == ["cka"]
+    assert found.plot().layout.xaxis.title.text.startswith("block of")
+
+
+def test_four_samples_are_needed():
+    with pytest.raises(lsim.LayersimError, match=r"no batch had them(.|\n)*at least 4 tokens in one batch"):
+        from_views(lsim.CKA(), [view(residuals(0, tokens=3))] * 5)
+    assert from_views(lsim.CKA(estimator="exact"), [view(residuals(i, tokens=3)) for i in range(5)]).samples == 15
+
+
+def test_constant_activations_have_no_cka():
+    x = residuals(0)
+    x[:] = 1.0
+    with pytest.raises(lsim.LayersimError, match=r"not defined at any layer(.|\n)*hook_resid_pre"):
+        from_views(lsim.CKA(), [view(x)])
+
+
+def test_exact_says_what_memory_it_needs():
+    with pytest.raises(
+        lsim.LayersimError, match=r"128 x 128 cross-products(.|\n)*max_memory_gb=1e-05(.|\n)*estimator=\"minibatch\""
+    ):
+        lsim.analyze(tiny_llama(), random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"estimator": "debiased"}, r"`estimator` of \w+ cannot be"),
+        ({"level": "word"}, r"`level` of \w+ cannot be"),
+        ({"pool": "max"}, r"`pool` of \w+ cannot be"),
+        ({"minibatch": 3}, "needs four samples"),
+        ({"minibatch": 64.0}, r"`minibatch` of \w+ cannot be"),
+    ],
+)
+def test_wrong_options_are_refused(options, text):
+    with pytest.raises(lsim.LayersimError, match=text):
+        lsim.CKA(**options)
+
+
+def test_a_batch_too_small_for_a_minibatch_hardly_counts():
+    model, rows = tiny_llama(), list(random_tokens(16, 20))
+    whole = lsim.analyze(model, rows, lsim.CKA(minibatch=64))["cka"]
+    tail = lsim.analyze(model, [*rows, random_tokens(1, 5, seed=9)[0]], lsim.CKA(minibatch=64))["cka"]
+    assert tail.minibatches == whole.minibatches + 1
+    assert (tail.values - whole.values).abs().max() < 0.01
+    assert whole.mean_minibatch == 64 > tail.mean_minibatch
+
+
+def test_each_minibatch_weighs_its_pairs():
+    data = [residuals(0, tokens=40), residuals(1, tokens=6)]
+    for biased in (False, True):
+        found = from_views(lsim.CKA(estimator="biased" if biased else "minibatch"), [view(x) for x in data])
+        np.testing.assert_allclose(found.values, oracles.oracle_cka(data, biased=biased)["values"], atol=1e-10)
+        alone = oracles.oracle_cka(data[:1], biased=biased)["values"]
+        assert 1e-6 < np.abs(found.values.numpy() - alone).max() < 0.1
+
+
+@pytest.mark.parametrize("estimator", ["minibatch", "exact"])
+def test_a_few_massive_tokens_are_spoken_of(estimator):
+    x = residuals(0, tokens=512)
+    plain = from_views(lsim.CKA(estimator=estimator), [view(x)])
+    assert plain.effective_samples.min() > 150
+    x[2, 17] *= 300
+    with pytest.warns(lsim.LayersimWarning, match=r"massive activations at 1 layers, blocks\.1\.hook_resid_post"):
+        found = from_views(lsim.CKA(estimator=estimator), [view(x)])
+    assert found.effective_samples[2] < 1.1
+    assert found.effective_samples[3] > 150
+
+
+def test_few_samples_are_spoken_of():
+    with pytest.warns(lsim.LayersimWarning, match="CKA rests on 40 samples here"):
+        from_views(lsim.CKA(), [view(residuals(0, tokens=40))])

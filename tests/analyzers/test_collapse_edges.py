@@ -1,0 +1,62 @@
+"""Neural collapse at its edges: one class, a class of one sample, memory; and its headline."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import from_views, view
+
+
+def of(x: np.ndarray, label: list[int], **options) -> lsim.NeuralCollapseResult:
+    analyzer = lsim.NeuralCollapse(labels="data", level="token", **options)
+    return from_views(analyzer, [view(x, labels=torch.tensor(label))])
+
+
+def test_collapse_needs_three_second_moments_of_each_layer_in_float64():
+    """Four residual layers of width 32: 3 x 8 bytes x 4 x 32^2 = 98,304 bytes."""
+    model, tokens = tiny_llama(), random_tokens()
+    lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=98_304e-9))
+    with pytest.raises(lsim.LayersimError, match="max_memory_gb"):
+        lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=98_303e-9))
+
+
+def test_one_class_alone_is_refused():
+    x = np.random.default_rng(0).normal(size=(2, 12, 8))
+    with pytest.raises(lsim.LayersimError, match="needs two classes"):
+        of(x, [5] * 12)
+
+
+def test_a_class_of_one_sample_is_a_class():
+    label = [3] * 6 + [1] * 5 + [7]
+    x = np.random.default_rng(0).normal(size=(2, 12, 8)) + np.array(label)[:, None]
+    found = of(x, label)
+    assert found.labels == (3, 1, 7)
+    expected = oracles.oracle_neural_collapse([x], label)
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-8, err_msg=name)
+
+
+def test_as_many_samples_as_classes_are_refused():
+    x = np.random.default_rng(0).normal(size=(2, 3, 8))
+    with pytest.raises(lsim.LayersimError, match="more samples than classes"):
+        of(x, [0, 1, 2])
+    assert of(np.concatenate([x, x[:, :1] + 1], 1), [0, 1, 2, 0]).samples.tolist() == [2, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:NC1 is not defined:UserWarning")
+def test_the_headline_names_the_first_and_the_last_layer():
+    label = [0, 1] * 10
+    x = np.random.default_rng(0).normal(size=(3, 20, 8)) + np.array(label)[:, None] * np.array([1, 2, 3])[:, None, None]
+    found = of(x, label)
+    nc1 = oracles.oracle_neural_collapse([x], label)["values"]
+    expected = {"NC1 of the embedding": nc1[0], "NC1 of the last layer": nc1[2], "classes": 2}
+    assert found.headline() == pytest.approx(expected, rel=1e-8)
+    # All samples one point at the first layer: nothing is between the classes there.
+    x[0] = 1.0
+    assert list(of(x, label).headline()) == ["NC1 of the last layer", "classes"]

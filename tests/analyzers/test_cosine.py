@@ -1,0 +1,127 @@
+"""Cosine: planted cases, the traps, and quantiles from histograms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import from_views, residuals, view
+
+
+def test_uncentred_equals_its_oracle():
+    data = [residuals(0), residuals(1, tokens=9)]
+    found = from_views(lsim.Cosine(center="none"), [view(x) for x in data])
+    for field, value in oracles.oracle_cosine(data, center="none").items():
+        tolerance = 2e-3 if field in ("to_last", "adjacent") else 1e-10
+        np.testing.assert_allclose(getattr(found, field), value, atol=tolerance, err_msg=field)
+
+
+def test_centring_matters_and_is_recorded():
+    data = [view(residuals(0))]
+    centred, raw = from_views(lsim.Cosine(), data), from_views(lsim.Cosine(center="none"), data)
+    assert (centred.values - raw.values).abs().max() > 0.1
+    report = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
+    assert report["cosine"].provenance.options["center"] == "none"
+
+
+def test_a_given_mean_is_the_dataset_mean_without_a_first_pass():
+    data = [view(residuals(0)), view(residuals(4))]
+    two_passes = from_views(lsim.Cosine(), data)
+    given = lsim.Cosine(center=two_passes.mean)
+    assert given.first_kernel() is None
+    one_pass = from_views(given, data)
+    torch.testing.assert_close(one_pass.values, two_passes.values, rtol=0, atol=1e-14)
+    assert given.options()["center"].startswith("tensor (4, 8) sha256 ")
+
+
+def test_a_mean_that_does_not_fit_is_refused():
+    with pytest.raises(lsim.LayersimError, match=r"does not fit the model(.|\n)*\(3, 32\)(.|\n)*\(4, 32\)"):
+        lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center=torch.zeros(3, 32)))
+
+
+def test_planted_directions():
+    """Layer 1 turns every token by 60 degrees, layer 2 turns it back, layer 3 reverses it."""
+    rng = np.random.default_rng(0)
+    flat = rng.normal(size=(50, 2))
+    turn = np.array([[0.5, -np.sqrt(0.75)], [np.sqrt(0.75), 0.5]])
+    x = np.stack([flat, 3 * flat @ turn.T, flat, -flat])
+    found = from_views(lsim.Cosine(center="none"), [view(x)])
+    expected = np.array([[1, 0.5, 1, -1], [0.5, 1, 0.5, -0.5], [1, 0.5, 1, -1], [-1, -0.5, -1, 1]])
+    np.testing.assert_allclose(found.values, expected, atol=1e-12)
+    np.testing.assert_allclose(found.std, 0, atol=1e-7)
+    np.testing.assert_allclose(found.below_zero, expected < 0)
+    # |x| / |f(x)|: the fourth layer is reached by adding -2 x.
+    np.testing.assert_allclose(found.norm_ratio[2], 0.5)
+    assert found.monotone_share == 0
+
+
+def test_monotone_share_counts_tokens_that_rise_at_every_step():
+    angles = np.deg2rad([[90, 60, 30, 0], [90, 20, 30, 0], [120, 91, 3, 0], [10, 10, 5, 0]]).T
+    x = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+    found = from_views(lsim.Cosine(center="none"), [view(x)])
+    # The second falls once, the last stays equal once: two of four rise strictly.
+    assert found.monotone_share == 0.5
+
+
+def test_zero_vectors_alone_have_no_cosine():
+    with pytest.raises(lsim.LayersimError, match=r"zero vector(.|\n)*40 tokens whose residual is zero at every layer"):
+        from_views(lsim.Cosine(center="none"), [view(residuals(0) * 0)])
+
+
+def test_one_token_has_no_centred_cosine():
+    with pytest.raises(lsim.LayersimError, match=r"so few tokens(.|\n)*1 tokens(.|\n)*at least 2"):
+        from_views(lsim.Cosine(), [view(residuals(0, tokens=1))])
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(lsim.LayersimError, match=r"`center` of Cosine cannot be(.|\n)*dataset"):
+        lsim.Cosine(center="sample")
+    with pytest.raises(lsim.LayersimError, match="bins to count in"):
+        lsim.Cosine(histogram_bins=1)
+
+
+def test_massive_first_tokens_can_be_left_out():
+    model = tiny_llama()
+    tokens = random_tokens(4, 20)
+    tokens[:, 0] = 1
+    with torch.no_grad():
+        model.model.embed_tokens.weight[1] *= 1000
+    all_tokens = lsim.analyze(model, tokens, "cka")["cka"]
+    without = lsim.analyze(model, tokens, "cka", skip_first=1)["cka"]
+    assert all_tokens.values[0, -1] - without.values[0, -1] > 0.2
+    assert without.provenance.tokens == 4 * 19
+    assert without.provenance.options["skip_first"] == 1
+
+
+def test_spread_survives_where_layers_are_close():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 3000, 64))
+    near = np.concatenate([x, x + 0.005 * rng.uniform(0, 2, size=(1, 3000, 1)) * rng.normal(size=x.shape)]).astype(np.float32)
+    wide = near.astype(np.float64)
+    cosine = (wide[0] * wide[1]).sum(-1) / np.linalg.norm(wide[0], axis=-1) / np.linalg.norm(wide[1], axis=-1)
+    found = from_views(lsim.Cosine(center="none"), [view(near)])
+    assert 0 < cosine.std() < 1e-4
+    np.testing.assert_allclose(found.std[0, 1], cosine.std(), rtol=0.02)
+
+
+def test_a_mean_that_is_not_finite_is_refused():
+    with pytest.raises(lsim.LayersimError, match=r"finite number for each layer(.|\n)*1 not finite"):
+        lsim.Cosine(center=torch.tensor([[1.0, float("nan")]]))
+
+
+def test_a_given_mean_serves_a_single_token():
+    found = from_views(lsim.Cosine(center=torch.zeros(4, 8)), [view(residuals(0, tokens=1))])
+    assert found.values.shape == (4, 4)
+
+
+def test_a_right_angle_is_not_below_zero():
+    x = np.array([[[1.0, 0.0], [3.0, 4.0]], [[0.0, 2.0], [-4.0, 3.0]]])
+    found = from_views(lsim.Cosine(center="none"), [view(x)])
+    assert found.below_zero[0, 1] == 0
+    assert torch.equal(found.values, torch.eye(2, dtype=torch.float64))
+    assert torch.equal(found.std, torch.zeros(2, 2, dtype=torch.float64))

@@ -1,0 +1,116 @@
+"""Where tokens could exit, and at what price."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.models.unembed import Unembed
+from tl_layersim.models.view import reduce
+
+from .. import oracles
+from ..models.helpers import read_logits
+from ..views import from_views, residuals, view
+
+
+def test_effective_depth():
+    x = residuals(5)
+    found = from_views(lsim.LogitLens(), [view(x)])
+    accuracy = found.accuracy.tolist()
+    for eps in (0.0, 0.3, 0.9, 0.99, 1.0):
+        reached = [i + 1 for i, a in enumerate(accuracy) if a >= 1 - eps]
+        assert found.effective_depth(eps) == (reached[0] if reached else len(accuracy))
+    with pytest.raises(lsim.LayersimError, match="eps is a share"):
+        found.effective_depth(5)
+
+
+def test_thresholds():
+    x = [residuals(6, tokens=30)]
+    curve = from_views(lsim.ExitCurve(thresholds=(1, 0.5, 0, 0.5)), [view(x[0])])
+    assert curve.thresholds == (0.0, 0.5, 1.0)
+    assert curve.at(0).exits.tolist() == [30, 0, 0]
+    assert curve.at(1).exits.tolist() == [0, 0, 30]
+    assert (curve.at(0).speedup, curve.at(1).speedup, curve.at(1).agreement) == (3, 1, 1)
+    assert curve.at(0.5).perplexity == curve.perplexity[1]
+    expected = oracles.oracle_exit_curve(x, thresholds=(0.0, 0.5, 1.0))
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(curve, name), value, rtol=1e-9)
+    assert curve.threshold_for(agreement=1.0) == 1.0
+    assert curve.threshold_for(agreement=0.0) == 0.0
+    with pytest.raises(lsim.LayersimError, match=r"was not measured(.|\n)*0, 0.5, 1(.|\n)*at\(0.5\), or ExitCurve"):
+        curve.at(0.7)
+    with pytest.raises(lsim.LayersimError, match=r"No measured threshold gives this"):
+        curve.threshold_for(accuracy=1.0)
+    with pytest.raises(lsim.LayersimError, match=r"agreement= or accuracy="):
+        curve.threshold_for()
+    for bad in ((), (1.5,), (-0.1, 0.5)):
+        with pytest.raises(lsim.LayersimError, match=r"`thresholds` (must be between 0 and 1|is empty)"):
+            lsim.ExitCurve(thresholds=bad)
+    with pytest.raises(lsim.LayersimError, match="k counts from 1"):
+        lsim.LogitLens(top_k=(0, 5))
+
+
+def test_a_threshold_is_exceeded_and_not_met():
+    """Two ids with the same logit have probability 0.5 each, exactly."""
+    logits = np.zeros((3, 4, 2))
+    logits[:, -1, 1] = 3.0
+    target = torch.tensor([1, 1, 1])
+    lens = read_logits(logits, target)
+    assert (lens["best_prob"][0] == 0.5).all()
+    from tl_layersim.analyzers.exit_curve import exit_kernel
+
+    flat = torch.as_tensor(logits).reshape(-1, 2)
+
+    class Table(torch.nn.Module):
+        def forward(self, x):
+            return flat[x[..., 0].long()]
+
+    index = torch.arange(12, dtype=torch.float64).reshape(3, 4).T[..., None]
+    residual = torch.cat([torch.zeros(1, 3, 1, dtype=torch.float64), index])
+    where = torch.arange(3)
+    unembed = Unembed(None, (Table(),), "every", 1.0, None, None, None)
+    one = lsim.View(residual, where, where * 0, where, next_token=target, unembed=unembed)
+    levels = torch.tensor([0.49, 0.5], dtype=torch.float64)
+    out = reduce({"k": lambda v: exit_kernel(v, thresholds=levels, normed=True, labels="next_token", memory_mb=1.0)}, one)[1][
+        "k"
+    ]
+    assert out["exits"].tolist() == [[3, 0, 0, 0], [0, 0, 0, 3]]
+    # A tie goes to id 0, which is wrong here.
+    assert out["correct"].tolist() == [0, 3]
+
+
+def test_a_token_that_is_never_right():
+    logits = np.zeros((4, 3, 30))
+    logits[..., 5] = 9.0
+    lens = read_logits(logits, torch.full((4,), 29))
+    assert (lens["before"] == 10).all()
+    assert (lens["best"] == 5).all()
+
+
+def test_a_sure_layer_is_never_surer_than_one():
+    rng = np.random.default_rng(0)
+    logits = (rng.normal(size=(200, 3, 300)) - 25).astype(np.float32)
+    logits[np.arange(200)[:, None], np.arange(3), rng.integers(0, 300, size=(200, 3))] = rng.uniform(-1, 1, size=(200, 3))
+    lens = read_logits(logits, torch.zeros(200).long())
+    assert (lens["best_prob"] <= 1).all()
+    assert (lens["target_log_prob"] <= 0).all()
+
+
+def test_a_probability_that_stays_does_not_rise():
+    x = np.repeat(residuals(1)[-1:], 4, axis=0)
+    found = from_views(lsim.LogitLens(), [view(x)])
+    assert found.monotone_share == 0
+    assert (found.agreement == 1).all()
+
+
+def test_a_lucky_threshold_below_a_bad_one_is_not_chosen():
+    curve = from_views(lsim.ExitCurve(thresholds=(0.1, 0.5, 1.0)), [view(residuals(6))])
+    import dataclasses
+
+    agreement, accuracy = (torch.tensor(x, dtype=torch.float64) for x in ([0.96, 0.5, 1.0], [0.3, 0.4, 0.2]))
+    odd = dataclasses.replace(curve, agreement=agreement, accuracy=accuracy)
+    assert odd.threshold_for(agreement=0.95) == 1.0
+    assert odd.threshold_for(agreement=0.4) == 0.1
+    assert odd.threshold_for(agreement=0.4, accuracy=0.2) == 0.1

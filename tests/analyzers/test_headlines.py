@@ -1,0 +1,74 @@
+"""The numbers of summary tables and of repr, each from its definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..views import from_views, layer_run, residuals, view
+
+
+def test_the_headline_of_a_trajectory():
+    x = residuals(0, layers=5)
+    found = from_views(lsim.Trajectory(), [view(x)]).headline()
+    expected = oracles.oracle_trajectory([x])
+    norm = np.linalg.norm(x, axis=-1).mean(1)
+    growth = np.diff(np.log(np.linalg.norm(x, axis=-1)), axis=0)
+    median = np.quantile(growth.var(0) / growth.mean(0) ** 2, 0.5, method="inverted_cdf")
+    assert len(found) == 4
+    assert found["line-shape score (1: a straight line)"] == pytest.approx(float(expected["lss_mean"]))
+    assert found["expodistance, median (0: exponential growth)"] == pytest.approx(median, rel=0.024)
+    assert found["equidistance (0: equal steps)"] == pytest.approx(float(expected["equidistance_mean"]))
+    assert found["norm at the last layer over norm of the embedding"] == pytest.approx(norm[-1] / norm[0])
+
+
+def test_the_headline_of_cka():
+    x = [residuals(i, layers=6, tokens=200) for i in range(2)]
+    result = from_views(lsim.CKA(minibatch=200), [view(b) for b in x])
+    found = result.headline()
+    expected = oracles.oracle_cka([b - b.mean(1, keepdims=True) for b in x])
+    assert found["CKA(embedding, last)"] == pytest.approx(expected["values"][0, 5])
+    assert found["CKA(middle layer, last)"] == pytest.approx(expected["values"][3, 5])
+    assert found["CKA(last but one, last)"] == pytest.approx(expected["values"][4, 5])
+    assert found["samples in a minibatch"] == 200
+    least = min(expected["effective_samples"]) / 400
+    assert found["effective share of samples, at the layer where it is least"] == pytest.approx(least)
+
+
+def exit_result(agreement: list[float], thresholds: tuple[float, ...]) -> lsim.ExitCurveResult:
+    run, count = layer_run(4), len(thresholds)
+    return lsim.ExitCurveResult(
+        values=torch.ones(count, 3, dtype=torch.float64),
+        accuracy=torch.arange(count, dtype=torch.float64) / 10,
+        agreement=torch.tensor(agreement, dtype=torch.float64),
+        perplexity=torch.ones(count, dtype=torch.float64),
+        speedup=torch.linspace(3, 1, count, dtype=torch.float64),
+        thresholds=thresholds,
+        positions=3,
+        targets=3,
+        unembedding="",
+        layers=run.layers,
+        provenance=run.provenance,
+    )
+
+
+def test_the_headline_of_an_exit_curve():
+    found = exit_result([0.5, 0.96, 0.94, 0.95, 1.0], (0.0, 0.5, 0.9, 0.99, 1.0)).headline()
+    # 0.5 is a lucky one below a bad one.
+    assert found == {
+        "threshold with 95 % agreement": 0.99,
+        "its speed-up in blocks": 1.5,
+        "its accuracy": pytest.approx(0.3),
+        "accuracy at the highest threshold": pytest.approx(0.4),
+    }
+
+
+def test_the_headline_of_an_exit_curve_that_does_not_end_in_agreement():
+    found = exit_result([0.5, 0.96, 0.97, 0.9], (0.0, 0.5, 0.7, 0.9)).headline()
+    assert found["threshold with 95 % agreement"] == 0.7
+    assert found["its accuracy"] == pytest.approx(0.2)
+    assert exit_result([0.5, 0.94], (0.0, 0.5)).headline() == {"agreement at threshold 0.5": 0.94}

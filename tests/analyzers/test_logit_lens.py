@@ -1,0 +1,115 @@
+"""What each layer would say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..models.helpers import LENSES, by_hand, read_logits, tables
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..views import from_views, residuals, view
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("norm", ["final", "none"])
+def test_the_lens_of_a_whole_model_equals_its_oracle(make, norm):
+    model = make().double()
+    rows = list(random_tokens(3, 12))
+    states, targets = tables(model, rows)
+    logits = by_hand(model, states, norm == "final")
+    table = [[oracles.softmax(z[t]) for z in logits] for t in range(states.shape[1])]
+    found = lsim.analyze(model, rows, [lsim.LogitLens(norm=norm), lsim.Saturation(norm=norm)], batch_size=1)
+    lens, saturation = found["logit_lens"], found["saturation"]
+    known = [t for t in range(len(targets)) if targets[t] is not None]
+    for layer in range(len(logits)):
+        cross_entropy = -np.mean([np.log(table[t][layer][targets[t]]) for t in known])
+        agreement = np.mean([table[t][layer].argmax() == table[t][-1].argmax() for t in range(len(targets))])
+        kl = np.mean([np.sum(table[t][-1] * (np.log(table[t][-1]) - np.log(table[t][layer]))) for t in range(len(targets))])
+        np.testing.assert_allclose(lens.cross_entropy[layer], cross_entropy, rtol=1e-9)
+        np.testing.assert_allclose(lens.agreement[layer], agreement)
+        np.testing.assert_allclose(lens.kl_to_final[layer], kl, atol=1e-9)
+    said = np.array([[p.argmax() for p in row] for row in table])
+    first = [min(k for k in range(said.shape[1]) if (row[k:] == row[-1]).all()) for row in said]
+    assert saturation.counts.tolist() == [first.count(k) for k in range(said.shape[1])]
+
+
+def test_one_lens_serves_all_who_ask():
+    """Three analyzers in one run ask the head as often as one."""
+
+    def calls(analyzers) -> int:
+        model, count = tiny_llama(), []
+        head = model.lm_head
+
+        class Counting(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = head.weight
+
+            def forward(self, x):
+                count.append(x.numel() // x.shape[-1])
+                return torch.nn.functional.linear(x, self.weight)
+
+        model.lm_head = Counting()
+        lsim.analyze(model, random_tokens(4, 12), analyzers)
+        return sum(count)
+
+    alone = calls([lsim.LogitLens()])
+    assert calls([lsim.LogitLens(), lsim.ExitCurve(), lsim.Saturation()]) == alone
+    assert calls([lsim.Saturation()]) < alone
+    assert calls([lsim.LogitLens(norm="none"), lsim.ExitCurve()]) > 1.5 * alone
+
+
+def test_a_model_of_one_block():
+    found = lsim.analyze(tiny_llama(layers=1), random_tokens(4, 12), [cls() for cls in LENSES])
+    assert found["logit_lens"].agreement.tolist() == [1]
+    assert found["logit_lens"].monotone_share == 1
+    assert found["logit_lens"].effective_depth(0) == 1
+    assert found["saturation"].early_share == 0
+    assert found["saturation"].cosine_to_last.tolist() == [1]
+    assert (found["exit_curve"].speedup == 1).all()
+
+
+def test_the_next_token_is_the_one_that_the_model_attends_to():
+    """Padding is nobody's next token, nor is what follows a hole in the mask."""
+    model = tiny_llama()
+    tokens = random_tokens(1, 8)
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1, 0, 0]])
+    found = lsim.analyze(model, {"input_ids": tokens, "attention_mask": mask}, lsim.LogitLens())["logit_lens"]
+    assert (found.positions, found.targets) == (5, 3)
+    skipped = lsim.analyze(model, tokens, lsim.LogitLens(), skip_first=2)["logit_lens"]
+    assert (skipped.positions, skipped.targets) == (6, 5)
+
+
+def test_fields_have_their_own_names():
+    found = from_views(lsim.LogitLens(), [view(residuals(5))])
+    assert torch.equal(found.cross_entropy, found.values)
+    assert np.asarray(found).shape == (3,)
+    table = found.to_frame()
+    assert {"layer", "cross_entropy", "perplexity", "accuracy", "agreement", "kl_to_final", "entropy"} <= set(table.columns)
+    assert "values" not in table.columns
+    assert found.plot("cross_entropy").layout.title.text == found.plot().layout.title.text
+    assert list(found.to_frame("top_k_accuracy").columns) == ["k", "layer", "top_k_accuracy"]
+    with pytest.raises(lsim.LayersimError, match="no tensor field 'loss'"):
+        found.plot("loss")
+
+
+def test_a_label_that_cannot_be_said_has_no_probability():
+    logits = np.zeros((2, 3, 40))
+    logits[:, 0, 7] = -np.inf
+    found = read_logits(logits, torch.tensor([7, 7]))
+    assert found["target_log_prob"][0].isneginf().all()
+    np.testing.assert_allclose(found["target_log_prob"][1:], -np.log(40))
+    np.testing.assert_allclose(found["entropy"][0], np.log(39))
+
+
+def test_a_grid_as_a_table():
+    grid = lsim.prediction_grid(tiny_llama(), random_tokens(1, 9)[0])
+    table = grid.to_frame()
+    assert list(table.columns) == ["position", "token", "layer", "probability", "word", "final"]
+    assert table[table.layer == "blocks.2.hook_resid_post"].final.all()
+    assert table.word.tolist() == [word for row in grid.words for word in row]
+    assert list(grid.to_frame("saturation_layer").columns) == ["token", "saturation_layer"]

@@ -1,0 +1,131 @@
+"""Neural collapse: planted classes, the oracle, levels and pools, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import from_views, view, worst
+
+
+def planted(spread: float, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
+    """Four classes of ten, their means fixed; samples around them."""
+    rng = np.random.default_rng(seed)
+    means = rng.normal(size=(3, 4, 8)) * 5
+    label = np.repeat(np.arange(4), 10)
+    x = means[:, label] + spread * rng.normal(size=(3, 40, 8))
+    return x, torch.as_tensor(label)
+
+
+def of(x, label, **options) -> lsim.NeuralCollapseResult:
+    return from_views(lsim.NeuralCollapse(labels="data", level="token", **options), [view(x, labels=label)])
+
+
+def test_it_falls_as_classes_gather():
+    values = [of(*planted(spread)).nc1 for spread in (2.0, 1.0, 0.1, 0.0)]
+    for wide, tight in itertools.pairwise(values):
+        assert (wide > tight).all()
+    np.testing.assert_allclose(values[-1], 0, atol=1e-12)
+    # Half the spread is a quarter of the covariance.
+    np.testing.assert_allclose(values[0] / values[1], 4, rtol=0.35)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 4])
+def test_it_equals_its_oracle_with_labels_and_the_most_frequent_classes(classes):
+    x, label = planted(1.0)
+    label[3:7] = 2
+    label[0] = -100
+    expected = oracles.oracle_neural_collapse([x], [None if y < 0 else int(y) for y in label], classes)
+    found = of(x, label, classes=classes)
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-8, err_msg=name)
+    by_id = of(x, label, classes=found.labels)
+    assert worst(found, by_id) == 0
+
+
+def test_more_classes_than_dimensions():
+    rng = np.random.default_rng(0)
+    label = np.repeat(np.arange(12), 6)
+    x = rng.normal(size=(2, 12, 4))[:, label] * 3 + rng.normal(size=(2, 72, 4))
+    expected = oracles.oracle_neural_collapse([x], label.tolist(), 12)
+    np.testing.assert_allclose(of(x, torch.as_tensor(label), classes=12).nc1, expected["values"], rtol=1e-8)
+
+
+def test_it_does_not_change_with_rotation_scale_and_offset():
+    x, label = planted(1.0)
+    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(8, 8)))[0]
+    np.testing.assert_allclose(of(x, label).nc1, of(3 * x @ rotation + 20, label).nc1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("pool", ["last", "first", "mean"])
+def test_rows_as_samples(pool):
+    model, rows = tiny_llama(), [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 6, 8, 4)]
+    label = torch.tensor([0, 1, 0, 1, 1, 0])
+    found = lsim.analyze(model, rows, lsim.NeuralCollapse(labels=label, pool=pool))["neural_collapse"]
+    from ..tiny_models import hidden_states
+
+    pick = {"last": lambda s: s[:, -1], "first": lambda s: s[:, 0], "mean": lambda s: s.mean(1)}[pool]
+    x = np.stack([pick(hidden_states(model, row)) for row in rows], axis=1)
+    expected = oracles.oracle_neural_collapse([x], label.tolist())
+    # Float32 activations under a pseudo-inverse; where the first token is the whole sample, what enters block 0 is words.
+    np.testing.assert_allclose(found.nc1, expected["values"], rtol=1e-3)
+    assert found.samples.tolist() == [3, 3]
+
+
+def test_the_first_look_runs_no_model():
+    model, forwards = tiny_llama(), []
+    model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
+    found = lsim.analyze(model, random_tokens(8, 20), lsim.NeuralCollapse(classes=5), batch_size=4)["neural_collapse"]
+    assert len(forwards) == 2
+    following = random_tokens(8, 20)[:, 1:].flatten().tolist()
+    order = sorted(set(following), key=lambda t: (-following.count(t), t))[:5]
+    assert found.labels == tuple(order)
+    assert found.samples.tolist() == [following.count(t) for t in order]
+
+
+def test_what_it_cannot_do_is_refused():
+    model, tokens = tiny_llama(), random_tokens(4, 20)
+    with pytest.raises(lsim.LayersimError, match="Collapse is seen between classes"):
+        lsim.NeuralCollapse(classes=1)
+    with pytest.raises(lsim.LayersimError, match=r"two classes, a sample in each(.|\n)*class 3: 0 samples"):
+        lsim.analyze(model, tokens.clamp(min=5), lsim.NeuralCollapse(classes=(3, 7)))
+    with pytest.raises(lsim.LayersimError, match=r"more memory than they may take(.|\n)*max_memory_gb=1\)"):
+        lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=1e-6))
+    with (
+        pytest.raises(lsim.LayersimError, match=r"needs a first pass(.|\n)*NeuralCollapse\(classes=\(id"),
+        lsim.attach(model, lsim.NeuralCollapse()),
+    ):
+        pass
+    with pytest.raises(lsim.LayersimError, match="reads the data twice"):
+        lsim.analyze(model, iter(tokens), lsim.NeuralCollapse())
+    ids = tuple(tokens[:, 1:].flatten().unique()[:6].tolist())
+    once = lsim.analyze(model, iter(tokens), lsim.NeuralCollapse(classes=ids))
+    with torch.no_grad(), lsim.attach(model, lsim.NeuralCollapse(classes=ids)) as probe:
+        model(tokens)
+    assert worst(probe.results()["neural_collapse"], once["neural_collapse"]) < 1e-9
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+@pytest.mark.parametrize("width", [3, 8, 64])
+def test_a_common_offset_says_nothing(offset, width):
+    rng = np.random.default_rng(0)
+    label = np.repeat(np.arange(4), 20)
+    x = rng.normal(size=(2, 4, width))[:, label] * 2 + 0.5 * rng.normal(size=(2, 80, width))
+    expected = oracles.oracle_neural_collapse([x], label.tolist(), 4)
+    found = of(x + offset * rng.normal(size=width), torch.as_tensor(label))
+    np.testing.assert_allclose(found.nc1, expected["values"], rtol=1e-3 if offset > 1e4 else 1e-6)
+
+
+def test_classes_with_one_mean_have_no_collapse():
+    same = np.ones((2, 20, 8)) * np.array([1.0, 7.3])[:, None, None]
+    with pytest.warns(lsim.LayersimWarning, match="NC1 is not defined"):
+        found = of(same, torch.arange(20) % 2)
+    assert found.nc1.isnan().all()
+    assert (found.between == 0).all()

@@ -1,0 +1,85 @@
+"""Paths: known shapes, the oracle with windows, what has no shape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import from_views, residuals, view
+
+
+def straight(layers: int = 5, tokens: int = 6, ratio: float = 2.0) -> np.ndarray:
+    """Norms that grow by a constant factor along one direction a token."""
+    direction = np.random.default_rng(0).normal(size=(tokens, 8))
+    return np.stack([direction * ratio**layer for layer in range(layers)])
+
+
+def test_a_straight_path_of_exponential_growth():
+    found = from_views(lsim.Trajectory(window=2), [view(straight())])
+    np.testing.assert_allclose(found.lss.mean, 1, atol=1e-12)
+    np.testing.assert_allclose(found.lss.std, 0, atol=1e-6)
+    np.testing.assert_allclose(found.windowed_lss, 1, atol=1e-12)
+    np.testing.assert_allclose(found.expodistance.mean, 0, atol=1e-12)
+    np.testing.assert_allclose(found.growth, np.log(2), atol=1e-12)
+    assert found.equidistance.mean > 0.4
+
+
+def test_equal_steps_and_a_zigzag():
+    corner = np.zeros((5, 3, 8))
+    for layer in range(5):
+        corner[layer, :, 0] = 1 + (layer + 1) // 2
+        corner[layer, :, 1] = 1 + layer // 2
+    found = from_views(lsim.Trajectory(), [view(corner)])
+    np.testing.assert_allclose(found.equidistance.mean, 0, atol=1e-12)
+    # Four unit steps, two in each of two directions.
+    np.testing.assert_allclose(found.lss.mean, 4 / np.sqrt(8), atol=1e-12)
+    np.testing.assert_allclose(found.update_norm, 1, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [2, 3, 4])
+def test_windows_equal_the_oracle(window):
+    x = [residuals(i, layers=5, tokens=20) for i in range(2)]
+    found = from_views(lsim.Trajectory(window=window), [view(b) for b in x])
+    expected = oracles.oracle_trajectory(x, window)
+    for name in ("windowed_lss", "windowed_lss_std", "lss_mean"):
+        np.testing.assert_allclose(getattr(found, name), expected[name], rtol=1e-9)
+    assert len(found.centres) == 5 - window
+    # The middle of a window of 4 steps, from layer 0 to layer 4, is layer 2.
+    assert found.centres[0] == found.layers[window // 2]
+    assert list(found.to_frame("windowed_lss").columns) == ["centre", "windowed_lss", "windowed_lss_std"]
+
+
+def test_the_score_of_a_model_is_at_least_one_and_turns_with_nothing():
+    x = residuals(3)
+    rotation = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0]
+    plain, turned = (from_views(lsim.Trajectory(), [view(y)]) for y in (x, x @ rotation))
+    assert plain.lss.quantiles[0] >= 1
+    for name in ("lss_mean", "expodistance_mean", "equidistance_mean"):
+        np.testing.assert_allclose(getattr(plain, name), getattr(turned, name), rtol=1e-9)
+
+
+def test_what_has_no_shape_is_refused():
+    with pytest.raises(lsim.LayersimError, match="One step is always a straight line"):
+        lsim.Trajectory(window=1)
+    with pytest.raises(lsim.LayersimError, match=r"longer than the path(.|\n)*Trajectory\(window=3\)"):
+        lsim.analyze(tiny_llama(), random_tokens(), lsim.Trajectory(window=9))
+
+
+def test_a_model_of_one_block_has_a_straight_path():
+    found = lsim.analyze(tiny_llama(layers=1), random_tokens(), lsim.Trajectory())["trajectory"]
+    np.testing.assert_allclose(found.lss.mean, 1, atol=1e-6)
+    assert found.equidistance.mean == 0
+    assert found.expodistance.mean == 0
+
+
+def test_massive_norms_and_tiny_ones_stay_in_the_histograms():
+    x = torch.as_tensor(residuals(2)) * 1e-4
+    x[:, 0] *= 1e9
+    found = from_views(lsim.Trajectory(), [view(x.numpy())])
+    expected = oracles.oracle_trajectory([x.numpy()])
+    np.testing.assert_allclose(found.norm_quantiles, expected["norm_quantiles"], rtol=0.024)

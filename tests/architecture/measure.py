@@ -1,0 +1,262 @@
+"""Measures of the package's structure: imports, cycles, long files and functions, wide signatures, names used twice.
+
+`python -m tests.architecture.measure` prints them; `test_structure.py` holds them to their limits.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "tl_layersim"
+# A package imports only from packages listed before it.
+ORDER = (
+    "core",
+    "data",
+    "models",
+    "remote",
+    "jacobians",
+    "analyzers",
+    "analysis",
+    "stitching",
+    "early_exit",
+    "training",
+    "reporting",
+    "demo",
+)
+# Results draw themselves: a method may import `reporting` when it is called.
+DRAWING = "reporting"
+MOST_PARAMETERS = 8
+MOST_LINES = 400
+LONG_FUNCTION = 60
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module of this package by another.
+
+    Attributes:
+        module: the importing module, dotted, without the package's name.
+        target: the imported module, in the same form.
+        name: the name taken from it, "" for the module itself.
+        in_function: whether the import stands inside a function.
+    """
+
+    module: str
+    target: str
+    name: str
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.module} imports {self.target}.{self.name}".rstrip(".")
+
+
+def files() -> list[Path]:
+    """Every module but the script that made the demo model."""
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "make_demo.py")
+
+
+def dotted(path: Path) -> str:
+    """The dotted name of a module: `models/view.py` is `models.view`."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports() -> Iterator[Import]:
+    """Every import inside the package, those in functions and for type checkers included."""
+    known = {dotted(path) for path in files()}
+    for path in files():
+        tree = ast.parse(path.read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        inside = {id(node) for function in functions for node in ast.walk(function)}
+        parts = path.relative_to(PACKAGE).parts
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            target = ".".join([*parts[: len(parts) - node.level], *filter(None, [node.module])])
+            for alias in node.names:
+                submodule = f"{target}.{alias.name}".lstrip(".")
+                is_module = submodule in known
+                yield Import(
+                    dotted(path), submodule if is_module else target, "" if is_module else alias.name, id(node) in inside
+                )
+
+
+def package_of(module: str) -> str:
+    """The top-level package of a dotted module."""
+    return module.split(".")[0]
+
+
+def _draws(item: Import) -> bool:
+    return package_of(item.target) == DRAWING and item.in_function
+
+
+def wrong_way() -> list[str]:
+    """Imports against the order of packages."""
+    found = set()
+    for item in imports():
+        here, there = package_of(item.module), package_of(item.target)
+        if here == there or here in ("", "__init__", "cli") or _draws(item):
+            continue
+        if there not in ORDER or ORDER.index(there) >= ORDER.index(here):
+            found.add(str(item))
+    return sorted(found)
+
+
+def cycles() -> list[str]:
+    """Groups of modules that import one another (strongly connected components, by Tarjan's algorithm)."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for item in imports():
+        if not _draws(item) and item.module not in ("", "__init__"):
+            graph[item.module].add(item.target)
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[str] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group: list[str] = []
+            while not group or group[-1] != node:
+                group.append(stack.pop())
+            if len(group) > 1 or node in graph[node]:
+                found.append(" <-> ".join(sorted(group)))
+
+    for node in list(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def private_imports() -> list[str]:
+    """Names that begin with an underscore and are imported from another module, or from a private module of another package."""
+    found = set()
+    for item in imports():
+        foreign = package_of(item.module) != package_of(item.target)
+        if item.name.startswith("_") or (foreign and "._" in item.target):
+            found.add(str(item))
+    return sorted(found)
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Dotted name and syntax tree of every function and method."""
+    for path in files():
+        waiting: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text()), dotted(path))]
+        while waiting:
+            parent, name = waiting.pop()
+            for node in ast.iter_child_nodes(parent):
+                inner = f"{name}.{node.name}" if isinstance(node, ast.FunctionDef | ast.ClassDef) else name
+                if isinstance(node, ast.FunctionDef):
+                    yield inner, node
+                waiting.append((node, inner))
+
+
+def wide() -> list[str]:
+    """Functions with more than `MOST_PARAMETERS` parameters."""
+    found = []
+    for name, node in functions():
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        count = len([parameter for parameter in given if parameter.arg not in ("self", "cls")])
+        if count > MOST_PARAMETERS:
+            found.append(f"{name}: {count}")
+    return sorted(found)
+
+
+def docstring_of(node: ast.AST) -> ast.Constant | None:
+    """The docstring of a module, class or function, as a node with line numbers."""
+    body = getattr(node, "body", None)
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and body and isinstance(body[0], ast.Expr):
+        value = body[0].value
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return value
+    return None
+
+
+def long_functions() -> list[str]:
+    """Functions of more than `LONG_FUNCTION` lines, docstrings not counted."""
+    found = []
+    for name, node in functions():
+        text = docstring_of(node)
+        documentation = (text.end_lineno or 0) - text.lineno + 1 if text else 0
+        lines = (node.end_lineno or 0) - node.lineno + 1 - documentation
+        if lines > LONG_FUNCTION:
+            found.append(f"{name}: {lines}")
+    return sorted(found)
+
+
+def long_files() -> list[str]:
+    """Files of more than `MOST_LINES` lines, tests included."""
+    every = [*files(), *sorted((PACKAGE.parent / "tests").rglob("*.py"))]
+    counted = [(path, len(path.read_text().splitlines())) for path in every]
+    return [f"{path.relative_to(PACKAGE.parent)}: {lines}" for path, lines in counted if lines > MOST_LINES]
+
+
+def two_meanings() -> list[str]:
+    """Classes, functions and constants that two modules define under one name."""
+    homes: dict[str, set[str]] = defaultdict(set)
+    for path in files():
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            if isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            for name in names:
+                if not name.startswith("__"):
+                    homes[name].add(dotted(path))
+    return [f"{name}: {', '.join(sorted(where))}" for name, where in sorted(homes.items()) if len(where) > 1]
+
+
+def lines_of_code() -> int:
+    """Lines that hold code: without blank lines, comments and docstrings."""
+    total = 0
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for path in files():
+        text = path.read_text()
+        documentation: set[int] = set()
+        for node in ast.walk(ast.parse(text)):
+            if found := docstring_of(node):
+                documentation |= set(range(found.lineno, (found.end_lineno or found.lineno) + 1))
+        held: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type not in layout:
+                held |= set(range(token.start[0], token.end[0] + 1))
+        total += len(held - documentation)
+    return total
+
+
+def top_level() -> tuple[list[str], list[str]]:
+    """Packages of the top level, and modules beside them."""
+    packages = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
+    return packages, sorted(path.name for path in PACKAGE.glob("*.py"))
+
+
+def main() -> None:
+    """Print every measure."""
+    packages, modules = top_level()
+    print(f"top-level packages: {len(packages)} ({', '.join(packages)}); modules beside them: {', '.join(modules)}")
+    for title, found in (
+        ("imports against the order", wrong_way()),
+        ("import cycles", cycles()),
+        ("private names imported", private_imports()),
+        (f"functions with more than {MOST_PARAMETERS} parameters", wide()),
+        (f"functions longer than {LONG_FUNCTION} lines without docstring", long_functions()),
+        (f"files over {MOST_LINES} lines", long_files()),
+        ("names with two meanings", two_meanings()),
+    ):
+        print(f"{title}: {len(found)}", *(f"  {line}" for line in found), sep="\n")
+    print(f"lines of code without docstrings and comments: {lines_of_code()}")
+
+
+if __name__ == "__main__":
+    main()

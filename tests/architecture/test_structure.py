@@ -1,0 +1,95 @@
+"""The order of packages, and limits on the size of files, functions and signatures."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from . import measure
+
+# Files and functions that are over a limit, each with what it may have at most. Nothing may be added.
+LONG_FILES = {
+    "tl_layersim/analyzers/cka.py": 410,
+    "tl_layersim/core/typed.py": 460,
+    "tl_layersim/early_exit/api.py": 415,
+    "tl_layersim/jacobians/products.py": 430,
+    "tl_layersim/models/layout.py": 480,
+    "tl_layersim/remote/client.py": 445,
+    "tl_layersim/remote/source.py": 460,
+    "tl_layersim/reporting/figures.py": 440,
+    "tl_layersim/training/adapter_api.py": 435,
+}
+MOST_LONG_FUNCTIONS = 12
+# Public functions; the internal ones are counted.
+PUBLIC = {
+    "analysis.engine.analyze",
+    "analysis.engine.compare",
+    "analysis.one_prompt.prediction_grid",
+    "analysis.one_prompt_jacobians.block_jacobians",
+    "analysis.one_prompt_jacobians.coupling_matrices",
+    "cli.report",
+    "early_exit.api.EarlyExit.__init__",
+    "early_exit.api.EarlyExit.generate",
+    "early_exit.costs.ExitCosts.measure",
+    "stitching.api.stitch",
+    "stitching.api.stitch_grid",
+    "training.adapter_api.train_adapters",
+    "training.aligned_loss.aligned_loss",
+    "training.api.finetune_aligned",
+    "training.comparison.evaluate_layers",
+}
+MOST_WIDE_INTERNAL = 7
+MOST_TWO_MEANINGS = 29
+
+
+def test_twelve_packages_and_the_command_line_stand_at_the_top():
+    packages, modules = measure.top_level()
+    assert sorted(packages) == sorted(measure.ORDER)
+    assert modules == ["__init__.py", "cli.py"]
+
+
+def test_a_package_imports_only_from_packages_before_it():
+    assert measure.wrong_way() == []
+
+
+def test_no_modules_import_one_another():
+    assert measure.cycles() == []
+
+
+def test_names_with_an_underscore_stay_in_their_module():
+    assert measure.private_imports() == []
+
+
+def test_files_hold_one_idea():
+    over = dict(line.rsplit(": ", 1) for line in measure.long_files())
+    assert {path for path, lines in over.items() if int(lines) > LONG_FILES.get(path, measure.MOST_LINES)} == set()
+
+
+def test_internal_functions_take_few_parameters():
+    internal = [line for line in measure.wide() if line.split(":")[0] not in PUBLIC]
+    assert len(internal) <= MOST_WIDE_INTERNAL, internal
+
+
+def test_functions_are_short():
+    assert len(measure.long_functions()) <= MOST_LONG_FUNCTIONS, measure.long_functions()
+
+
+def test_names_with_two_meanings_do_not_spread():
+    assert len(measure.two_meanings()) <= MOST_TWO_MEANINGS, measure.two_meanings()
+
+
+@pytest.mark.parametrize("path", measure.files(), ids=measure.dotted)
+def test_model_libraries_are_imported_when_they_are_needed(path):
+    tree = ast.parse(path.read_text())
+    at_top = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        for name in (name.split(".")[0] for name in names):
+            assert name != "pickle"
+            if name in ("transformer_lens", "nnsight"):
+                package = measure.package_of(measure.dotted(path))
+                # `core.typed` looks at nnsight only when it was imported already.
+                assert package in ("models", "remote", "analysis", "training") or measure.dotted(path) == "core.typed"
+                assert id(node) not in at_top, f"{path} imports {name} before it is needed"

@@ -1,0 +1,185 @@
+"""The laws, over every analyzer that is found. A new file in `tl_layersim/analyzers/` is under them without an edit here."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import nnsight
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nnsight.intervention.serialization import dumps
+
+import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
+from tl_layersim.models.view import reduce
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import from_views, residuals, view, worst
+
+ANALYZERS = sorted(find_analyzers().items())
+each_analyzer = pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
+
+
+def batches(seed: int, sizes: tuple[int, ...] = (12, 30, 7)) -> list[np.ndarray]:
+    return [residuals(seed + i, tokens=size) for i, size in enumerate(sizes)]
+
+
+@each_analyzer
+def test_it_has_a_name_a_summary_and_frozen_options(name, cls):
+    analyzer = cls()
+    assert analyzer.name == name
+    assert len(cls.summary()) > 20
+    with pytest.raises(AttributeError):
+        analyzer.name_of_nothing = 1
+    assert all(isinstance(key, str) for key in analyzer.options())
+
+
+@each_analyzer
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), order=st.permutations(range(5)), cuts=st.integers(1, 4))
+def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cuts):
+    # Tokens of a batch differ from those of others, and come again within it.
+    views = [view(x, tokens=(np.arange(x.shape[1]) + 5 * i) % 13) for i, x in enumerate(batches(seed, (12, 30, 7, 9, 16)))]
+    analyzer = cls()
+    whole = from_views(analyzer, views)
+    shuffled = from_views(analyzer, [views[i] for i in order])
+    # A standard deviation near 0 is the root of what rounding left.
+    # Expodistance, squared for its spread, is as large as a token's norm is near to where it began.
+    scale = max(
+        1.0, *(float(getattr(whole, f).nan_to_num(0).abs().max()) for f in whole.tensor_fields() if getattr(whole, f).numel())
+    )
+    assert worst(whole, shuffled) < 1e-7 * scale
+
+    first_kernel = analyzer.first_kernel()
+    first = lsim.Sums()
+    if first_kernel is not None:
+        for one in views:
+            first = first + lsim.Sums.of(reduce({"k": first_kernel}, one)[1]["k"])
+    kernel = analyzer.kernel(first)
+    sums = [lsim.Sums.of(reduce({"k": kernel}, one)[1]["k"]) for one in views]
+    left, right = sums[0], lsim.Sums()
+    for i, part in enumerate(sums[1:], start=1):
+        if i < cuts:
+            left = left + part
+        else:
+            right = right + part
+    merged = lsim.Sums() + left + (right + lsim.Sums())
+    for key, value in sums[0].fields.items():
+        total = value + sum(part[key] for part in sums[1:])
+        torch.testing.assert_close(merged[key], total, rtol=1e-12, atol=1e-12)
+
+
+@each_analyzer
+@pytest.mark.parametrize("seed", range(3))
+def test_it_equals_its_oracle(name, cls, seed):
+    oracle = getattr(oracles, f"oracle_{name}", None)
+    assert oracle is not None, f"write oracle_{name}(batches) in tests/oracles/ from the formula, in float64 NumPy"
+    data = batches(seed)
+    expected = oracle(data)
+    result = from_views(cls(), [view(x) for x in data])
+    for field, value in expected.items():
+        # Quantiles come from a histogram of 2000 bins over [-1, 1], or of bins of a hundredth of a decade.
+        at, relative = (2e-3, 0.024) if result.tensor_fields()[field][:1] == ("quantile",) else (1e-9, 1e-9)
+        relative = 0 if name == "cosine" else relative
+        np.testing.assert_allclose(getattr(result, field).numpy(), value, atol=at, rtol=relative, err_msg=field)
+    checked = set(expected)
+    assert checked == set(result.tensor_fields()), "the oracle gives every field"
+
+
+@each_analyzer
+def test_float32_activations_give_the_oracle_to_float32(name, cls):
+    data = batches(3)
+    expected = getattr(oracles, f"oracle_{name}")(data)
+    result = from_views(cls(), [view(x.astype(np.float32)) for x in data])
+    np.testing.assert_allclose(result.values.numpy(), expected["values"], atol=2e-6, rtol=1e-5)
+
+
+@each_analyzer
+def test_padding_and_masked_positions_do_not_matter(name, cls):
+    model, rng = tiny_llama(), torch.Generator().manual_seed(5)
+    lengths = (20, 13, 7, 18)
+    rows = [random_tokens(1, n, seed=n)[0] for n in lengths]
+    plain = lsim.analyze(model, rows, cls())[name]
+    for side in ("left", "right"):
+        tokens = torch.randint(3, 100, (4, 25), generator=rng)
+        mask = torch.zeros(4, 25, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            span = slice(25 - len(row), 25) if side == "left" else slice(0, len(row))
+            tokens[i, span], mask[i, span] = row, 1
+        padded = lsim.analyze(model, {"input_ids": tokens, "attention_mask": mask}, cls())[name]
+        assert worst(plain, padded) == 0
+        assert padded.provenance.tokens == sum(lengths)
+        assert padded.provenance.data == plain.provenance.data
+
+
+@each_analyzer
+def test_a_result_survives_save_and_load_exactly(name, cls, tmp_path):
+    result = from_views(cls(), [view(x) for x in batches(1)])
+    loaded = lsim.load(result.save(tmp_path / "result.safetensors"))
+    assert type(loaded) is type(result)
+    assert worst(result, loaded) == 0
+    assert loaded.provenance == result.provenance
+    assert (loaded.layers, loaded.headline()) == (result.layers, result.headline())
+    report = lsim.Report({name: result})
+    again = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    assert list(again) == [name]
+    assert worst(again[name], result) == 0
+
+
+@each_analyzer
+def test_every_picture_is_drawn_and_explained(name, cls):
+    result = from_views(cls(), [view(x) for x in batches(1)])
+    assert result.pictures
+    for picture in result.pictures:
+        fig = result.plot(picture.field)
+        assert fig.data
+        assert fig.layout.title.text == picture.title
+        assert any(year in picture.meaning for year in ("19", "20")), "a picture names its source"
+    for field in result.tensor_fields():
+        table = result.to_frame(field)
+        assert len(table) == getattr(result, field).numel()
+
+
+@each_analyzer
+def test_its_kernel_runs_where_this_package_is_not_installed(name, cls, tmp_path):
+    analyzer = cls()
+    one = view(residuals(tokens=20))
+    kernels = [analyzer.kernel(lsim.Sums())]
+    if (first_kernel := analyzer.first_kernel()) is not None:
+        kernels = [first_kernel, analyzer.kernel(lsim.Sums.of(first_kernel(one)))]
+    nnsight.register("tl_layersim")
+    blob = tmp_path / "blob"
+    blob.write_bytes(dumps((reduce, kernels, one)))
+    script = (
+        "import sys\n"
+        "for name in ('tl_layersim', 'jaxtyping', 'beartype'): sys.modules[name] = None\n"
+        "from nnsight.intervention.serialization import loads\n"
+        "reduce, kernels, view = loads(open(sys.argv[1], 'rb').read())\n"
+        "for kernel in kernels: out = reduce({'k': kernel}, view)[1]['k']\n"
+        "print(sorted(out))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(blob)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(sorted(reduce({"k": kernels[-1]}, one)[1]["k"]))
+
+
+@each_analyzer
+def test_its_docstring_says_formula_source_and_example(name, cls):
+    text = inspect.getdoc(cls)
+    for part in ("$$", "Args:", "Source:", "Example:"):
+        assert part in text, f"{cls.__name__} lacks {part}"
+
+
+@each_analyzer
+def test_not_a_number_is_named_with_its_layer(name, cls):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in batch 0(.|\n)*blocks\.1\.hook_resid_post"):
+        lsim.analyze(model, random_tokens(), cls())

@@ -1,0 +1,132 @@
+"""Plausible mistakes of first-time users that were taken without a word: settings that would train or run something else."""
+
+from __future__ import annotations
+
+import pytest
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"weight_decay": NAN}, "weight_decay is out of range"),
+        ({"objective": "cosine-reg", "beta": NAN}, "beta is out of range"),
+        ({"objective": "multi-head", "kl": NAN}, "kl is out of range"),
+        ({"weights": []}, "weights do not belong"),
+        ({"weights": [0.5, NAN]}, "weights do not belong"),
+        ({"weights": ""}, "`weights` cannot be ''"),
+        ({"save_to": ""}, "`save_to` of AlignedTraining is an empty text"),
+    ],
+)
+def test_settings_of_a_training_are_checked_when_they_are_written(options, says):
+    with pytest.raises(lsim.LayersimError, match=says):
+        lsim.AlignedTraining(**options)
+
+
+def test_an_empty_path_is_not_the_current_folder(llama):
+    tokens = random_tokens(4)
+    for name, call in {
+        "checkpoint": lambda: lsim.analyze(llama, tokens, lsim.CKA(), checkpoint=""),
+        "cache": lambda: lsim.stitch(llama, llama, tokens, at=(1, 1), cache=" "),
+        "save_to": lambda: lsim.truncate(llama, 1, save_to=""),
+        "path": lambda: lsim.load(""),
+    }.items():
+        with pytest.raises(lsim.LayersimError, match=f"`{name}` of .* is an empty text"):
+            call()
+
+
+def test_an_empty_address_does_not_run_here(llama):
+    with pytest.raises(lsim.LayersimError, match="`remote` is an empty text"):
+        lsim.analyze(llama, random_tokens(4), "cosine", remote="")
+
+
+@pytest.mark.parametrize("tokenizer", [lsim.CKA, lambda text: [1, 2], "gpt2"])
+def test_what_is_no_tokenizer_is_refused_by_name(llama, tokenizer):
+    for call in (
+        lambda: lsim.analyze(llama, ["w5 w6"], "cosine", tokenizer=tokenizer),
+        lambda: lsim.finetune_aligned(tiny_llama(), ["w5 w6"], tokenizer=tokenizer),
+        lambda: lsim.EarlyExit(llama).generate("w5 w6", max_new_tokens=1, tokenizer=tokenizer),
+    ):
+        with pytest.raises(lsim.LayersimError, match="`tokenizer` is no tokenizer"):
+            call()
+
+
+def test_a_ridge_that_is_not_a_number_is_refused(llama):
+    with pytest.raises(lsim.LayersimError, match="ridge"):
+        lsim.stitch(llama, llama, random_tokens(4), at=(1, 1), fit="lstsq", ridge=NAN)
+
+
+def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for save_to in (tmp_path / "file", 3, True):
+        with pytest.raises(lsim.LayersimError, match="`save_to`"):
+            lsim.truncate(llama, 1, save_to=save_to)
+    assert (tmp_path / "file").read_text() == "mine"
+    for min_layer in (0, -1):
+        with pytest.raises(lsim.LayersimError, match="`min_layer` must be at least 1"):
+            lsim.EarlyExit(llama, min_layer=min_layer)
+    with pytest.raises(lsim.LayersimError, match=r"`eos_token_id` of EarlyExit.generate cannot be True"):
+        lsim.EarlyExit(llama).generate(random_tokens(1), max_new_tokens=1, eos_token_id=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: lsim.ExitCosts.count(m, rule="max-probs"), "`rule` of ExitCosts.count cannot be"),
+        (lambda m: lsim.ExitCosts.count(m, batch=0), "`batch` must be at least 1"),
+        (lambda m: lsim.ExitCosts.count(m, shortlist=3), "`shortlist` is no list"),
+        (lambda m: lsim.frequent_tokens(m, [], 5), "empty"),
+        (lambda m: lsim.Adapter(["linear"]), "no adapter"),
+        (lambda m: lsim.Report([]), "`results` is no mapping"),
+        (lambda m: lsim.layer_names("3"), "`blocks` of layer_names cannot be '3'"),
+        (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=NAN), "lens_memory_mb=nan"),
+        (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=-1), "lens_memory_mb=-1"),
+        (lambda m: lsim.evaluate_layers(m, m, random_tokens(2), top_p=95), "`top_p`"),
+        (lambda m: lsim.evaluate_layers(m, m, random_tokens(2), threshold=95), r"did you mean threshold=0\.95"),
+        (lambda m: lsim.analyze(m, random_tokens(2), lsim.CKA(estimator="exact", max_memory_gb=NAN)), "max_memory_gb=nan"),
+    ],
+)
+def test_numbers_and_kinds_that_mean_nothing_are_refused_by_name(llama, call, says):
+    model = tiny_llama()
+    from ..tiny_models import tiny_tokenizer
+
+    model.tokenizer = tiny_tokenizer()
+    with pytest.raises(lsim.LayersimError, match=says):
+        call(model)
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty folder", "a file", "broken"])
+def test_the_command_line_names_a_model_that_is_not_there(kind, tmp_path, monkeypatch, capsys):
+    from tl_layersim.cli import main
+
+    place = tmp_path / "model"
+    if kind == "empty folder":
+        place.mkdir()
+    if kind == "broken":
+        place.mkdir()
+        (place / "config.json").write_text('{"model_type": "no_such_type"}')
+    if kind == "a file":
+        place.write_text("x")
+    monkeypatch.setattr("sys.argv", ["tl-layersim", "report", "--model", str(place), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert "Error: `--model`" in said
+    assert str(place) in said
+    assert "expected:" in said
+
+
+def test_the_command_line_names_data_that_is_no_text(tmp_path, monkeypatch, capsys):
+    from tl_layersim.cli import main
+
+    (tmp_path / "data.txt").write_bytes(b"a text \xff\xfe\x00")
+    monkeypatch.setattr("sys.argv", ["x", "report", "--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "`--data` is a file that cannot be read" in capsys.readouterr().err

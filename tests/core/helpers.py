@@ -1,0 +1,55 @@
+"""What several files of tests/core use."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analysis import kept_runs
+from tl_layersim.core import storage
+from tl_layersim.core.resumable import Checkpoint
+from tl_layersim.stitching.experiment import StitchRun, _read_training
+from tl_layersim.stitching.progress import Progress
+from tl_layersim.training.state import Saved
+
+from ..views import provenance
+
+FILES = Path(__file__).parents[1] / "files" / "v0.1"
+RESULTS = sorted(path.name for path in FILES.glob("*.safetensors") if path.name != "heads.safetensors")
+
+
+def read_checkpoint(path: Path) -> Any:
+    """All that a call takes from a file of its own before it goes on."""
+    header, _ = storage.read(path, ("checkpoint", "stitches", "training", "remote_run"))
+    kind = header["kind"]
+    identity = header.get("identity")
+    if kind == "checkpoint":
+        known = Checkpoint(path, {})
+        known._identity = identity
+        return known.load()
+    if kind == "stitches":
+        stitches = Progress(path, identity)
+        return [stitches.get(key, StitchRun.read if stitches.done(key) else _read_training) for key in stitches._notes]
+    if kind == "training":
+        return Saved(path, identity).load(lambda state, parts: (state, parts))
+    with storage.reading(path, "a whole run", ""):
+        return kept_runs.parsed(*storage.read(path, (kind,)))
+
+
+CHECKPOINTS = sorted(path.name for path in FILES.iterdir() if path.suffix in (".checkpoint", ".run"))
+
+
+def load(path: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lsim.LayersimWarning)
+        return lsim.load(path)
+
+
+def curve(n: int = 3) -> lsim.LayerCurve:
+    return lsim.LayerCurve(
+        values=torch.arange(n, dtype=torch.float64), layers=tuple(f"blocks.{i}.x" for i in range(n)), provenance=provenance()
+    )

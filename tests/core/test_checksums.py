@@ -1,0 +1,73 @@
+"""A bit that flips in a file is noticed, wherever it is; and no run goes on from such a file."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.core import storage
+
+from ..tiny_models import random_tokens, tiny_llama
+from .helpers import CHECKPOINTS, FILES, load, read_checkpoint
+
+KINDS = ("result", "report", "checkpoint", "stitches", "training", "remote_run")
+
+
+def flipped(blob: bytes, rng: random.Random, start: int = 0) -> bytes:
+    place = rng.randrange(start, len(blob))
+    return blob[:place] + bytes([blob[place] ^ (1 << rng.randrange(8))]) + blob[place + 1 :]
+
+
+def end_of_header(blob: bytes) -> int:
+    return 8 + int.from_bytes(blob[:8], "little")
+
+
+@pytest.mark.parametrize("name", ["cka.safetensors", "report.safetensors", "stitch.safetensors"])
+def test_a_flipped_bit_in_a_result_is_refused(name, tmp_path):
+    blob = load(FILES / name).save(tmp_path / "x").read_bytes()
+    rng, path = random.Random(0), tmp_path / "y"
+    for number in range(300):
+        path.write_bytes(flipped(blob, rng, end_of_header(blob) if number % 2 else 0))
+        with pytest.raises(lsim.LayersimError):
+            lsim.load(path)
+    path.write_bytes(flipped(blob, rng, end_of_header(blob)))
+    with pytest.raises(lsim.LayersimError, match=r"y is not as it was written(.|\n)*SHA-256(.|\n)*copy the file again"):
+        lsim.load(path)
+
+
+@pytest.mark.filterwarnings("ignore:.*without a checksum")
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_flipped_bit_in_a_checkpoint_is_refused(name, tmp_path):
+    header, tensors = storage.read(FILES / name, KINDS)
+    path = storage.write(tmp_path / "x", header["kind"], header | {"format": storage.FORMAT}, tensors)
+    assert read_checkpoint(path)
+    blob, rng = path.read_bytes(), random.Random(1)
+    for number in range(60):
+        path.write_bytes(flipped(blob, rng, end_of_header(blob) if number % 2 else 0))
+        with pytest.raises(lsim.LayersimError):
+            read_checkpoint(path)
+
+
+def test_no_run_goes_on_from_a_checkpoint_with_a_flipped_bit(tmp_path):
+    path, model, data = tmp_path / "run", tiny_llama(), random_tokens()
+    lsim.analyze(model, data, "cka", checkpoint=path)
+    blob = path.read_bytes()
+    path.write_bytes(blob[:-3] + bytes([blob[-3] ^ 1]) + blob[-2:])
+    with pytest.raises(lsim.LayersimError, match=r"run is not as it was written(.|\n)*delete it"):
+        lsim.analyze(model, data, "cka", checkpoint=path)
+
+
+def test_a_file_cannot_pass_for_one_without_a_checksum(tmp_path):
+    path = load(FILES / "cka.safetensors").save(tmp_path / "x")
+    blob = path.read_bytes()
+    for old, new in (
+        (b'{\\"format\\": 2', b'{\\"format\\": 1'),
+        (b'{\\"format\\": 2', b'{\\"format\\": 0'),
+        (b".sha256", b".sha255"),
+    ):
+        assert blob.count(old) == 1
+        path.write_bytes(blob.replace(old, new))
+        with pytest.raises(lsim.LayersimError, match="not as it was written"):
+            lsim.load(path)

@@ -1,0 +1,131 @@
+"""A disk that is full or read-only: said before anything is computed, and no reason to lose a result afterwards."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+from typer.testing import CliRunner
+
+import tl_layersim as lsim
+from tl_layersim.analysis import data_pass as passes
+from tl_layersim.cli import app
+from tl_layersim.core import resumable as checkpoint
+from tl_layersim.core import storage
+from tl_layersim.stitching import progress
+from tl_layersim.training import state
+
+from ..tiny_models import random_tokens, tiny_llama
+
+
+def analysed(path):
+    return lsim.analyze(tiny_llama(), random_tokens(), lsim.CKA(minibatch=16), batch_size=2, checkpoint=path)["cka"]
+
+
+def stitched(path):
+    training = lsim.StitchTraining(steps=3)
+    models, data = (tiny_llama(), tiny_llama(seed=1)), random_tokens(40)
+    return lsim.stitch(*models, data, at=(1, 1), fit="lstsq+sgd", training=training, batch_size=4, checkpoint=path)
+
+
+def tuned(path, **options):
+    training = lsim.AlignedTraining(steps=3, warmup=0, **options)
+    return lsim.finetune_aligned(tiny_llama(), random_tokens(), training, batch_size=2, checkpoint=path)
+
+
+def adapted(path):
+    import nnsight
+
+    return lsim.train_adapters(nnsight.NNsight(tiny_llama()), random_tokens(), steps=3, rank=1, batch_size=2, checkpoint=path)
+
+
+CALLS = {"analyze": analysed, "stitch": stitched, "finetune_aligned": tuned, "train_adapters": adapted}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A disk on which files can be made, and nothing can be written into them; saves are due at once."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage.os, "fsync", full)
+    for module in (passes, progress, state, checkpoint):
+        monkeypatch.setattr(module, "SECONDS_BETWEEN_SAVES", 0.0)
+
+
+@each_call
+def test_a_full_disk_costs_the_checkpoint_and_not_the_result(call, tmp_path, full_disk):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Least squares has")
+        with pytest.warns(lsim.LayersimWarning, match=r"goes on without a new checkpoint(.|\n)*No space left"):
+            found = call(tmp_path / "run")
+        assert isinstance(found, lsim.Result)
+        assert os.listdir(tmp_path) == []
+        plain = call(None)
+    assert found.values.equal(plain.values)
+
+
+@each_call
+@pytest.mark.filterwarnings("ignore:.*(goes on without a new|Least squares has)")
+def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_disk, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    for name in (
+        "analysis.data_pass.settle",
+        "stitching.experiment.StitchExperiment._judge",
+        "training.loop.Loop._accumulate",
+        "training.adapter_api._Work._refuse_not_finite",
+    ):
+        monkeypatch.setattr(f"tl_layersim.{name}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call(tmp_path / "run")
+
+
+@pytest.fixture
+def read_only_disk(monkeypatch):
+    plain = os.open
+
+    def refused(path, flags, *more, **options):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(30, "Read-only file system")
+        return plain(path, flags, *more, **options)
+
+    monkeypatch.setattr(storage.os, "open", refused)
+
+
+@each_call
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(call, tmp_path, read_only_disk, monkeypatch):
+    monkeypatch.setattr(lsim.View, "__init__", None)
+    with pytest.raises(lsim.LayersimError, match=r"^`checkpoint` names a folder that cannot be written(.|\n)*Read-only"):
+        call(tmp_path / "run")
+
+
+def test_other_places_are_refused_at_the_start_too(tmp_path, read_only_disk):
+    with pytest.raises(lsim.LayersimError, match=r"^`save_to` names a folder that cannot be written"):
+        tuned(None, save_to=tmp_path / "model")
+    with pytest.raises(lsim.LayersimError, match=r"^`cache` names a folder that cannot be written"):
+        lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(), at=(1, 1), cache=tmp_path)
+    done = CliRunner().invoke(app, ["report", "--out", str(tmp_path / "out")])
+    assert "`--out` names a folder that cannot be written" in str(done.exception)
+
+
+@pytest.mark.parametrize("name", ["folder", "pipe"])
+def test_a_checkpoint_is_a_file(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(lsim.LayersimError, match=r"^`checkpoint` names something that is no file"):
+        analysed(tmp_path / name)
+
+
+def test_a_trained_model_that_cannot_be_written_is_not_lost(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.save_pretrained", full)
+    with pytest.warns(lsim.LayersimWarning, match=r"model could not be written to(.|\n)*No space left(.|\n)*save_pretrained"):
+        found = tuned(None, save_to=tmp_path / "model")
+    assert len(found.loss) == 3

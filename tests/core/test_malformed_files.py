@@ -1,0 +1,113 @@
+"""Files whose header or tensors are not what this package writes, with a checksum that fits: refused, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core import storage
+
+from .helpers import FILES, RESULTS, read_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*without a checksum")
+
+DEEP: Any = []
+for _ in range(300):
+    DEEP = [DEEP]
+OTHERS = (None, True, -1, 7, 10**30, 0.5, float("nan"), "", "x", "a/b", [], {}, [1], ["x"], [["x", 1]], {"x": 1}, DEEP)
+
+
+def places(node: Any) -> list[tuple[Any, Any]]:
+    """Every container below a node with each of its keys."""
+    keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else []
+    found = [(node, key) for key in keys]
+    return found + [place for key in keys for place in places(node[key])]
+
+
+def mutated(header: dict[str, Any], tensors: dict[str, torch.Tensor], rng: random.Random) -> tuple[dict, dict]:
+    """A header or a tensor changed in one place; format and kind stay."""
+    header, tensors = copy.deepcopy(header), dict(tensors)
+    if tensors and rng.random() < 0.3:
+        name = rng.choice(sorted(tensors))
+        value = tensors.pop(name)
+        change = rng.randrange(6)
+        if change == 1:
+            tensors[name + "x"] = value
+        elif change == 2:
+            tensors[name] = value.unsqueeze(0)
+        elif change == 3:
+            tensors[name] = value.reshape(-1)[:-1]
+        elif change == 4:
+            tensors[name] = value.to(torch.int32 if value.is_floating_point() else torch.float16)
+        elif change == 5:
+            tensors[name] = torch.full_like(value, float("nan") if value.is_floating_point() else 1)
+        return header, tensors
+    node, key = rng.choice([place for place in places(header) if place[0] is not header or place[1] not in ("format", "kind")])
+    change = rng.randrange(6)
+    if change == 0:
+        del node[key]
+    elif change == 1 and isinstance(node, list):
+        node.append(copy.deepcopy(node[key]))
+    elif change == 2 and isinstance(node, dict):
+        node[rng.choice(("x", "values", "layers", "layer 1"))] = node.pop(key)
+    else:
+        node[key] = rng.choice(OTHERS)
+    return header, tensors
+
+
+def used(found: Any) -> None:
+    """Everything that a user does with what was loaded."""
+    assert repr(found)
+    for result in found.values() if isinstance(found, lsim.Report) else [found]:
+        assert repr(result)
+        result.headline()
+        np.asarray(result)
+        for field in result.tensor_fields():
+            result.to_frame(field)
+        result.plot()
+        for picture in result.pictures:
+            result.plot(picture.field)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_malformed_result_is_refused_or_works(name, tmp_path):
+    header, tensors = storage.read(FILES / name, ("result", "report"))
+    rng, refused, worked = random.Random(name), 0, 0
+    for _ in range(16):
+        path = storage.write(tmp_path / "x", header["kind"], *mutated(header | {"format": 2}, tensors, rng))
+        try:
+            found = lsim.load(path)
+        except lsim.LayersimError as error:
+            refused += str(path) in error.what
+        else:
+            worked += 1
+            used(found)
+    # Each refusal names the file.
+    assert refused + worked == 16
+    assert refused > 4
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in [*FILES.glob("*.checkpoint"), *FILES.glob("*.run")]))
+def test_a_malformed_checkpoint_is_refused_or_works(name, tmp_path):
+    header, tensors = storage.read(FILES / name, ("checkpoint", "stitches", "training", "remote_run"))
+    assert read_checkpoint(FILES / name)
+    rng, refused, worked = random.Random(name), 0, 0
+    own = {key: value for key, value in header.items() if key not in ("identity", "version")}
+    for _ in range(60):
+        changed, parts = mutated(own | {"format": 2}, tensors, rng)
+        kept = {key: header[key] for key in ("identity", "version") if key in header}
+        path = storage.write(tmp_path / "x", header["kind"], changed | kept, parts)
+        try:
+            read_checkpoint(path)
+            worked += 1
+        except lsim.LayersimError as error:
+            refused += str(path) in error.what
+    # Each refusal names the file.
+    assert refused + worked == 60
+    assert refused > 3

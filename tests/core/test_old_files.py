@@ -1,0 +1,85 @@
+"""Files that earlier versions wrote are still read, with the numbers that they held."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import tl_layersim as lsim
+from tl_layersim.core import storage
+from tl_layersim.core.kinds import KINDS, below, class_of, kind_of
+
+from ..views import worst
+from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_of_version_0_1_is_read_and_saved_again(name, tmp_path):
+    with pytest.warns(lsim.LayersimWarning, match=r"without a checksum"):
+        old = lsim.load(FILES / name)
+    with safe_open(FILES / name, "pt") as file:
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            owner, field = (old[key.split("/")[0]], key.split("/")[1]) if isinstance(old, lsim.Report) else (old, key)
+            torch.testing.assert_close(getattr(owner, field), file.get_tensor(key), rtol=0, atol=0, equal_nan=True)
+    # Now with a checksum, so without a warning.
+    again = lsim.load(old.save(tmp_path / "again"))
+    for one, other in zip(old.values(), again.values(), strict=True) if isinstance(old, lsim.Report) else [(old, again)]:
+        assert type(one) is type(other)
+        assert worst(one, other) == 0
+        assert (one.provenance, one.layers) == (other.provenance, other.layers)
+
+
+def test_there_is_a_file_of_every_kind_of_result():
+    assert {type(load(FILES / name)) for name in RESULTS} - {lsim.Report} == {class_of(kind, lsim.Result) for kind in KINDS}
+
+
+def test_every_class_of_results_has_a_kind_of_its_own():
+    for module in pkgutil.walk_packages(lsim.__path__, "tl_layersim."):
+        if "make_demo" not in module.name:
+            importlib.import_module(module.name)
+    ours = [cls for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")]
+    assert sorted(map(kind_of, ours)) == sorted(KINDS), "a new class of results needs a line in tl_layersim/kinds.py"
+
+
+def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):
+    path = load(FILES / "cka.safetensors").save(tmp_path / "x")
+    assert b"tl_layersim.analyzers" not in path.read_bytes()
+    monkeypatch.setattr(lsim.CKAResult, "__module__", "tl_layersim.analyzers.renamed")
+    assert type(lsim.load(path)) is lsim.CKAResult
+    assert type(load(FILES / "cka.safetensors")) is lsim.CKAResult
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_of_version_0_1_is_read(name):
+    with pytest.warns(lsim.LayersimWarning, match=r"without a checksum"):
+        found = read_checkpoint(FILES / name)
+    assert found
+    if name == "analysis.checkpoint":
+        assert (found["main"].tokens, found["main"].done, set(found["main"].sums)) == (64, True, {"cka", "cosine"})
+    if name == "finetune.checkpoint":
+        state, parts = found
+        assert (state.step, len(state.curve), sorted(state.looks)) == (2, 2, [0, 2])
+        assert "weight/module.lm_head.weight" in parts
+    if name == "remote_run.run":
+        model, _, jobs = found
+        assert len(model.layers) == 4
+        assert jobs[0].state == "COMPLETED"
+        assert [len(job.batches) for job in jobs] == [0, 2, 0]
+
+
+def test_the_heads_of_version_0_1_are_read():
+    with pytest.warns(lsim.LayersimWarning, match="without a checksum"):
+        assert torch.equal(storage.read(FILES / "heads.safetensors", ("heads",))[1]["layer 1"], torch.eye(3))
+
+
+def test_a_new_process_reads_a_prediction_grid():
+    script = "import sys, tl_layersim as lsim; print(type(lsim.load(sys.argv[1])).__name__)"
+    path = str(FILES / "prediction_grid.safetensors")
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "PredictionGrid", done.stderr

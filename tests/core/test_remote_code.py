@@ -1,0 +1,82 @@
+"""Python code that comes with a model runs only where the user says so, and the provenance tells."""
+
+from __future__ import annotations
+
+import builtins
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import tl_layersim as lsim
+from tl_layersim.cli import app
+
+from ..tiny_models import tiny_llama, tiny_tokenizer
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({marker!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own_kind"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model with code of its own, which leaves a mark where it runs."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    place = tmp_path / "own"
+    tiny_llama().save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    config = json.loads((place / "config.json").read_text())
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config |= {"model_type": "own_kind", "architectures": ["OwnForCausalLM"], "auto_map": own}
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "own.py").write_text(CODE.format(marker=str(tmp_path / "it ran")))
+    (tmp_path / "text.txt").write_text(" ".join(f"w{i}" for i in range(3, 90)))
+    return place
+
+
+def report(folder, *more):
+    out = folder.parent / "out"
+    command = ["report", "--model", str(folder), "--data", str(folder.parent / "text.txt"), "--seq-len", "16"]
+    # As `yes |` does.
+    return CliRunner().invoke(app, [*command, "--analyzers", "cosine", "--out", str(out), *more], input="y\n" * 100), out
+
+
+def test_code_of_a_model_does_not_run_and_nothing_is_asked(folder, monkeypatch):
+    def asked(*_):
+        raise AssertionError("a question at the terminal")
+
+    monkeypatch.setattr(builtins, "input", asked)
+    done, _ = report(folder)
+    assert isinstance(done.exception, lsim.LayersimError)
+    assert done.exception.what.startswith("`--model` names a model that brings Python code of its own")
+    assert "--trust-remote-code" in done.exception.do
+    assert not (folder.parent / "it ran").exists()
+
+
+def test_code_of_a_model_runs_where_the_user_says_so_and_the_provenance_tells(folder):
+    done, out = report(folder, "--trust-remote-code")
+    assert done.exit_code == 0, done.output
+    assert (folder.parent / "it ran").exists()
+    run = lsim.load(out / "report.safetensors")["cosine"].provenance
+    assert run.options["trust_remote_code"] is True
+    assert run.source.startswith("OwnForCausalLM")
+
+
+def test_a_model_of_transformers_says_that_no_code_was_trusted(folder):
+    tiny_llama().save_pretrained(folder)
+    done, out = report(folder)
+    assert done.exit_code == 0, done.output
+    assert lsim.load(out / "report.safetensors")["cosine"].provenance.options["trust_remote_code"] is False
+
+
+def test_an_architecture_that_is_no_model_is_not_called(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama", "architectures": ["pipeline"]}))
+    done, _ = report(folder, "--analyzers", "cka")
+    assert done.exit_code == 0, done.output

@@ -1,0 +1,61 @@
+"""Files of results: whole, ours, and of this version."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tl_layersim as lsim
+from tl_layersim.core import storage
+
+from ..tiny_models import random_tokens, tiny_llama
+from .helpers import curve
+
+
+@pytest.fixture(scope="module")
+def report():
+    return lsim.analyze(tiny_llama(), random_tokens(), [lsim.Cosine(), lsim.CKA(minibatch=16)])
+
+
+def test_files_hold_no_pickle(report, tmp_path):
+    path = report.save(tmp_path / "report.safetensors")
+    head = path.read_bytes()
+    length = int.from_bytes(head[:8], "little")
+    assert json.loads(head[8 : 8 + length])["__metadata__"]["tl_layersim"].startswith('{"format": 2')
+
+
+def test_a_file_that_is_not_whole_is_refused(tmp_path):
+    path = curve(1000).save(tmp_path / "x.safetensors")
+    for size in (0, 4, 100, path.stat().st_size - 8):
+        short = tmp_path / "short.safetensors"
+        short.write_bytes(path.read_bytes()[:size])
+        with pytest.raises(lsim.LayersimError, match=r"truncated or not a safetensors file(.|\n)*bytes"):
+            lsim.load(short)
+
+
+def test_a_file_of_a_newer_version_is_refused(tmp_path, monkeypatch):
+    newer = storage.FORMAT + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "FORMAT", newer)
+        path = curve().save(tmp_path / "x.safetensors")
+    with pytest.raises(lsim.LayersimError, match=rf"newer tl_layersim(.|\n)*format {newer}(.|\n)*pip install --upgrade"):
+        lsim.load(path)
+
+
+def test_a_file_that_is_not_ours_is_refused(tmp_path):
+    save_file({"w": torch.zeros(2)}, tmp_path / "weights.safetensors")
+    with pytest.raises(lsim.LayersimError, match="not one of tl_layersim"):
+        lsim.load(tmp_path / "weights.safetensors")
+    (tmp_path / "pickle.pt").write_bytes(b"\x80\x04K\x01.")
+    with pytest.raises(lsim.LayersimError, match="truncated or not a safetensors file"):
+        lsim.load(tmp_path / "pickle.pt")
+    with pytest.raises(FileNotFoundError, match="pass the path that was given to save"):
+        lsim.load(tmp_path / "nothing")
+
+
+def test_nowhere_to_save(tmp_path):
+    with pytest.raises(OSError, match=r"No such file|nowhere"):
+        curve().save(tmp_path / "nowhere" / "x")

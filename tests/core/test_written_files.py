@@ -1,0 +1,116 @@
+"""Files are written whole or not at all: links are replaced, devices refused, and a killed process leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core import storage
+
+from ..views import provenance
+
+
+def curve(n: int = 3) -> lsim.LayerCurve:
+    values = torch.arange(n, dtype=torch.float64)
+    return lsim.LayerCurve(values=values, layers=tuple(f"blocks.{i}.x" for i in range(n)), provenance=provenance())
+
+
+SAVES = {"save": lambda path: curve().save(path), "to_html": lambda path: lsim.Report({"a": curve()}).to_html(path)}
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_an_interrupted_write_leaves_the_old_file(how, tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"Could not write .*No space left(.|\n)*unchanged"):
+            SAVES[how](path)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["x"]
+    SAVES[how](path)
+    assert path.read_text(errors="ignore") != "old"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_a_link_is_replaced_and_not_written_through(how, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "x").symlink_to(tmp_path / "precious")
+    SAVES[how](tmp_path / "x")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "x").is_symlink()
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_a_pipe_or_a_folder_is_not_replaced(how, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(OSError, match="what is there is no file"):
+            SAVES[how](tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_files_have_the_permissions_that_the_umask_leaves(nameless, tmp_path, monkeypatch):
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    before = os.umask(0o027)
+    try:
+        path = curve().save(tmp_path / "x")
+        assert path.stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+    assert len(lsim.load(path).values) == 3
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="this system has no nameless files")
+def test_a_killed_process_leaves_nothing(tmp_path):
+    script = textwrap.dedent(
+        """
+        import sys, time, torch
+        from tl_layersim.core import storage
+        with storage.replacing(sys.argv[1]) as file:
+            file.write(b"x" * 1_000_000)
+            file.flush()
+            print("half", flush=True)
+            time.sleep(60)
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "x")], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"half\n"
+        process.send_signal(signal.SIGKILL)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_left_long_ago_is_removed(tmp_path):
+    for name, age in ((".x.0123.part", 2 * storage.ABANDONED), (".x.4567.part", 0.0), (".y.89ab.part", 2 * storage.ABANDONED)):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    curve().save(tmp_path / "x")
+    assert sorted(os.listdir(tmp_path)) == [".x.4567.part", ".y.89ab.part", "x"]
+
+
+def test_every_dtype_comes_back(tmp_path):
+    held = {str(dtype): torch.arange(6).to(dtype).view(2, 3).t() for dtype in storage.DTYPES}
+    held |= {"none": torch.zeros(0, 3), "one": torch.tensor(1.5)}
+    _, found = storage.read(storage.write(tmp_path / "x", "test", {}, held), ("test",))
+    assert found.keys() == held.keys()
+    for name, value in held.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+        assert torch.equal(found[name], value)

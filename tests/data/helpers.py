@@ -1,0 +1,37 @@
+"""What several files of tests/data use."""
+
+from __future__ import annotations
+
+from tl_layersim.data.batches import Batches
+from tl_layersim.data.options import DataOptions
+from tl_layersim.models.model_info import Model
+
+from ..tiny_models import tiny_tokenizer
+
+TEXTS = ["w3 w4 w5", "w6 w7", "w8 w9 w10 w11 w12 w13"]
+ROWS = [[1, 3, 4, 5], [1, 6, 7], [1, 8, 9, 10, 11, 12, 13]]
+
+
+def model(tokenizer=None, context: int | None = 64) -> Model:
+    return Model("m", "0", "0", "s", "b", "torch.float32", ("a", "b"), 8, 100, context, tokenizer or tiny_tokenizer())
+
+
+def batches(data, **options) -> list:
+    defaults = {
+        "batch_size": 2,
+        "seq_len": None,
+        "pack": False,
+        "max_tokens": None,
+        "skip_first": 0,
+        "prepend_bos": True,
+        "column": None,
+    }
+    return list(Batches(data, options.pop("model", None) or model(), DataOptions(**(defaults | options))))
+
+
+def rows(data, **options) -> list[list[int]]:
+    return [t[a].tolist() for b in batches(data, **options) for t, a in zip(b.tokens, b.attention, strict=True)]
+
+
+def counted(data, **options) -> list[list[int]]:
+    return [t[c].tolist() for b in batches(data, **options) for t, c in zip(b.tokens, b.counted, strict=True)]

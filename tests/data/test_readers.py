@@ -1,0 +1,150 @@
+"""Everything that data may be."""
+
+from __future__ import annotations
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import tiny_llama, tiny_tokenizer
+from .helpers import ROWS, TEXTS, batches, counted, model, rows
+
+
+def stream():
+    yield from ({"text": text} for text in TEXTS)
+
+
+FORMS = {
+    "list of texts": TEXTS,
+    "tuple of one list": (TEXTS,),
+    "mapping of texts": {"text": TEXTS},
+    "mappings of one text": [{"text": text} for text in TEXTS],
+    "any single text field": [{"id": 7, "story": text} for text in TEXTS],
+    "datasets.Dataset": datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 1, 0]}),
+    "datasets.IterableDataset": datasets.IterableDataset.from_generator(stream),
+    "generator of texts": lambda: (text for text in TEXTS),
+    "rows of ids": ROWS,
+    "tensors": [torch.tensor(row) for row in ROWS],
+    "arrays": [np.array(row) for row in ROWS],
+    "dicts of ids": [{"input_ids": row} for row in ROWS],
+    "one dict of ragged ids": {"input_ids": ROWS},
+    "token data set": datasets.Dataset.from_dict({"input_ids": ROWS, "attention_mask": [[1] * len(r) for r in ROWS]}),
+    "tokens column": datasets.Dataset.from_dict({"tokens": ROWS}).with_format("torch"),
+    "padded with mask": {
+        "input_ids": torch.tensor([[1, 3, 4, 5, 2, 2, 2], [1, 6, 7, 2, 2, 2, 2], [1, 8, 9, 10, 11, 12, 13]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1] * 7]),
+    },
+    "mixed": [TEXTS[0], torch.tensor([ROWS[1]]), {"text": TEXTS[2]}],
+    "text file lines": "\n".join,
+}
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "text file lines"])
+def test_every_form_gives_the_same_rows(form):
+    data = FORMS[form]
+    assert rows(data() if callable(data) else data) == ROWS
+
+
+def test_one_text_and_one_row():
+    assert rows(TEXTS[0]) == ROWS[:1]
+    assert rows(torch.tensor(ROWS[0])) == ROWS[:1]
+    assert rows(ROWS[0]) == ROWS[:1]
+
+
+def test_bos_can_be_left_out():
+    assert rows(TEXTS, prepend_bos=False) == [row[1:] for row in ROWS]
+
+
+def test_a_tokenizer_with_its_own_special_tokens_keeps_them():
+    tokenizer = tiny_tokenizer()
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer.cls_token = "<s>"
+    assert rows(["w3 w4"], model=model(tokenizer)) == [[1, 3, 4, 2]]
+
+
+def test_streams_are_read_no_further_than_needed():
+    read = []
+
+    def endless():
+        while True:
+            read.append(1)
+            yield "w3 w4 w5"
+
+    assert sum(len(row) for row in counted(endless(), max_tokens=100)) == 100
+    assert len(read) <= 128
+
+
+REFUSALS = {
+    "a number": (7, {}, r"of a kind that cannot be read(.|\n)*int: 7"),
+    "bytes": ([b"abc"], {}, r"of a kind that cannot be read(.|\n)*bytes"),
+    "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, r"2 things together(.|\n)*tokens alone"),
+    "batches of a DataLoader": ([[torch.tensor([[3, 4]]), torch.tensor([[1, 0]])]], {}, r"DataLoader gives tokens and masks"),
+    "an additive mask": (
+        {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.tensor([[0.0, -1e9]])},
+        {},
+        r"1 for a token and 0 for padding(.|\n)*-1e\+09 to 0",
+    ),
+    "too few rows of mask": ({"input_ids": [[3, 4], [5]], "attention_mask": [[1, 1]]}, {}, r"1 rows of mask for 2 rows"),
+    "a column of nothing": (["w3"], {"column": "text"}, "no columns"),
+    "float tokens": (torch.ones(2, 3), {}, r"whole numbers(.|\n)*float32(.|\n)*to_tokens"),
+    "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"whole numbers(.|\n)*\(2, 3, 4\)"),
+    "ids outside the vocabulary": (torch.tensor([[3, 100]]), {}, r"outside the vocabulary(.|\n)*3 to 100(.|\n)*0 to 99"),
+    "negative ids": (torch.tensor([[3, -1]]), {}, r"outside the vocabulary"),
+    "a mask of the wrong shape": (
+        {"input_ids": torch.ones(2, 4, dtype=torch.long) * 3, "attention_mask": torch.ones(2, 3)},
+        {},
+        r"mask does not fit(.|\n)*\(2, 3\)(.|\n)*\(2, 4\)",
+    ),
+    "pads without a mask": (torch.tensor([[1, 3, 2, 2], [1, 3, 4, 5]]), {}, r"start or end with padding(.|\n)*1 of 2 rows"),
+    "no text column": ([{"a": "x", "b": "y"}], {}, r"not clear where(.|\n)*\['a', 'b'\](.|\n)*column='a'"),
+    "a column that is not there": ([{"text": "x"}], {"column": "body"}, r"not clear where(.|\n)*column='body'"),
+    "a dictionary of splits": (
+        datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}),
+        {},
+        r"not clear where(.|\n)*data\['train'\]",
+    ),
+    "a row beyond the context": (torch.full((1, 65), 3), {}, r"longer than the model's context(.|\n)*65(.|\n)*seq_len=64"),
+    "seq_len beyond the context": (TEXTS, {"seq_len": 65}, r"does not take rows this long"),
+    "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "Only texts can be packed"),
+    "batch_size of none": (TEXTS, {"batch_size": 0}, "batch_size is too small"),
+    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "Every position would be left out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_data_is_refused_with_what_to_do(case):
+    data, options, text = REFUSALS[case]
+    with pytest.raises(lsim.LayersimError, match=text) as caught:
+        batches(data, **options)
+    assert caught.value.do
+
+
+def test_texts_need_a_tokenizer():
+    with pytest.raises(lsim.LayersimError, match=r"has no tokenizer(.|\n)*tokenizer="):
+        lsim.analyze(tiny_llama(), TEXTS, "cosine")
+    assert lsim.analyze(tiny_llama(), TEXTS, "cosine", tokenizer=tiny_tokenizer())["cosine"].provenance.tokens == 14
+
+
+def test_a_pandas_table_is_read_by_its_columns():
+    import pandas
+
+    table = pandas.DataFrame({"text": TEXTS, "label": [0, 1, 0]})
+    assert rows(table) == ROWS
+    assert rows(table["text"]) == ROWS
+    assert rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}), column="b") == ROWS
+    with pytest.raises(lsim.LayersimError, match="not clear where"):
+        rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}))
+
+
+def test_a_path_is_no_text(tmp_path):
+    (tmp_path / "text.txt").write_text("w3 w4")
+    for path in (tmp_path / "text.txt", str(tmp_path / "text.txt")):
+        with pytest.raises(lsim.LayersimError, match=r"the path of a file(.|\n)*read_text"):
+            rows(path)

@@ -1,0 +1,199 @@
+"""Data that cannot be read is refused with the argument, what was given and what to write instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import tiny_llama, tiny_tokenizer
+
+TEXTS = ["w3 w4", "w5 w6 w7"]
+HOLES = ["w3 w4", None, "w5"]
+CHAT = [{"role": "user", "content": "w3 w4"}, {"role": "assistant", "content": "w5"}]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model = tiny_llama()
+    model.tokenizer = tiny_tokenizer()
+    return model
+
+
+def analyze(model, data, **options):
+    return lsim.analyze(model, data, lsim.Cosine(center="none"), **options)["cosine"]
+
+
+MISSING = {
+    "Dataset": datasets.Dataset.from_dict({"text": HOLES}),
+    "Dataset with another name": datasets.Dataset.from_dict({"story": HOLES, "id": [1, 2, 3]}),
+    "pandas": pandas.DataFrame({"story": HOLES, "id": [1, 2, 3]}),
+    "pandas strings": pandas.DataFrame({"story": pandas.array(HOLES, dtype="string")}),
+    "pandas Series": pandas.Series(HOLES),
+    "mapping": {"text": HOLES},
+    "list": HOLES,
+    "list with NaN": ["w3", float("nan")],
+    "jsonl": [{"text": "w3"}, {"text": None}],
+}
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_a_row_without_a_text_is_named(llama, kind):
+    with pytest.raises(lsim.LayersimError, match=r"^`data` has no text in row 1"):
+        analyze(llama, MISSING[kind])
+
+
+STRINGS = {
+    "array": np.array(TEXTS),
+    "array of objects": np.array(TEXTS, dtype=object),
+    "mapping of an array": {"text": np.array(TEXTS)},
+    "mapping of a tuple": {"text": tuple(TEXTS)},
+    "data set in NumPy's format": datasets.Dataset.from_dict({"text": TEXTS}).with_format("numpy"),
+    "column of a data set": {"story": datasets.Dataset.from_dict({"text": TEXTS})["text"]},
+    "Series in a mapping": {"story": pandas.Series(TEXTS)},
+}
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+def test_texts_in_any_container_are_texts(llama, kind):
+    assert torch.equal(analyze(llama, STRINGS[kind]).values, analyze(llama, TEXTS).values)
+
+
+def test_a_lone_surrogate_is_named(llama):
+    with pytest.raises(lsim.LayersimError, match=r"^`data` has a lone surrogate in row 1(.|\n)*ud83d(.|\n)*'replace'"):
+        analyze(llama, ["w3 w4", "w3 \ud83d w4"])
+
+
+@pytest.mark.parametrize("column", [None, "messages"])
+def test_chat_messages_become_texts_by_the_template(llama, column):
+    data = datasets.Dataset.from_dict({"messages": [CHAT] * 3})
+    with pytest.raises(lsim.LayersimError, match=r"^`data` holds chat messages(.|\n)*apply_chat_.*data\['messages'\]"):
+        analyze(llama, data, column=column)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in data["messages"]]
+    found = analyze(llama, texts)
+    assert (found.provenance.tokens, found.provenance.options["own_bos"]) == (12, 3)
+
+
+@pytest.mark.parametrize("data", [[CHAT, CHAT], CHAT], ids=["chats", "one chat"])
+def test_chats_in_lists_are_refused_so_too(llama, data):
+    with pytest.raises(lsim.LayersimError, match=r"^`data` holds chat messages(.|\n)*apply_chat_template"):
+        analyze(llama, data)
+
+
+NO_DATA = {
+    "numbers that are no ids": ({"x": [1.5, 2.5]}, "x", "whole numbers"),
+    "mappings": ({"x": [{"a": 1}]}, "x", "neither texts nor token ids"),
+    "ids with a hole": ({"input_ids": [[3, 4], None]}, None, "neither texts nor token ids"),
+    "ids as text": ({"input_ids": [["3", "4"], ["3"]]}, None, "neither texts nor token ids"),
+    "texts and numbers": ({"text": ["w3", 5]}, None, "neither texts nor token ids"),
+    "dates": (np.array(["2020-01-01"], dtype="datetime64[D]"), None, "neither texts nor token ids"),
+    "a ragged mask": ({"input_ids": [[3, 4], [5, 6]], "attention_mask": [[1, 1], [1]]}, None, "mask does not fit"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_DATA)
+def test_what_is_neither_text_nor_ids_is_no_traceback(llama, kind):
+    data, column, text = NO_DATA[kind]
+    with pytest.raises(lsim.LayersimError, match=text):
+        analyze(llama, data, column=column)
+
+
+@pytest.mark.parametrize("path", ["storys.txt", "./my folder/story.md", "data/story.jsonl", Path("story"), ["story.csv", "w3"]])
+def test_a_misspelt_path_is_no_text(llama, path):
+    with pytest.raises(lsim.LayersimError, match=r"path of a file that does not exist(.|\n)*check the path"):
+        analyze(llama, path)
+
+
+def test_a_text_may_end_like_a_path(llama):
+    assert analyze(llama, "w3 w4 notes.txt").provenance.tokens > 3
+    assert analyze(llama, ["w3 w4", "notes.txt"]).provenance.tokens > 3
+    assert analyze(llama, "notes.txt\n").provenance.tokens > 1
+
+
+def test_paths_in_a_list_are_no_texts(llama, tmp_path):
+    (tmp_path / "story").write_text("w3")
+    for data in ([str(tmp_path / "story")], str(tmp_path)):
+        with pytest.raises(lsim.LayersimError, match=r"path of a file or folder(.|\n)*read_text"):
+            analyze(llama, data)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 8, 8), (3, 8, 8)])
+@pytest.mark.parametrize("kind", ["tensor", "list", "array", "bytes"])
+def test_pixels_are_measured_under_attach(llama, shape, kind):
+    pixels = torch.randn(shape)
+    whole = torch.zeros(2, *shape[-3:], dtype=torch.uint8)
+    data = {"tensor": pixels, "list": [pixels], "array": pixels.numpy(), "bytes": whole}
+    with pytest.raises(lsim.LayersimError, match=r"^`data` holds images(.|\n)*lsim.attach(.|\n)*pixel_values=pixels") as caught:
+        analyze(llama, data[kind])
+    assert "to_tokens" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "classes"),
+    [
+        ("Bert", "AutoModelForMaskedLM or AutoModelForSequenceClassification"),
+        ("Llama", "AutoModelForCausalLM"),
+        ("ViT", "AutoModelForImage"),
+    ],
+)
+def test_a_model_without_a_head_is_told_which_class_has_one(family, classes):
+    import transformers
+
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    more = {"image_size": 8, "patch_size": 4} if family == "ViT" else {"vocab_size": 20}
+    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**small, **more))
+    with pytest.raises(lsim.LayersimError, match=rf"needs an unembedding(.|\n)*load it by .*{classes}") as caught:
+        lsim.analyze(model, torch.ones(2, 4, dtype=torch.long), lsim.LogitLens())
+    assert family == "Llama" or "CausalLM" not in caught.value.do
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = "from tl_layersim.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", script, "report", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
+    from tl_layersim import cli
+
+    (tmp_path / "weights.txt").write_bytes(bytes(range(256)))
+    (tmp_path / "zeros").write_bytes(b"\0" * 64)
+    (tmp_path / "table.parquet").write_bytes(b"no parquet")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}).save_to_disk(tmp_path / "set")
+    (tmp_path / "folder").mkdir()
+    for name, text in {
+        "weights.txt": "^`--data` is a file that cannot be read",
+        "zeros": "^`--data` is a file that cannot be read",
+        "table.parquet": "^`--data` is a file that cannot be read",
+        "folder": "^`--data` is a folder without a saved data set",
+        "set": r"^`--split` is no split(.|\n)*--split train",
+        "nothing.jsonl": "^There is no such data",
+    }.items():
+        with pytest.raises(lsim.LayersimError, match=text):
+            cli._read_data(str(tmp_path / name), "test")
+    for name, text in {
+        "nothing": "where there is nothing",
+        "folder": "a folder with nothing",
+        "set": "a folder with dataset_dict.json, train",
+        "zeros": "a file",
+    }.items():
+        with pytest.raises(lsim.LayersimError, match=rf"^`--model` is no folder of a Hugging Face model(.|\n)*{text}"):
+            cli._load_model(str(tmp_path / name), "cpu", "float32", False)
+
+
+def test_chat_data_on_the_command_line_is_refused_in_words(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    pandas.DataFrame({"messages": [CHAT] * 2}).to_json(path, orient="records", lines=True)
+    done = command("--data", str(path), "--column", "messages", "--out", str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert "Error: `data` holds chat messages" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,45 @@
+"""Every Python block of the README and the docs runs, page by page, top to bottom."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import types
+
+import pytest
+
+from .helpers import ROOT, blocks
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Its code asks a server; tests/remote and tests/ndif have one.
+ELSEWHERE = ("ndif.md",)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p) and p.name not in ELSEWHERE], ids=lambda p: p.name)
+def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # Dataclasses look their module up by name.
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    for number, block in enumerate(blocks(page)):
+        name = f"{page.name}[{number}]"
+        # nnsight reads the body of a trace from there.
+        monkeypatch.setitem(linecache.cache, name, (len(block), None, block.splitlines(keepends=True), name))
+        exec(compile(block, name, "exec"), vars(module))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_every_error_that_is_explained_is_raised():
+    """A heading of docs/errors.md quotes a message; what it quotes must stand in the code."""
+    code = "\n".join(path.read_text() for path in (ROOT / "tl_layersim").rglob("*.py"))
+    for quoted in re.findall(r'^### "(.*?)"', (ROOT / "docs/errors.md").read_text(), re.MULTILINE):
+        parts = [part.strip() for part in quoted.split("...") if len(part.strip()) > 8]
+        assert parts
+        assert all(part.split("Cosine")[-1].strip() in code for part in parts), quoted

@@ -1,0 +1,98 @@
+"""Early exit against the model's own generation, and sampling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tl_layersim.early_exit.api import EarlyExit
+
+from ..real_models.files import optional_real
+from ..tiny_models import VOCABULARY, family, random_tokens, tiny_gpt2
+from .helpers import deep, layers_of, ragged
+
+CAUSAL = ("llama", "qwen2", "gemma2", "gemma3", "neox", "falcon", "opt", "bloom", "mpt", "gptj", "phi")
+
+
+class TestWholeModel:
+    """At threshold 1, token by token."""
+
+    @pytest.mark.parametrize("name", CAUSAL)
+    def test_equals_the_models_own_generation(self, name):
+        model = family(name)
+        early = EarlyExit(model, 1.0, at=(1, 2))
+        for lengths in ([9], [9, 4, 7]):
+            tokens, mask = ragged(lengths)
+            own = model.generate(
+                tokens, attention_mask=mask, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            found = early.generate(tokens, attention_mask=mask, max_new_tokens=16, eos_token_id=())
+            assert torch.stack(found.tokens).tolist() == own[:, 9:].tolist()
+            assert set(torch.cat(found.exits).tolist()) == {3}
+            assert found.checks == 0
+
+    def test_gpt2(self):
+        model = tiny_gpt2()
+        tokens, mask = ragged([3, 8])
+        own = model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        found = EarlyExit(model, 1).generate(tokens, attention_mask=mask, max_new_tokens=12, eos_token_id=())
+        assert torch.stack(found.tokens).tolist() == own[:, 8:].tolist()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+    def test_dtypes(self, dtype):
+        model, tokens = deep().to(dtype), random_tokens(1, 6)
+        own = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        found = EarlyExit(model, 1.0, at=(2,)).generate(tokens, max_new_tokens=8, eos_token_id=())
+        assert found.tokens[0].tolist() == own[0, 6:].tolist()
+        early = EarlyExit(model, 0.4, at=(1, 2, 4)).generate(tokens, max_new_tokens=20, eos_token_id=())
+        assert {1, 6} <= set(early.exits[0].tolist())
+        text = torch.cat([tokens[0], early.tokens[0]])[None]
+        with torch.no_grad():
+            logits = model(text[:, :-1]).logits[0, 5:].float()
+        gap = logits.amax(-1) - logits.gather(1, text[0, 6:, None])[:, 0]
+        # What the last block says is the model's own first choice, but for ties of half precision.
+        assert float(gap[early.exits[0] == 6].max()) < (0.2 if dtype != torch.float64 else 1e-9)
+
+    def test_real_model(self):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(optional_real("models", "stories15M"), dtype=torch.float32).eval()
+        tokens, mask = ragged([6, 11])
+        own = model.generate(tokens, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+        # Checks are made, and hardly anything passes them.
+        early = EarlyExit(model, 0.9999999, at=(3,))
+        found = early.generate(tokens, attention_mask=mask, max_new_tokens=24, eos_token_id=())
+        assert torch.stack(found.tokens).tolist() == own[:, 11:].tolist()
+        assert found.checks
+
+
+class TestSampling:
+    def test_seeds(self):
+        early = EarlyExit(deep(), 0.4, at=(3,))
+        tokens = random_tokens(3, 5)
+        options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": ()}
+        a, b, c = (early.generate(tokens, seed=seed, **options) for seed in (7, 7, 8))
+        assert [x.tolist() for x in a.tokens] == [x.tolist() for x in b.tokens]
+        assert [x.tolist() for x in a.tokens] != [x.tolist() for x in c.tokens]
+        # A row draws the same alone.
+        assert early.generate(tokens[:1], seed=7, **options).tokens[0].tolist() == a.tokens[0].tolist()
+
+    def test_distribution(self):
+        model = deep()
+        row = random_tokens(1, 5)[0]
+        read, lens = layers_of(model)
+        early = EarlyExit(model, 0.0, at=(3,))
+        logits = lens([h[0, -1] for h in read(input_ids=row[None])][3]).double()
+        p = (logits / 2.0).softmax(-1)
+        # The smallest set with probability 0.7.
+        order = p.argsort(descending=True)
+        inside = order[: int((p[order].cumsum(0) < 0.7).sum()) + 1]
+        wanted = torch.zeros(VOCABULARY, dtype=torch.float64)
+        wanted[inside] = p[inside] / p[inside].sum()
+        count = 3000
+        found = early.generate(
+            row.expand(count, -1), max_new_tokens=1, do_sample=True, temperature=2.0, top_p=0.7, seed=0, eos_token_id=()
+        )
+        share = torch.bincount(torch.cat(found.tokens), minlength=VOCABULARY).double() / count
+        assert float(share[wanted == 0].sum()) == 0
+        assert ((share - wanted).abs() <= 5 * (wanted * (1 - wanted) / count).sqrt() + 1e-9).all()

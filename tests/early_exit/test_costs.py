@@ -1,0 +1,90 @@
+"""Costs of exits, and which layers to exit at."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.costs import ExitCosts, plan_for, shares_of, spread
+
+from ..tiny_models import VOCABULARY, tiny_llama
+
+
+class TestCosts:
+    @pytest.mark.parametrize("seed", range(8))
+    @pytest.mark.parametrize("batch", [1, 4])
+    def test_programme_is_the_best_of_all_subsets(self, seed, batch):
+        random = torch.Generator().manual_seed(seed)
+        draw = lambda high=1.0: float(torch.rand((), generator=random)) * high  # noqa: E731
+        costs = ExitCosts(
+            block=draw(), check=draw(0.6), head=draw(2), blocks=7, block_token=draw(0.1), check_token=draw(0.05),
+            head_token=draw(0.1), start=draw(), again=draw(0.5), batch=batch, full_check=seed % 2 == 0,
+        )  # fmt: skip
+        gone = [*sorted(draw() for _ in range(6)), 0.0]
+
+        def naive(at):
+            """The expected step, from what each check and stretch costs."""
+            cost, before, share = costs.start, 0, 0.0
+            for layer in (*at, 7):
+                cost += (layer - before) * (costs.block * (1 - share**batch) + costs.block_token * batch)
+                if layer == 7:
+                    return cost + costs.head * (1 - share**batch) + costs.head_token * batch * (1 - share)
+                then = gone[layer - 1]
+                cost += costs.check * (1 - share**batch) + costs.check_token * batch * (1 - share)
+                if not costs.full_check:
+                    cost += costs.head * (1 - (1 - (then - share)) ** batch) + costs.head_token * batch * (then - share)
+                cost += costs.again * max(0.0, (1 - then**batch) - (1 - then) ** (2 * batch))
+                before, share = layer, then
+            return cost
+
+        full = costs.start + 7 * (costs.block + batch * costs.block_token) + costs.head + batch * costs.head_token
+        for low in (1, 3):
+            subsets = [s for n in range(7) for s in itertools.combinations(range(low, 7), n)]
+            best = min(subsets, key=naive)
+            plan = plan_for(costs, gone, low)
+            assert plan.at == best
+            assert plan.speedup == pytest.approx(full / naive(best))
+            assert sum(plan.exits.values()) == pytest.approx(1)
+        given = plan_for(costs, gone, 1, (2, 5))
+        assert given.speedup == pytest.approx(full / naive((2, 5)))
+        assert given.exits == pytest.approx({2: gone[1], 5: gone[4] - gone[1], 7: 1 - gone[4]})
+
+    def test_parameters_counted(self):
+        model = tiny_llama(3)
+        costs = ExitCosts.count(model)
+        assert costs.block == sum(p.numel() for p in model.model.layers[0].parameters())
+        assert costs.head == costs.check == VOCABULARY * 32
+        assert costs.full_check
+        assert ExitCosts.count(model, shortlist=[1, 2, 3]).check == 3 * 32
+        assert ExitCosts.count(model, rule="cosine").check == 0
+        assert not ExitCosts.count(model, rule="cosine").full_check
+
+    def test_measured_costs_are_times(self):
+        costs = ExitCosts.measure(tiny_llama(4), batch=2, repeats=3, context=8)
+        assert costs.blocks == 4
+        assert costs.batch == 2
+        assert 0 < costs.full() < 1
+        assert min(costs.block, costs.check, costs.head, costs.again, costs.start, costs.block_token) >= 0
+
+    def test_layers_are_chosen_from_a_curve(self, demo):
+        curve = lsim.analyze(demo, lsim.demo_text()[:6], [lsim.ExitCurve(thresholds=(0.5, 0.9))])["exit_curve"]
+        shares = shares_of(curve, 0.5, 8)
+        exits = curve.at(0.5).exits
+        assert shares[:7] == pytest.approx([float(exits[: i + 1].sum() / exits.sum()) for i in range(7)])
+        early = EarlyExit(demo, 0.5, curve=curve)
+        assert early.at == early.plan.at == plan_for(ExitCosts.count(demo), shares).at
+        assert "is expected" in str(early.plan)
+        with pytest.warns(lsim.LayersimWarning, match="slower"):
+            EarlyExit(demo, 0.9, curve=curve, at="all")
+        with pytest.raises(lsim.LayersimError, match="was not measured"):
+            EarlyExit(demo, 0.7, curve=curve)
+
+    def test_few_layers_without_a_curve(self):
+        assert spread(ExitCosts(block=1, check=0.1, head=0.1, blocks=12), 1) == (2, 5, 7, 10)
+        assert spread(ExitCosts(block=1, check=5, head=5, blocks=12), 1) == (6,)
+        assert spread(ExitCosts(block=1, check=5, head=5, blocks=12), 8) == (8,)
+        assert spread(ExitCosts(block=1, check=5, head=5, blocks=1), 1) == ()

@@ -1,0 +1,16 @@
+"""The tokens that a text has most of."""
+
+from __future__ import annotations
+
+from tl_layersim.early_exit.frequent_tokens import frequent_tokens
+
+from ..tiny_models import tiny_llama, tiny_tokenizer
+
+
+def test_frequent_tokens():
+    model = tiny_llama(3)
+    model.tokenizer = tiny_tokenizer()
+    found = frequent_tokens(model, ["w5 w5 w5 w7 w7 w9", "w5"], 3)
+    # BOS stands before each text.
+    assert found.tolist()[:1] == [5]
+    assert set(found.tolist()) == {5, 7, 1}

@@ -1,0 +1,90 @@
+"""Early exit against the naive way: all of the text through the model each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.data.batches import Batches
+from tl_layersim.data.options import DataOptions
+from tl_layersim.early_exit.api import EarlyExit
+
+from ..tiny_models import VOCABULARY, family, random_tokens
+from .helpers import RULES, deep, naive_generate, ragged
+
+
+class TestAgainstTheNaiveWay:
+    @pytest.mark.parametrize("rule", RULES)
+    def test_tokens_and_exits(self, rule):
+        model = deep()
+        at, settings = (1, 3, 4), RULES[rule]
+        early = EarlyExit(model, rule=rule, at=at, **settings)
+        lengths = [7, 3, 9, 5]
+        tokens, mask = ragged(lengths)
+        wanted = [naive_generate(model, tokens[i, 9 - n :], 20, at, rule, settings["threshold"]) for i, n in enumerate(lengths)]
+        assert len({layer for _, exits in wanted for layer in exits}) >= 3
+        together = early.generate(tokens, attention_mask=mask, max_new_tokens=20, eos_token_id=())
+        for i, (said, exits) in enumerate(wanted):
+            alone = early.generate(tokens[i, 9 - lengths[i] :], max_new_tokens=20, eos_token_id=())
+            for found, row in ((together, i), (alone, 0)):
+                assert found.tokens[row].tolist() == said
+                assert found.exits[row].tolist() == exits
+        # Rows left on their own: at some step at different depths.
+        assert any(len(set(step)) > 1 for step in zip(*(exits for _, exits in wanted), strict=True))
+
+    def test_every_layer_and_min_layer(self):
+        model = deep(1)
+        row = random_tokens(1, 5)[0]
+        for min_layer in (1, 3):
+            early = EarlyExit(model, 0.4, at="all", min_layer=min_layer)
+            assert early.at == tuple(range(min_layer, 6))
+            found = early.generate(row, max_new_tokens=25, eos_token_id=())
+            said, exits = naive_generate(model, row, 25, early.at, "max-prob", 0.4)
+            assert (found.tokens[0].tolist(), found.exits[0].tolist()) == (said, exits)
+            assert len(set(exits)) >= 3
+
+    def test_right_padding_is_the_same(self):
+        early = EarlyExit(deep(), 0.4, at=(2, 4))
+        left, right = (ragged([4, 9, 6], side) for side in ("left", "right"))
+        a, b = (
+            early.generate(tokens, attention_mask=mask, max_new_tokens=9, eos_token_id=()) for tokens, mask in (left, right)
+        )
+        assert [x.tolist() for x in a.tokens + a.exits] == [x.tolist() for x in b.tokens + b.exits]
+
+    @pytest.mark.parametrize("name", ["gemma3", "qwen2", "bloom"])
+    def test_windows_and_positions_of_tokens_that_waited(self, name):
+        # A window is 4 wide, and tokens wait for longer than that.
+        model = family(name)
+        tokens, mask = ragged([6, 9])
+        first = EarlyExit(model, 0.0, at=(2,)).logits(tokens, mask).logits[mask.bool()].softmax(-1).amax(-1)
+        early = EarlyExit(model, float(first.quantile(0.503)), at=(2,))
+        found = early.generate(tokens, attention_mask=mask, max_new_tokens=40, eos_token_id=())
+        for i, n in enumerate((6, 9)):
+            text = torch.cat([tokens[i, 9 - n :], found.tokens[i]])
+            for step in (found.exits[i] == 3).nonzero()[:, 0].tolist():
+                with torch.no_grad():
+                    logits = model(text[None, : n + step], use_cache=False).logits[0, -1]
+                assert int(logits.argmax()) == int(found.tokens[i][step])
+        waits = "".join(str(layer) for layer in torch.cat(found.exits).tolist())
+        assert "22223" in waits, waits
+
+    def test_shortlist(self):
+        model, row = deep(), random_tokens(1, 5)[0]
+        short = torch.arange(0, VOCABULARY, 3)
+        early = EarlyExit(model, 0.6, at=(1, 3, 4), shortlist=short.tolist())
+        found = early.generate(row, max_new_tokens=25, eos_token_id=())
+        said, exits = naive_generate(model, row, 25, (1, 3, 4), "max-prob", 0.6, short)
+        assert (found.tokens[0].tolist(), found.exits[0].tolist()) == (said, exits)
+        assert len(set(exits)) >= 2
+        assert any(token not in short for token in said)
+
+    def test_exits_are_those_of_the_exit_curve(self, demo):
+        texts = lsim.demo_text()[:2]
+        curve = lsim.analyze(demo, texts, [lsim.ExitCurve(thresholds=(0.6,))], seq_len=64)["exit_curve"]
+        early = EarlyExit(demo, 0.6, at="all")
+        counts = torch.zeros(8)
+        for batch in Batches(texts, early.half.model, DataOptions(batch_size=4, seq_len=64)):
+            exits = early.logits(batch.tokens, batch.attention).exits
+            counts += torch.bincount(exits[exits > 0] - 1, minlength=8)
+        assert counts.tolist() == curve.exits[0].tolist()

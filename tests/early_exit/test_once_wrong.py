@@ -1,0 +1,137 @@
+"""What was once wrong with early exit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+
+
+class TestWhatWasOnceWrong:
+    """Each was found by somebody who tried to break it."""
+
+    @pytest.mark.parametrize("rule", ["max-prob", "margin", "patience", "cosine"])
+    def test_costs_of_several_rows_are_of_several_rows(self, rule, monkeypatch):
+        from tl_layersim.early_exit import rules
+
+        seen = []
+        original = rules.ConfidenceCheck.__call__
+        monkeypatch.setattr(
+            rules.ConfidenceCheck, "__call__", lambda self, x, *rest: seen.append(len(x)) or original(self, x, *rest)
+        )
+        costs = lsim.ExitCosts.measure(tiny_llama(), batch=8, rule=rule, repeats=3, context=4)
+        assert set(seen) == {8, 1}
+        assert costs.batch == 8
+
+    def test_what_cannot_be_timed_is_refused(self):
+        for model, options in ((tiny_llama(layers=1), {}), (tiny_llama(), {"repeats": 1})):
+            with pytest.raises(lsim.LayersimError, match="too little to be timed"):
+                lsim.ExitCosts.measure(model, context=4, **options)
+
+    def test_rows_draw_their_own(self):
+        early = lsim.EarlyExit(tiny_llama(), 1.0)
+        a, b = random_tokens(2, 5).split(1)
+        how = {"max_new_tokens": 10, "do_sample": True, "eos_token_id": ()}
+        beside = [early.generate(torch.cat([other, b]), seed=5, **how).tokens[1] for other in (a, b)]
+        assert torch.equal(beside[0], beside[1])
+        twice = early.generate(torch.cat([a, a]), seed=5, **how).tokens
+        assert not torch.equal(twice[0], twice[1])
+        assert not torch.equal(twice[1], early.generate(a, seed=6, **how).tokens[0])
+
+    def test_without_a_seed_torchs_own_counts(self):
+        early = lsim.EarlyExit(tiny_llama(), 1.0)
+        found = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            drawn = early.generate(random_tokens(1, 5), max_new_tokens=10, do_sample=True, eos_token_id=()).tokens[0]
+            found.append((drawn.tolist(), float(torch.rand(1))))
+        assert found[0] == found[1]
+
+    def test_truncate_leaves_lists_that_are_no_lists_of_blocks(self):
+        model = tiny_llama()
+        model.config.eos_token_id = [2, 5, 7]
+        assert lsim.truncate(model, 2).config.eos_token_id == [2, 5, 7]
+
+    def test_a_hook_of_the_users_own_is_applied_once(self):
+        model, tokens = tiny_llama(layers=4), random_tokens(1, 6)
+        early = lsim.EarlyExit(model, 0.032, at=(1, 3))
+        push = torch.randn(32, generator=torch.Generator().manual_seed(1)) * 0.2
+        for block in (0, 2):
+            model.model.layers[block].register_forward_hook(lambda _m, _a, out: out + push)
+        assert len(model.model.layers[0]._forward_hooks) == 1
+        found = early.generate(tokens, max_new_tokens=30, eos_token_id=())
+        assert len(model.model.layers[0]._forward_hooks) == 1
+        assert len(set(found.exits[0].tolist())) > 1
+        text = tokens
+        unembed = early.unembed
+        for token, depth in zip(found.tokens[0], found.exits[0], strict=True):
+            seen = {}
+            handles = [
+                block.register_forward_hook(lambda _m, _a, out, i=i, seen=seen: seen.update({i: out[0, -1]}))
+                for i, block in enumerate(model.model.layers, 1)
+            ]
+            with torch.no_grad():
+                model(text, use_cache=False)
+                logits = unembed(seen[int(depth)][None])[0]
+            for handle in handles:
+                handle.remove()
+            best = logits.topk(2).values
+            assert int(logits.argmax()) == int(token) or float(best[0] - best[1]) < 1e-4
+            text = torch.cat([text, token[None, None]], 1)
+
+    def test_a_head_that_was_exchanged_is_refused(self):
+        model = tiny_llama()
+        early = lsim.EarlyExit(model, 1.0)
+        model.lm_head = torch.nn.Linear(32, 100, bias=False)
+        for call in (lambda: early.generate(random_tokens(1, 4)), lambda: early.logits(random_tokens(1, 4))):
+            with pytest.raises(lsim.LayersimError, match="norm or head is another"):
+                call()
+
+    def test_a_curve_of_other_weights_is_told(self):
+        curve = lsim.analyze(tiny_llama(seed=1), random_tokens(), lsim.ExitCurve())["exit_curve"]
+        with pytest.warns(lsim.LayersimWarning, match="weights are not those"):
+            early = lsim.EarlyExit(tiny_llama(), 0.5, curve=curve)
+        assert "max-prob > 0.5" in repr(early)
+
+    def test_classes_are_not_capped_as_words_are(self):
+        from transformers import Gemma2Config, Gemma2ForSequenceClassification
+
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, head_dim=8,
+            vocab_size=100, max_position_embeddings=64, num_labels=3, pad_token_id=0, final_logit_softcapping=3.0,
+        )  # fmt: skip
+        model = Gemma2ForSequenceClassification(config).eval()
+        with torch.no_grad():
+            model.score.weight.mul_(30)
+        tokens = random_tokens(4, 6)
+        found = lsim.EarlyExit(model, 1.0).logits(tokens).logits
+        with torch.no_grad():
+            own = model(tokens).logits
+        assert float(own.abs().max()) > 1.5
+        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda m: lsim.EarlyExit(m, float("nan"), rule="patience"),
+            lambda m: lsim.EarlyExit(m, 0.5, shortlist={5, 6}),
+            lambda m: lsim.EarlyExit(m, 0.5, shortlist=[True, False]),
+            lambda m: lsim.frequent_tokens(m, random_tokens(), -1),
+            lambda m: lsim.truncate(m, True),
+            lambda m: lsim.EarlyExit(m, 1.0).logits(random_tokens(1, 70)),
+            lambda m: lsim.EarlyExit(m, 1.0).generate(random_tokens(1, 60), max_new_tokens=6),
+        ],
+    )
+    def test_refusals_say_what_to_do(self, call):
+        with pytest.raises(lsim.LayersimError, match="do:"):
+            call(tiny_gpt2())
+
+    def test_the_last_token_is_not_read(self):
+        model, tokens = tiny_gpt2(), random_tokens(1, 60)
+        found = lsim.EarlyExit(model, 1.0).generate(tokens, max_new_tokens=5, eos_token_id=())
+        own = model.generate(tokens, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert found.tokens[0].tolist() == own[0, 60:].tolist()

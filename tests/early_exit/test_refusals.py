@@ -1,0 +1,119 @@
+"""What early exit cannot do is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.truncate import truncate
+
+from ..tiny_models import VOCABULARY, random_tokens, tiny_llama
+
+
+class TestRefusals:
+    def test_settings(self):
+        model = tiny_llama(4)
+        for options, words in (
+            ({"threshold": 1.5}, "must be between 0 and 1"),
+            ({"threshold": -0.1}, "must be between 0 and 1"),
+            ({"threshold": 0.9, "rule": "patience"}, "must be a whole number of checks"),
+            ({"at": (0,)}, "no layers"),
+            ({"at": (4,)}, "no layers"),
+            ({"at": (2, 1)}, "no layers"),
+            ({"at": (1,), "min_layer": 2}, "no layers"),
+            ({"at": "some"}, "counted"),
+            ({"rule": "entropy"}, "rule"),
+            ({"curve": "x"}, "no exit curve"),
+            ({"curve": "x", "rule": "margin"}, "largest probability"),
+            ({"shortlist": [1]}, "no shortlist"),
+            ({"shortlist": [1, 1]}, "no shortlist"),
+            ({"shortlist": [1, VOCABULARY]}, "no shortlist"),
+            ({"shortlist": [1, 2], "rule": "cosine"}, "no use"),
+        ):
+            with pytest.raises(lsim.LayersimError, match=words):
+                EarlyExit(model, **options)
+
+    def test_generation(self):
+        early = EarlyExit(tiny_llama(4))
+        tokens = random_tokens(2, 6)
+        for prompt, options, words in (
+            (tokens, {"max_new_tokens": 0}, "`max_new_tokens` must be at least 1"),
+            (tokens, {"max_new_tokens": 60}, "rows this long"),
+            (tokens, {"temperature": 2.0}, "Nothing is drawn"),
+            (tokens, {"do_sample": True, "top_p": 0.0}, "Nothing can be drawn"),
+            (tokens, {"attention_mask": torch.ones(2, 5)}, "no token ids"),
+            (tokens, {"attention_mask": torch.zeros(2, 6)}, "nothing to go on"),
+            (tokens.float(), {}, "no token ids"),
+            (tokens, {"stop": "w3"}, "cannot be looked for"),
+            (3, {}, "no prompt"),
+            ("w3", {}, "tokenizer"),
+        ):
+            with pytest.raises(lsim.LayersimError, match=words):
+                early.generate(prompt, **options)
+        for given, mask in ((tokens.float(), None), (tokens[0], None), (tokens, torch.ones(2, 5))):
+            with pytest.raises(lsim.LayersimError, match="does not"):
+                early.logits(given, mask)
+
+    def test_models(self):
+        model = tiny_llama(3)
+        with pytest.raises(lsim.LayersimError, match="no head"):
+            EarlyExit(model.model)
+        with pytest.raises(lsim.LayersimError, match="no model"):
+            EarlyExit("gpt2")
+        # Weights that accelerate keeps elsewhere.
+        spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
+        with pytest.raises(lsim.LayersimError, match="one place"):
+            EarlyExit(spread_out)
+        stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(1, 1), adapter="identity").model
+        with pytest.raises(lsim.LayersimError, match="own blocks"):
+            EarlyExit(stitched)
+
+    def test_models_of_other_libraries(self):
+        import nnsight
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+        handle = nnsight.NNsight(tiny_llama(3))
+        with pytest.raises(lsim.LayersimError, match="handles are none"):
+            EarlyExit(handle)
+        model = tiny_llama(3)
+        bridge = build_bridge_from_module(model, "LlamaForCausalLM", hf_config=model.config)
+        with pytest.raises(lsim.LayersimError, match="AutoModelForCausalLM"):
+            EarlyExit(bridge)
+
+    def test_recurrent_models(self):
+        import transformers
+
+        torch.manual_seed(0)
+        small = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "pad_token_id": 0}
+        mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**small)).eval()
+        tokens = random_tokens(2, 7)
+        early = EarlyExit(mamba, 0.0, at=(2,))
+        with torch.no_grad():
+            assert torch.allclose(early.logits(tokens).logits, truncate(mamba, 2)(tokens).logits, atol=1e-5)
+        with pytest.raises(lsim.LayersimError, match="does not generate"):
+            early.generate(tokens)
+        config = transformers.Qwen3NextConfig(
+            **small, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+        )
+        with pytest.raises(lsim.LayersimError, match="cannot be run in parts"):
+            EarlyExit(transformers.Qwen3NextForCausalLM(config).eval(), at=(1,))
+
+    def test_a_model_that_does_not_run_in_parts(self):
+        model = tiny_llama(3)
+
+        class Counting(torch.nn.Module):
+            """A block that keeps state of its own."""
+
+            def __init__(self, inner):
+                super().__init__()
+                self.inner, self.calls = inner, 0
+
+            def forward(self, x, *args, **kwargs):
+                self.calls += 1
+                return self.inner(x, *args, **kwargs) + self.calls
+
+        model.model.layers[2] = Counting(model.model.layers[2])
+        with pytest.raises(lsim.LayersimError, match="does not say what it says"):
+            EarlyExit(model, at=(1, 2))

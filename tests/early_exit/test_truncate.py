@@ -1,0 +1,77 @@
+"""Models cut off at a layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.truncate import truncate
+
+from ..tiny_models import family, random_tokens, tiny_gpt2, tiny_llama
+from .helpers import classifier, layers_of
+
+
+class TestTruncate:
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "neox", "opt", "falcon", "bloom", "gptj"])
+    def test_says_what_the_lens_says(self, name):
+        model = family(name)
+        before = copy.deepcopy(model.state_dict())
+        short = truncate(model, 2)
+        assert type(short) is type(model)
+        assert short.config.num_hidden_layers == 2
+        assert model.config.num_hidden_layers == 3
+        tokens = random_tokens(2, 9)
+        always = EarlyExit(model, 0.0, at=(2,))
+        with torch.no_grad():
+            own = short(tokens).logits
+        assert torch.allclose(own, always.logits(tokens).logits, atol=1e-5)
+        said = short.generate(tokens[:1], max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 9:]
+        assert said.tolist() == always.generate(tokens[:1], max_new_tokens=5, eos_token_id=()).tokens[0].tolist()
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        assert {p.data_ptr() for p in short.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
+
+    def test_gpt2_and_classifiers(self):
+        model = tiny_gpt2()
+        assert truncate(model, 1).config.n_layer == 1
+        read, lens = layers_of(model)
+        tokens = random_tokens(1, 6)
+        with torch.no_grad():
+            assert torch.allclose(truncate(model, 1)(tokens).logits, lens(read(input_ids=tokens)[1]), atol=1e-5)
+        for name in ("bert", "vit"):
+            big, inputs, _ = classifier(name)
+            with torch.no_grad():
+                found = truncate(big, 2)(inputs).logits
+            assert torch.allclose(found, EarlyExit(big, 0.0, at=(2,)).logits(inputs).logits, atol=1e-5)
+
+    def test_saved_and_loaded(self, tmp_path):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        demo = lsim.demo_model()
+        state = torch.get_rng_state()
+        short = truncate(demo, 5, save_to=tmp_path / "short")
+        assert torch.equal(torch.get_rng_state(), state)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "short", dtype=torch.float32)
+        tokens = random_tokens(2, 9)
+        with torch.no_grad():
+            assert torch.equal(loaded(tokens).logits, short(tokens).logits)
+        assert AutoTokenizer.from_pretrained(tmp_path / "short").encode("Once") == demo.tokenizer.encode("Once")
+
+    def test_half_precision(self):
+        model = tiny_llama(3, torch.bfloat16)
+        short = truncate(model, 2)
+        assert short.dtype == torch.bfloat16
+        assert short.model.rotary_emb.inv_freq.dtype == model.model.rotary_emb.inv_freq.dtype
+
+    def test_refusals(self):
+        with pytest.raises(lsim.LayersimError, match="no such part"):
+            truncate(tiny_llama(3), 4)
+        with pytest.raises(lsim.LayersimError, match="no such part"):
+            truncate(tiny_llama(3), 0)
+        own = torch.nn.Module()
+        own.layers = torch.nn.ModuleList([torch.nn.Identity()])
+        with pytest.raises(lsim.LayersimError):
+            truncate(own, 1)

@@ -1,0 +1,46 @@
+"""Jacobians by finite differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+from .helpers import family
+
+
+def test_finite_differences_where_arguments_have_rows_for_heads():
+    model = family("bloom", "eager")
+    tokens = random_tokens(2, 7)
+    exact, near = (
+        lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, method=m))["block_coupling"] for m in ("dense", "finite-difference")
+    )
+    assert float((exact.values - near.values).abs().max()) < 2e-3
+
+
+def test_finite_differences_in_float64():
+    tokens = random_tokens(1, 9)[0]
+    exact, near = (
+        lsim.block_jacobians(tiny_llama(dtype=torch.float64), tokens, method=m) for m in ("dense", "finite-difference")
+    )
+    assert float((exact.values - near.values).norm() / exact.values.norm()) < 1e-3
+
+
+def test_finite_differences_of_what_has_no_effect():
+    model = family("mistral")
+    found = lsim.block_jacobians(model, random_tokens(1, 11)[0], layers=[1], positions=[(2, 9)], method="finite-difference")
+    assert float(found.values.abs().max()) < 1e-2
+    assert float(found.step_error.max()) < 0.1
+
+
+def test_finite_differences_that_measure_rounding_are_refused():
+    model = tiny_llama(dtype=torch.bfloat16)
+    from tl_layersim.jacobians.validation import refuse_trouble
+
+    none = torch.zeros(2)
+    refuse_trouble(none, none, torch.tensor([0.0, 0.05]), ("embed", "a", "b"))
+    with pytest.raises(lsim.LayersimError, match=r"too coarse(.|\n)*b: 30%"):
+        refuse_trouble(none, none, torch.tensor([0.0, 0.3]), ("embed", "a", "b"))
+    assert model.dtype == torch.bfloat16

@@ -1,0 +1,105 @@
+"""Affine adapters in closed form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.models.adapter import cross_moments, own_moments, solve
+
+
+class TestAdapter:
+    @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
+    @pytest.mark.parametrize("widths", [(6, 6), (6, 4), (4, 6)])
+    def test_closed_form_is_least_squares(self, kind, widths):
+        rng = np.random.default_rng(0)
+        x, y = (rng.normal(size=(50, d)) * (1 + np.arange(d)) + 3 for d in widths)
+        total = lsim.Sums()
+        for part in (slice(0, 7), slice(7, 50)):
+            h, t = torch.as_tensor(x[part]), torch.as_tensor(y[part])
+            total = total + lsim.Sums.of(own_moments(kind, h) | cross_moments(kind, h, t))
+        weight, bias, explained = solve(kind, total.fields, 0.0)
+
+        u = x
+        if kind == "affine-norm":
+            u = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5)
+        target = y - x if kind == "affine-norm" and widths[0] == widths[1] else y
+        design = u if kind == "linear" else np.hstack([u, np.ones((50, 1))])
+        coefficients = np.linalg.lstsq(design, target, rcond=None)[0]
+        fit = design @ coefficients
+        centre = 0 if kind == "linear" else target.mean(0)
+        r2 = 1 - ((target - fit) ** 2).sum() / ((target - centre) ** 2).sum()
+        adapter = lsim.Adapter(kind, weight, bias)
+        ours = adapter(torch.as_tensor(x)).numpy() - (y - target)
+        np.testing.assert_allclose(ours, fit, atol=1e-9)
+        assert explained == pytest.approx(r2, abs=1e-10)
+
+    def test_ridge_is_the_formula(self):
+        rng = np.random.default_rng(1)
+        x, y = rng.normal(size=(30, 5)), rng.normal(size=(30, 3))
+        h, t = torch.as_tensor(x), torch.as_tensor(y)
+        weight, _, _ = solve("linear", own_moments("linear", h) | cross_moments("linear", h, t), 0.5)
+        gram = x.T @ x
+        by_hand = np.linalg.solve(gram + 0.5 * gram.diagonal().mean() * np.eye(5), x.T @ y).T
+        np.testing.assert_allclose(weight.numpy(), by_hand, atol=1e-12)
+
+    def test_its_numbers_are_its_own(self):
+        weight = torch.eye(2)
+        adapter = lsim.Adapter("linear", weight)
+        weight.zero_()
+        assert torch.equal(adapter(torch.ones(2)), torch.ones(2))
+        with pytest.raises(lsim.LayersimError, match="whole numbers"):
+            lsim.Adapter("linear", torch.eye(2).long())
+
+    def test_a_large_mean_in_a_linear_map(self):
+        h = torch.randn(400, 6, dtype=torch.float64) + 1e5
+        truth = torch.randn(3, 6, dtype=torch.float64)
+        t = h @ truth.T
+        weight, _, _ = solve("linear", own_moments("linear", h) | cross_moments("linear", h, t), 0.0)
+        torch.testing.assert_close(weight, truth, rtol=0, atol=0.02)
+
+    def test_directions_that_no_token_has_are_left_alone(self):
+        x = torch.randn(40, 3, dtype=torch.float64)
+        h = torch.cat([x, x[:, :1], torch.zeros(40, 1)], 1).double()
+        t = x[:, :2].double()
+        weight, _, explained = solve("linear", own_moments("linear", h) | cross_moments("linear", h, t), 0.0)
+        assert weight.isfinite().all()
+        assert weight[:, 4].abs().max() == 0
+        # Twice the same feature shares its weight.
+        torch.testing.assert_close(weight[:, 0], weight[:, 3])
+        assert explained == pytest.approx(1.0)
+
+    def test_features_of_very_different_sizes(self):
+        h = torch.randn(200, 4, dtype=torch.float64) * torch.tensor([1e4, 1.0, 1e-3, 1.0])
+        h[::20, 0] += 1e6
+        truth = torch.randn(3, 4, dtype=torch.float64)
+        t = h @ truth.T + 7
+        weight, bias, _ = solve("affine", own_moments("affine", h) | cross_moments("affine", h, t), 0.0)
+        torch.testing.assert_close(weight, truth, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(bias, torch.full((3,), 7.0).double(), rtol=1e-5, atol=1e-3)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            ("twisted", None, None),
+            ("identity", torch.eye(2), None),
+            ("linear", None, None),
+            ("linear", torch.eye(2), torch.zeros(2)),
+            ("affine", torch.eye(2), None),
+            ("affine", torch.eye(2), torch.zeros(3)),
+            ("linear", torch.zeros(2), None),
+        ],
+    )
+    def test_what_is_none(self, given):
+        with pytest.raises(lsim.LayersimError, match=r"no adapter|do not fit each other"):
+            lsim.Adapter(*given)
+
+    def test_nothing_of_it_learns(self):
+        adapter = lsim.Adapter("affine", torch.eye(3, requires_grad=True), torch.zeros(3))
+        assert not list(adapter.parameters())
+        assert not adapter(torch.ones(3)).requires_grad
+        x = torch.ones(3, requires_grad=True)
+        adapter(x).sum().backward()
+        assert x.grad is not None

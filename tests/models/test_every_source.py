@@ -1,0 +1,144 @@
+"""Law 3: one tiny model through every source gives one answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..tiny_models import hidden_states, random_tokens, tiny_gpt2, tiny_llama
+from ..views import worst
+from .helpers import ANALYZERS, bridge, hooked_transformer, nnsight, run, transformers_model
+
+SOURCES = {
+    "NNsight": lambda make, tmp: (nnsight(make()), {}),
+    "NNsight remote=local": lambda make, tmp: (nnsight(make()), {"remote": "local"}),
+    "TransformersModel": lambda make, tmp: (transformers_model(make(), tmp), {}),
+    "TransformersModel remote=local": lambda make, tmp: (transformers_model(make(), tmp), {"remote": "local"}),
+    "TransformerBridge": lambda make, tmp: (bridge(make()), {}),
+    "NNsight(TransformerBridge)": lambda make, tmp: (nnsight(bridge(make())), {}),
+}
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_gives_one_answer(source, make, data, tmp_path):
+    expected = run(make(), data)
+    model, options = SOURCES[source](make, tmp_path)
+    found = run(model, data, **options)
+    for name in ANALYZERS:
+        np.testing.assert_allclose(found[name].values, expected[name].values, atol=1e-6, rtol=1e-6)
+        assert found[name].layers == expected[name].layers
+        assert found[name].provenance.data == expected[name].provenance.data
+        assert found[name].provenance.tokens == 6 * 20 - 8 - 5
+
+
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+def test_hooked_transformer_gives_the_same_answer_and_says_its_basis(data):
+    module = tiny_gpt2()
+    expected = run(module, data)
+    model = hooked_transformer(module)
+    found = run(model, data)
+    for name in ANALYZERS:
+        np.testing.assert_allclose(found[name].values, expected[name].values, atol=1e-6, rtol=1e-6)
+    assert found["logit_lens"].unembedding == "unembed(ln_final(x))"
+    assert found["cka"].provenance.basis == "HookedTransformer, layer norms not folded, writing weights not centred"
+    model.process_weights_(fold_ln=True, center_writing_weights=True, center_unembed=True)
+    folded = run(model, data)["cka"]
+    assert folded.provenance.basis == "HookedTransformer, layer norms folded, writing weights centred"
+
+
+def test_compatibility_mode_is_recorded_and_changes_the_basis(data):
+    model = bridge(tiny_gpt2())
+    raw = run(model, data)
+    model.enable_compatibility_mode()
+    processed = run(model, data)
+    assert raw["cosine"].provenance.basis == "raw weights, before the final norm"
+    assert processed["cosine"].provenance.basis == "TransformerBridge, compatibility mode"
+    # Centred writing weights take the mean over d_model away: another basis, other numbers.
+    assert worst(raw["cosine"], processed["cosine"]) > 1e-4
+
+
+def test_a_wrapped_module_is_on_no_server():
+    with pytest.raises(lsim.LayersimError, match=r"on no server(.|\n)*TransformersModel"):
+        lsim.analyze(nnsight(tiny_llama()), random_tokens(), "cka", remote=True)
+
+
+def test_a_path_that_does_not_exist_names_the_nearest():
+    with pytest.raises(lsim.LayersimError, match=r"no module at this path(.|\n)*did you mean 'model\.layers\.1'"):
+        lsim.analyze(tiny_llama(), random_tokens(), "cka", layers=["model.layers.0", "model.layer.1"])
+
+
+def test_the_model_is_left_as_it_was(data):
+    model = tiny_llama()
+    model.model.layers[1].train()
+    modes = [m.training for m in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    forwards = [m.forward for m in model.modules()]
+    run(model, data)
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert [m.forward for m in model.modules()] == forwards
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_dropout_is_off_while_measuring(data):
+    torch.manual_seed(0)
+    model = tiny_gpt2().train()
+    assert worst(run(model, data)["cosine"], run(tiny_gpt2(), data)["cosine"]) == 0
+    assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_widened_before_it_is_summed(dtype):
+    model = tiny_llama(dtype=dtype)
+    rows = list(random_tokens(4, 20))
+    states = [hidden_states(model, row) for row in rows]
+    expected = oracles.oracle_cosine(states)
+    found = lsim.analyze(model, rows, "cosine", batch_size=1)["cosine"]
+    np.testing.assert_allclose(found.values, expected["values"], atol=2e-6)
+    assert found.provenance.dtype == str(dtype)
+
+
+def test_float64_models_are_measured_in_float64():
+    model = tiny_llama(dtype=torch.float64)
+    rows = list(random_tokens(4, 20))
+    expected = oracles.oracle_cosine([hidden_states(model, row) for row in rows])
+    found = lsim.analyze(model, rows, "cosine", batch_size=1)["cosine"]
+    np.testing.assert_allclose(found.values, expected["values"], atol=1e-13)
+
+
+def test_autocast_around_the_call_does_not_reach_the_sums(data):
+    model = tiny_llama()
+    from tl_layersim.models.view import reduce
+
+    seen = []
+
+    def kernel(view):
+        x = view.residual[1]
+        seen.append((x @ x.T).dtype)
+        return {"n": torch.tensor(1)}
+
+    source_view = __import__("tl_layersim.models.hooked", fromlist=["HookedSource"]).HookedSource(model)
+    from tl_layersim.data.batches import Batches
+    from tl_layersim.data.options import DataOptions
+
+    batch = next(iter(Batches(data, source_view.model, DataOptions(batch_size=8))))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        reduce({"k": kernel}, source_view.collect(batch))
+    assert seen == [torch.float32]
+
+
+def test_layers_on_several_devices_are_gathered():
+    """`place` is what gathers; a second device that every machine has is `meta`'s opposite number, so both are faked on CPU."""
+    from tl_layersim.models.view import place
+
+    keep = torch.tensor([0, 2])
+    first = torch.arange(12.0).view(1, 3, 4)
+    buffer = place(None, 0, 2, first, keep)
+    buffer = place(buffer, 1, 2, (first + 1).to(torch.bfloat16), keep)
+    assert buffer.dtype == torch.float32
+    assert buffer.tolist() == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[1, 2, 3, 4], [9, 10, 11, 12]]]

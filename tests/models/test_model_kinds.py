@@ -1,0 +1,186 @@
+"""Models of images, of two towers or stacks, without weights or on other machines: right numbers, or a refusal that helps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from typer.testing import CliRunner
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+
+PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def resnet():
+    return hf.ResNetModel(hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")).eval()
+
+
+def swin():
+    return hf.SwinModel(
+        hf.SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4)
+    ).eval()
+
+
+def clip():
+    text = SMALL | {"vocab_size": 100, "max_position_embeddings": 32, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+    vision = SMALL | {"hidden_size": 24, "image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    return hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+
+
+def detr():
+    backbone = hf.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16, "num_queries": 5}
+    none = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+    return hf.DetrModel(hf.DetrConfig(**none, backbone_config=backbone, **sizes)).eval()
+
+
+def t5():
+    torch.manual_seed(0)
+    config = hf.T5Config(d_model=16, num_layers=2, num_heads=2, d_ff=16, vocab_size=100, d_kv=8, decoder_start_token_id=0)
+    return hf.T5ForConditionalGeneration(config).eval()
+
+
+def attached(model, layers, **inputs):
+    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none"), layers=layers) as probe:
+        model(**inputs)
+    return probe.results()["cosine"]
+
+
+def naive(model, paths, call) -> torch.Tensor:
+    seen = []
+    blocks = [model.get_submodule(path) for path in paths]
+    first = lambda x: x[0] if isinstance(x, tuple) else x  # noqa: E731
+    handles = [blocks[0].register_forward_pre_hook(lambda _m, a, k: seen.append((*a, *k.values())[0]), with_kwargs=True)]
+    handles += [block.register_forward_hook(lambda _m, _a, out: seen.append(first(out))) for block in blocks]
+    with torch.no_grad():
+        call(model)
+    for handle in handles:
+        handle.remove()
+    unit = [torch.nn.functional.normalize(x.double().flatten(0, -2), dim=-1) for x in seen]
+    return torch.stack([torch.stack([(a * b).sum(-1).mean() for b in unit]) for a in unit])
+
+
+@pytest.mark.parametrize("make", [resnet, swin, detr, lambda: clip().vision_model])
+def test_a_model_of_images_given_tokens_says_what_it_reads(make):
+    model = make()
+    layers = {"ResNetModel": ["encoder.stages.0"], "DetrModel": ["encoder.layers.0"]}.get(type(model).__name__)
+    with pytest.raises(lsim.LayersimError, match=r"reads `pixel_values`(.|\n)*attach\(model"):
+        lsim.analyze(model, random_tokens(), "cosine", layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("make", "layers"),
+    [
+        (detr, ["encoder.layers.0", "encoder.layers.1"]),
+        (swin, ["encoder.layers.0.blocks.0", "encoder.layers.0.blocks.1"]),
+    ],
+)
+def test_a_stack_of_a_model_of_images_is_read_where_the_user_runs_it(make, layers):
+    torch.manual_seed(0)
+    model = make()
+    found = attached(model, layers, pixel_values=PIXELS)
+    assert found.layers == (f"{layers[0]}.input", *layers)
+    torch.testing.assert_close(found.values, naive(model, layers, lambda m: m(pixel_values=PIXELS)), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("source", ["analyze", "nnsight", "simulated server"])
+def test_modules_of_unequal_width_are_refused_with_both_shapes(source):
+    paths = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+    model, remote = tiny_llama(), False
+    if source != "analyze":
+        model = pytest.importorskip("nnsight").NNsight(model)
+        remote = "local" if source == "simulated server" else False
+    with pytest.raises(lsim.LayersimError, match=r"shapes?( |,)(.|\n)*8(, | x )20(, | x )48(.|\n)* x 32"):
+        lsim.analyze(model, random_tokens(), "cosine", layers=paths, remote=remote)
+
+
+def test_a_tower_of_clip_is_a_model_of_its_own():
+    both, tokens = clip(), random_tokens(4, 12)
+    found = lsim.analyze(both.text_model, tokens, lsim.Cosine(center="none"))["cosine"]
+    paths = [f"encoder.layers.{i}" for i in range(2)]
+    torch.testing.assert_close(found.values, naive(both.text_model, paths, lambda m: m(tokens)), atol=1e-6, rtol=0)
+    torch.manual_seed(1)
+    other = hf.CLIPTextModel(both.config.text_config).eval()
+    same = lsim.compare(both.text_model, both.text_model, tokens, lsim.CKA(minibatch=24)).values.diagonal()
+    assert bool((same > 0.9999).all())
+    assert bool(lsim.compare(both.text_model, other, tokens, lsim.CKA(minibatch=24)).values[-1, -1] < 0.9)
+
+
+def test_a_model_that_needs_more_than_tokens_names_its_parts():
+    both, layers = clip(), [f"text_model.encoder.layers.{i}" for i in range(2)]
+    with pytest.raises(
+        lsim.LayersimError, match=r"CLIPModel fails on this data(.|\n)*model\.text_model or model\.vision_model"
+    ):
+        lsim.analyze(both, random_tokens(), "cosine", layers=layers)
+    with pytest.raises(lsim.LayersimError, match="CLIPModel fails on this data"):
+        lsim.compare(both, both, random_tokens(), lsim.CKA(), layers=(layers, layers))
+    tokens = random_tokens(2, 12)
+    inside = attached(both, layers, input_ids=tokens, pixel_values=PIXELS)
+    alone = attached(both.text_model, None, input_ids=tokens)
+    torch.testing.assert_close(inside.values, alone.values)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: pytest.importorskip("nnsight").NNsight(m)], ids=["module", "nnsight"])
+def test_the_decoder_of_an_encoder_decoder_is_refused_and_its_encoder_read(wrap):
+    tokens = random_tokens()
+    with pytest.raises(lsim.LayersimError, match=r"fails on this data(.|\n)*model\.encoder or model\.decoder"):
+        lsim.analyze(wrap(t5()), tokens, "cosine", layers=["decoder.block.0", "decoder.block.1"])
+    paths = ["encoder.block.0", "encoder.block.1"]
+    found = lsim.analyze(wrap(t5()), tokens, [lsim.Cosine(center="none"), lsim.Trajectory()], layers=paths)["cosine"]
+    expected = naive(t5(), paths, lambda m: m(input_ids=tokens, decoder_input_ids=tokens))
+    torch.testing.assert_close(found.values, expected, atol=1e-6, rtol=0)
+
+
+def test_a_model_without_weights_is_refused():
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(tiny_llama().config)
+    tokens = random_tokens()
+    for call in (
+        lambda: lsim.analyze(model, tokens, "cosine"),
+        lambda: lsim.analyze(pytest.importorskip("nnsight").NNsight(model), tokens, "cosine"),
+        lambda: attached(model, None, input_ids=tokens),
+        lambda: lsim.stitch(model, tiny_llama(), tokens, at=(1, 1)),
+    ):
+        with pytest.raises(
+            lsim.LayersimError, match=r"no weights: its parameters are on the meta device(.|\n)*from_pretrained"
+        ):
+            call()
+
+
+def test_weights_that_accelerate_brings_are_weights():
+    accelerate = pytest.importorskip("accelerate")
+    away = accelerate.cpu_offload(tiny_llama())
+    assert all(parameter.is_meta for parameter in away.parameters())
+    found = lsim.analyze(away, random_tokens(), "cosine")["cosine"]
+    assert torch.equal(found.values, lsim.analyze(tiny_llama(), random_tokens(), "cosine")["cosine"].values)
+
+
+def test_a_folder_of_this_machine_is_not_sent_to_a_server(tmp_path):
+    nnsight = pytest.importorskip("nnsight")
+    demo = lsim.demo_model()
+    demo.save_pretrained(tmp_path / "mine")
+    demo.tokenizer.save_pretrained(tmp_path / "mine")
+    model = nnsight.TransformersModel(str(tmp_path / "mine"), task="text-generation", tokenizer=demo.tokenizer)
+    for remote in (True, "http://127.0.0.1:9"):
+        with pytest.raises(lsim.LayersimError, match=r"`model` was loaded from a folder(.|\n)*'org/name'(.|\n)*'org/mine'"):
+            lsim.analyze(model, lsim.demo_text()[:1], "cosine", remote=remote)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "gpu", "mps:x"])
+def test_a_device_that_is_not_there_is_named(device, tmp_path, monkeypatch):
+    from tl_layersim.cli import app
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = CliRunner().invoke(app, ["report", "--device", device, "--out", str(tmp_path / "out")])
+    assert isinstance(out.exception, lsim.LayersimError)
+    assert str(out.exception).startswith("`--device` names a device that is not on this machine")
+    assert f"--device {device}" in str(out.exception)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,228 @@
+"""Modules named with `layers=`: where results say they were measured, and what needs whole blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import VOCABULARY, random_tokens, tiny_gpt2, tiny_llama
+
+MLPS = [f"model.layers.{i}.mlp" for i in range(3)]
+NEEDS_BLOCKS = {
+    "logit lens": lsim.LogitLens,
+    "saturation": lsim.Saturation,
+    "exit curve": lsim.ExitCurve,
+    "trajectory": lsim.Trajectory,
+    "coupling": lambda: lsim.BlockCoupling(k=2),
+}
+
+
+class Block(torch.nn.Module):
+    def __init__(self, skip: bool = True) -> None:
+        super().__init__()
+        self.norm, self.linear, self.skip = torch.nn.LayerNorm(16), torch.nn.Linear(16, 16), skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x)) + (x if self.skip else 0)
+
+
+class Own(torch.nn.Module):
+    """An architecture that nobody knows. Its parts are blocks, or what is added to a stream that they do not hand on."""
+
+    def __init__(self, name: str = "part", outside: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.name, self.outside = torch.nn.Embedding(VOCABULARY, 16), name, outside
+        self.add_module(name, torch.nn.ModuleList([Block(skip=not outside) for _ in range(3)]))
+        self.polish, self.lm_head = torch.nn.LayerNorm(16), torch.nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for part in getattr(self, self.name):
+            # In place, as some code does it: the module's own output changes after it was read.
+            x = part(x).add_(x) if self.outside else part(x)
+        return self.lm_head(self.polish(x))
+
+
+PARTS = [f"part.{i}" for i in range(3)]
+HEAD = {"unembed": ["polish", "lm_head"]}
+
+
+def wrapped(model: torch.nn.Module):
+    nnsight = pytest.importorskip("nnsight")
+    return nnsight.NNsight(model)
+
+
+def naive_cosine(values: list[torch.Tensor]) -> torch.Tensor:
+    unit = [torch.nn.functional.normalize(v.double().flatten(0, 1), dim=-1) for v in values]
+    return torch.stack([torch.stack([(a * b).sum(-1).mean() for b in unit]) for a in unit])
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, wrapped], ids=["module", "nnsight"])
+def test_mlps_are_called_by_their_paths_and_no_residual_stream(wrap):
+    model, tokens = tiny_llama(), random_tokens()
+    seen: list[torch.Tensor] = []
+    mlps = [model.get_submodule(path) for path in MLPS]
+    handles = [mlps[0].register_forward_pre_hook(lambda _m, a: seen.append(a[0]))]
+    handles += [m.register_forward_hook(lambda _m, _a, o: seen.append(o)) for m in mlps]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    found = lsim.analyze(wrap(model), tokens, lsim.Cosine(center="none"), layers=MLPS)["cosine"]
+    assert found.layers == ("model.layers.0.mlp.input", *MLPS)
+    assert "before the final norm" not in found.provenance.basis
+    assert "modules" in found.provenance.basis
+    torch.testing.assert_close(found.values, naive_cosine(seen), atol=1e-6, rtol=0)
+    # What a block adds, of modules that are no blocks.
+    assert found.norm_ratio.isnan().all()
+    figure = found.plot()
+    assert figure.layout.xaxis.title.text == "after module"
+    assert list(figure.layout.xaxis.ticktext) == ["into 0.mlp", "0.mlp", "1.mlp", "2.mlp"]
+
+
+@pytest.mark.parametrize("name", NEEDS_BLOCKS)
+def test_what_needs_the_residual_stream_refuses_mlps(name):
+    with pytest.raises(
+        lsim.LayersimError, match=r"needs the residual stream(.|\n)*model\.layers\.0\.mlp(.|\n)*leave out layers="
+    ):
+        lsim.analyze(tiny_llama(), random_tokens(), NEEDS_BLOCKS[name](), layers=MLPS)
+    with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
+        lsim.analyze(wrapped(tiny_llama()), random_tokens(), NEEDS_BLOCKS[name](), layers=MLPS)
+    if name != "coupling":
+        with (
+            pytest.raises(lsim.LayersimError, match="needs the residual stream"),
+            lsim.attach(tiny_llama(), NEEDS_BLOCKS[name](), layers=MLPS),
+        ):
+            pass
+
+
+CALLS = {
+    "prediction_grid": lambda m, t, **o: lsim.prediction_grid(m, t[0], **o),
+    "trajectory_pca": lambda m, t, **o: lsim.trajectory_pca(m, t[0], **o),
+    "block_jacobians": lambda m, t, **o: lsim.block_jacobians(m, t[0], **o),
+    "coupling_matrices": lambda m, t, **o: lsim.coupling_matrices(m, t[0], k=2, **o),
+    "EarlyExit": lambda m, t, **o: lsim.EarlyExit(m, 0.5, **o),
+    "aligned_loss": lambda m, t, **o: lsim.aligned_loss(m, t, **o),
+    "stitch": lambda m, t, layers: lsim.stitch(m, m, t, at=(1, 1), layers=(layers, None)),
+    "stitch into": lambda m, t, layers: lsim.stitch(m, m, t, at=(1, 1), layers=(None, layers)),
+    "evaluate_layers": lambda m, t, **o: lsim.evaluate_layers(m, m, t, **o),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_that_needs_blocks_refuses_mlps(call):
+    with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
+        CALLS[call](tiny_llama(), random_tokens(), layers=MLPS)
+
+
+def test_some_blocks_keep_their_own_numbers():
+    model, tokens = tiny_gpt2(), random_tokens()
+    whole = lsim.analyze(model, tokens, [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.Trajectory()])
+    some = lsim.analyze(
+        model, tokens, [lsim.Cosine(center="none"), lsim.LogitLens()], layers=["transformer.h.0", "transformer.h.2"]
+    )
+    names = ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.2.hook_resid_post")
+    assert some["cosine"].layers == names
+    kept = [whole["cosine"].layers.index(name) for name in names]
+    torch.testing.assert_close(some["cosine"].values, whole["cosine"].values[kept][:, kept])
+    # Between the two sites stand two blocks, and no ratio of either.
+    assert some["cosine"].norm_ratio.isnan().tolist() == [False, True]
+    torch.testing.assert_close(some["cosine"].norm_ratio[0], whole["cosine"].norm_ratio[0])
+    torch.testing.assert_close(some["logit_lens"].cross_entropy, whole["logit_lens"].cross_entropy[[0, 2]])
+    late = lsim.analyze(
+        model, tokens, [lsim.Cosine(center="none"), lsim.Trajectory()], layers=["transformer.h.1", "transformer.h.2"]
+    )
+    assert late["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
+    assert late["cosine"].norm_ratio.isfinite().all()
+    torch.testing.assert_close(late["trajectory"].norm[..., -1], whole["trajectory"].norm[..., -1])
+
+
+@pytest.mark.parametrize("make", [lsim.Saturation, lsim.ExitCurve, lsim.Trajectory])
+def test_what_counts_blocks_refuses_some_of_them(make):
+    with pytest.raises(lsim.LayersimError, match=r"needs every block(.|\n)*blocks\.2\.hook_resid_post"):
+        lsim.analyze(tiny_gpt2(), random_tokens(), make(), layers=["transformer.h.0", "transformer.h.2"])
+
+
+def test_blocks_out_of_order_or_twice_are_refused_before_anything_runs():
+    model = tiny_llama()
+    with pytest.raises(lsim.LayersimError, match=r"another order(.|\n)*do: .*layers\.0'.*layers\.2'"):
+        lsim.analyze(model, random_tokens(), "cka", layers=["model.layers.2", "model.layers.0"])
+    with pytest.raises(lsim.LayersimError, match=r"names a module twice(.|\n)*model\.layers\.1"):
+        lsim.analyze(model, random_tokens(), "cka", layers=["model.layers.1", "model.layers.1"])
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, wrapped], ids=["module", "nnsight"])
+def test_blocks_of_an_unknown_architecture_are_known_by_what_they_hand_on(wrap):
+    tokens, model = random_tokens(), Own()
+    asked = [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.Trajectory(), lsim.BlockCoupling(k=2)]
+    found = lsim.analyze(wrap(model), tokens, asked, layers=PARTS, **HEAD)
+    assert found["logit_lens"].layers == ("part.0.input", *PARTS)
+    assert found["cosine"].norm_ratio.isfinite().all()
+    logits = model(tokens)[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits.double(), tokens[:, 1:].flatten())
+    torch.testing.assert_close(found["logit_lens"].cross_entropy[-1], expected.detach(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, wrapped], ids=["module", "nnsight"])
+@pytest.mark.parametrize("name", ["saturation", "trajectory", "coupling"])
+def test_modules_of_an_unknown_architecture_that_hand_nothing_on_are_refused(wrap, name):
+    with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
+        lsim.analyze(wrap(Own(outside=True)), random_tokens(), NEEDS_BLOCKS[name](), layers=PARTS, **HEAD)
+    found = lsim.analyze(wrap(Own(outside=True)), random_tokens(), "cosine", layers=PARTS)["cosine"]
+    assert found.layers == ("part.0.input", *PARTS)
+    assert found.norm_ratio.isnan().all()
+
+
+def test_a_list_called_layers_that_holds_no_blocks_is_not_taken_for_blocks():
+    whole = lsim.analyze(Own("layers"), random_tokens(), "cosine")["cosine"]
+    assert whole.layers == lsim.layer_names(3)
+    with pytest.raises(
+        lsim.LayersimError, match=r"layers of Own are not known(.|\n)*layers\.1 is not given what the module before"
+    ):
+        lsim.analyze(Own("layers", outside=True), random_tokens(), "cosine")
+    named = lsim.analyze(Own("layers", outside=True), random_tokens(), "cosine", layers=["layers.0", "layers.1"])["cosine"]
+    assert named.layers == ("layers.0.input", "layers.0", "layers.1")
+
+
+def test_attach_learns_from_the_first_forward_pass_what_the_modules_hand_on():
+    tokens = random_tokens()
+    model = Own()
+    with lsim.attach(model, lsim.Trajectory(), layers=PARTS) as probe:
+        model(tokens)
+    alone = lsim.analyze(Own(), tokens, "trajectory", layers=PARTS)["trajectory"]
+    torch.testing.assert_close(probe.results()["trajectory"].values, alone.values)
+    broken = Own(outside=True)
+    with lsim.attach(broken, lsim.Trajectory(), layers=PARTS) as probe:
+        broken(tokens)
+    with pytest.raises(lsim.LayersimError, match="needs the residual stream"):
+        probe.results()
+    with lsim.attach(broken, lsim.Cosine(center="none"), layers=PARTS) as probe:
+        broken(tokens)
+    assert probe.results()["cosine"].layers == ("part.0.input", *PARTS)
+
+
+def test_a_resumed_run_knows_its_modules_too(tmp_path):
+    asked = {"layers": PARTS, "checkpoint": tmp_path / "sums"}
+    first = lsim.analyze(Own(), random_tokens(), "cosine", **asked)["cosine"]
+    again = lsim.analyze(Own(), random_tokens(), "cosine", **asked)["cosine"]
+    assert torch.equal(first.norm_ratio, again.norm_ratio)
+    assert again.norm_ratio.isfinite().all()
+
+
+def test_stitching_and_training_of_an_unknown_architecture_look_before_they_start():
+    tokens = random_tokens(16)
+    good = lsim.stitch(Own(), Own(), tokens, at=("part.0", 1), adapter="identity", layers=(PARTS, PARTS))
+    assert abs(good.penalty) < 1e-6
+    with pytest.raises(lsim.LayersimError, match="Stitching needs the residual stream"):
+        lsim.stitch(Own(outside=True), Own(), tokens, at=(1, 1), adapter="identity", layers=(PARTS, PARTS))
+    with pytest.raises(lsim.LayersimError, match="Aligned training needs the residual stream"):
+        lsim.aligned_loss(Own(outside=True), tokens, layers=PARTS, **HEAD)
+
+
+def test_compare_names_the_modules_of_each_model():
+    found = lsim.compare(tiny_llama(), tiny_llama(seed=1), random_tokens(), lsim.CKA(), layers=(MLPS, None))
+    assert found.layers == ("model.layers.0.mlp.input", *MLPS)
+    assert found.column_layers == lsim.layer_names(3)

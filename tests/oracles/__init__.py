@@ -1,0 +1,45 @@
+"""Naive float64 NumPy, written from the formulas and from nothing else. `oracle_<name>` gives every field of an analyzer.
+
+`batches` is a list of `layer token d_model`; loops are meant.
+"""
+
+from __future__ import annotations
+
+from .block_coupling import coupling_matrix, miscoupling, oracle_block_coupling, own_jacobian, random_frames
+from .cka import arccos_distance, hsic_0, hsic_1, oracle_cka
+from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, next_of, say, softmax, tokens_of
+from .cosine import oracle_cosine
+from .exit_curve import oracle_exit_curve
+from .logit_lens import oracle_logit_lens
+from .neural_collapse import oracle_neural_collapse
+from .saturation import oracle_saturation
+from .trajectory import line_shape_score, oracle_trajectory
+
+__all__ = [
+    "HEAD",
+    "LEVELS",
+    "WORDS",
+    "arccos_distance",
+    "cosine_of",
+    "coupling_matrix",
+    "hsic_0",
+    "hsic_1",
+    "layer_norm",
+    "lens_by_token",
+    "line_shape_score",
+    "miscoupling",
+    "next_of",
+    "oracle_block_coupling",
+    "oracle_cka",
+    "oracle_cosine",
+    "oracle_exit_curve",
+    "oracle_logit_lens",
+    "oracle_neural_collapse",
+    "oracle_saturation",
+    "oracle_trajectory",
+    "own_jacobian",
+    "random_frames",
+    "say",
+    "softmax",
+    "tokens_of",
+]

@@ -1,0 +1,35 @@
+"""Naive float64 NumPy, written from the formulas and from nothing else. `oracle_<name>` gives every field of an analyzer.
+
+`batches` is a list of `layer token d_model`; loops are meant.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .common import LEVELS, cosine_of
+
+
+def oracle_cosine(batches: list[np.ndarray], center: str = "dataset") -> dict[str, np.ndarray]:
+    x = np.concatenate(batches, axis=1)
+    layers, tokens, _ = x.shape
+    mean = np.array([sum(x[layer]) / tokens for layer in range(layers)])
+    c = x - mean[:, None] if center == "dataset" else x
+    cos = np.array([[[cosine_of(c[a, t], c[b, t]) for t in range(tokens)] for b in range(layers)] for a in range(layers)])
+    ratio = [
+        [np.linalg.norm(x[a, t]) / np.linalg.norm(x[a + 1, t] - x[a, t]) for t in range(tokens)] for a in range(layers - 1)
+    ]
+    rises = [all(cos[a, -1, t] < cos[a + 1, -1, t] for a in range(layers - 1)) for t in range(tokens)]
+    return {
+        "values": np.array([[sum(cos[a, b]) / tokens for b in range(layers)] for a in range(layers)]),
+        "std": np.array([[np.std(cos[a, b]) for b in range(layers)] for a in range(layers)]),
+        # The diagonal is 1 by definition, however it rounds.
+        "below_zero": np.array([[sum(cos[a, b] < 0) / tokens for b in range(layers)] for a in range(layers)]),
+        "to_last": np.array([[np.quantile(cos[a, -1], q, method="inverted_cdf") for a in range(layers)] for q in LEVELS]),
+        "adjacent": np.array(
+            [[np.quantile(cos[a, a + 1], q, method="inverted_cdf") for a in range(layers - 1)] for q in LEVELS]
+        ),
+        "norm_ratio": np.array([sum(row) / tokens for row in ratio]),
+        "monotone_share": np.array(sum(rises) / tokens),
+        "mean": mean if center == "dataset" else np.zeros((layers, 0)),
+    }

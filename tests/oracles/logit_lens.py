@@ -1,0 +1,41 @@
+"""Naive float64 NumPy, written from the formulas and from nothing else. `oracle_<name>` gives every field of an analyzer.
+
+`batches` is a list of `layer token d_model`; loops are meant.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from .common import HEAD, lens_by_token, next_of
+
+
+def oracle_logit_lens(
+    batches: list[np.ndarray],
+    targets: list[int | None] | None = None,
+    norm: bool = True,
+    ks: tuple[int, ...] = (1, 5),
+    head: np.ndarray = HEAD,
+) -> dict[str, np.ndarray]:
+    table = lens_by_token(batches, targets or next_of(batches), norm, head)
+    known = [row for row in table if "p" in row[0]]
+    layers = range(len(table[0]))
+
+    def mean(of, rows) -> np.ndarray:
+        return np.array([sum(of(row[layer], row) for row in rows) / len(rows) for layer in layers])
+
+    cross_entropy = mean(lambda one, row: -np.log(one["p"]), known)
+    rises = [all(a["p"] < b["p"] for a, b in itertools.pairwise(row)) for row in known]
+    return {
+        "values": cross_entropy,
+        "perplexity": np.exp(cross_entropy),
+        "accuracy": mean(lambda one, row: one["place"] == 0, known),
+        "top_k_accuracy": np.array([mean(lambda one, row, k=k: one["place"] < k, known) for k in ks]),
+        "target_probability": mean(lambda one, row: one["p"], known),
+        "agreement": mean(lambda one, row: one["said"] == row[-1]["said"], table),
+        "kl_to_final": mean(lambda one, row: one["kl"], table),
+        "entropy": mean(lambda one, row: one["entropy"], table),
+        "monotone_share": np.array(sum(rises) / len(rises)),
+    }

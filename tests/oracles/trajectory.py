@@ -1,0 +1,52 @@
+"""Naive float64 NumPy, written from the formulas and from nothing else. `oracle_<name>` gives every field of an analyzer.
+
+`batches` is a list of `layer token d_model`; loops are meant.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from .common import LEVELS
+
+
+def line_shape_score(path: np.ndarray) -> float:
+    """Aubry et al. 2025, equations 15 and 16: the path made of unit steps, and how far it comes."""
+    tilde = path[0].copy()
+    for before, after in itertools.pairwise(path):
+        tilde = tilde + (after - before) / np.sqrt(((after - before) ** 2).sum())
+    return (len(path) - 1) / np.sqrt(((tilde - path[0]) ** 2).sum())
+
+
+def oracle_trajectory(batches: list[np.ndarray], window: int = 0) -> dict[str, np.ndarray]:
+    x = np.concatenate(batches, axis=1)
+    paths = [x[:, t] for t in range(x.shape[1])]
+    norm = np.array([[np.sqrt((v**2).sum()) for v in path] for path in paths])
+    update = np.array([[np.sqrt(((b - a) ** 2).sum()) for a, b in itertools.pairwise(path)] for path in paths])
+    alpha = np.log(norm[:, 1:] / norm[:, :-1])
+    numbers = {
+        "lss": np.array([line_shape_score(path) for path in paths]),
+        "expodistance": np.array([np.var(a) / np.mean(a) ** 2 for a in alpha]),
+        "equidistance": np.array([np.std(u) / np.mean(u) for u in update]),
+    }
+
+    def quantiles(values: np.ndarray) -> np.ndarray:
+        return np.array([np.quantile(values, q, axis=0, method="inverted_cdf") for q in LEVELS])
+
+    windows = [[line_shape_score(path[i : i + window + 1]) for i in range(len(x) - window)] if window else [] for path in paths]
+    out = {
+        "values": norm.mean(0),
+        "norm_std": norm.std(0),
+        "norm_quantiles": quantiles(norm),
+        "update_norm": update.mean(0),
+        "update_norm_std": update.std(0),
+        "update_norm_quantiles": quantiles(update),
+        "growth": alpha.mean(0),
+        "windowed_lss": np.array(windows).mean(0),
+        "windowed_lss_std": np.array(windows).std(0),
+    }
+    for name, values in numbers.items():
+        out |= {f"{name}_mean": values.mean(), f"{name}_std": values.std(), f"{name}_quantiles": quantiles(values)}
+    return {name: np.asarray(value) for name, value in out.items()}

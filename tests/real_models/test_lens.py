@@ -1,0 +1,72 @@
+"""On real pretrained models: what the layers say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..models.helpers import bridge, nnsight
+from ..tiny_models import hidden_states
+from .helpers import load
+
+
+def test_the_lens_of_a_real_model_is_its_own_logits(stories15m, wikitext):
+    """Every block's loss by hand, float32, with and without the norm; the norm changes everything."""
+    from ..models.helpers import by_hand
+
+    batch = stories15m.tokenizer(wikitext[:2], return_tensors="pt", truncation=True, max_length=48)["input_ids"]
+    states = np.concatenate([hidden_states(stories15m, row) for row in batch], axis=1)
+    target = torch.cat([torch.cat([row[1:], torch.tensor([-100])]) for row in batch])
+    losses = {}
+    for norm in ("final", "none"):
+        logits = torch.as_tensor(by_hand(stories15m, states, norm == "final"))
+        expected = [float(torch.nn.functional.cross_entropy(z, target)) for z in logits]
+        found = lsim.analyze(stories15m, batch, lsim.LogitLens(norm=norm))["logit_lens"]
+        np.testing.assert_allclose(found.cross_entropy, expected, rtol=1e-4)
+        said = logits.argmax(-1)
+        np.testing.assert_allclose(found.agreement, (said == said[-1]).double().mean(1), atol=1.5 / said.shape[1])
+        losses[norm] = found.cross_entropy
+    assert losses["final"][-1] == pytest.approx(losses["none"][-1])
+    with torch.no_grad():
+        own = stories15m(batch, labels=batch).loss
+    np.testing.assert_allclose(losses["final"][-1], own, rtol=1e-5)
+
+
+def test_sources_agree_on_what_the_layers_of_a_real_model_say(stories15m, wikitext):
+    every = [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve(), lsim.Trajectory(window=3), lsim.NeuralCollapse()]
+    plain = lsim.analyze(stories15m, wikitext[:8], every)
+    tokens = plain["saturation"].provenance.tokens
+    for model, options in (
+        (nnsight(load("stories15M")), {}),
+        (nnsight(load("stories15M")), {"remote": "local"}),
+        (bridge(load("stories15M")), {}),
+    ):
+        found = lsim.analyze(model, wikitext[:8], every, tokenizer=stories15m.tokenizer, **options)
+        for name in ("logit_lens", "trajectory", "neural_collapse"):
+            np.testing.assert_allclose(found[name].values, plain[name].values, rtol=1e-4)
+        # A near tie may fall to either side.
+        assert (found["saturation"].counts - plain["saturation"].counts).abs().sum() < 0.002 * tokens
+
+
+def test_walking_down_a_real_model_finds_the_same_layers(stories15m, wikitext):
+    alone = lsim.analyze(stories15m, wikitext, lsim.Saturation(), pack=True, max_tokens=4096)["saturation"]
+    beside = lsim.analyze(stories15m, wikitext, [lsim.LogitLens(), lsim.Saturation()], pack=True, max_tokens=4096)["saturation"]
+    assert (alone.counts - beside.counts).abs().sum() <= 2
+    assert 0.05 < alone.early_share < 0.9
+
+
+def test_exits_of_a_real_model(stories15m, wikitext):
+    curve = lsim.analyze(stories15m, wikitext, lsim.ExitCurve(), pack=True, max_tokens=4096)["exit_curve"]
+    assert (curve.speedup.diff() <= 1e-12).all()
+    assert (curve.exits.sum(1) == 4096).all()
+    assert curve.at(1.0).agreement == 1
+    assert curve.at(curve.threshold_for(agreement=0.9)).agreement >= 0.9
+
+
+def test_a_real_story_is_told_by_the_layers(stories15m):
+    grid = lsim.prediction_grid(stories15m, "Once upon a time, there was a little girl named")
+    assert grid.words[-1][-1].strip() == "L" or grid.probability[-1, -1] > 0.3
+    assert (grid.saturation_layer <= 5).all()

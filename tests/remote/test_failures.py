@@ -1,0 +1,135 @@
+"""What goes wrong with requests to a server, and what is asked for again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.remote import client as ndif
+
+from ..ndif.client import equal, rows
+from ..ndif.server import free_ports
+from .helpers import QUICK, lsim_analyzer
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
+
+
+def test_a_request_that_takes_too_long_is_halved(small):
+    data = rows(11, 20)
+    calm = lsim.analyze(small.model(), data, QUICK, remote=small.url, batch_size=1, tokens_per_request=20)
+    small.set(most_batches=2)
+    halved = lsim.analyze(small.model(), data, QUICK, remote=small.url, batch_size=1, tokens_per_request=10_000)
+    assert equal(calm, halved)
+    # 11 batches: tried as 11 and 8 and 4, done as 2 + 2 + 2 + 2 + 2 + 1; and the probe.
+    assert small.set(most_batches=0) == {"requests": 3 + 6 + 1, "completed": 6 + 1}
+    with pytest.raises(lsim.LayersimError, match=r"longer than a job may(.|\n)*batch_size=2"):
+        lsim.analyze(small.model(), data, QUICK, remote=small.url, batch_size=4)
+
+
+@pytest.mark.parametrize("fault", ["evicted", "unavailable", "cut"])
+def test_what_passes_is_asked_for_again_and_counted_once(small, fault):
+    data = rows(8, 20)
+    options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40}
+    calm = lsim.analyze(small.model(), data, QUICK, **options)
+    # The first request is the probe.
+    small.set(faults=["", fault, "", fault, fault])
+    assert equal(calm, lsim.analyze(small.model(), data, QUICK, **options))
+
+
+def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
+    data, path = rows(8, 20), tmp_path / "run.ckpt"
+    options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40, "checkpoint": path}
+    small.set(faults=["", "", *["evicted"] * 5])
+    with pytest.raises(lsim.LayersimError, match=r"gave no answer, asked 5 times(.|\n)*evicted(.|\n)*checkpoint=") as caught:
+        lsim.analyze(small.model(), data, QUICK, **options)
+    assert any(str(path) in note for note in caught.value.__notes__)
+    small.set()
+    resumed = lsim.analyze(small.model(), data, QUICK, **options)
+    # The probe, and the three requests that were missing.
+    assert small.set()["requests"] == 4
+    assert equal(resumed, lsim.analyze(small.model(), data, QUICK, **(options | {"checkpoint": None})))
+
+
+@pytest.mark.parametrize("after", range(1, 12))
+def test_a_resumed_run_ends_with_the_same_bits_however_it_was_cut(small, after, tmp_path, monkeypatch):
+    data = rows(11, 20)
+    options = {"remote": small.url, "batch_size": 1}
+    calm = lsim.analyze(small.model(), data, QUICK, tokens_per_request=10_000, **options)
+    path = tmp_path / "run.ckpt"
+    small.set(faults=["", *[""] * (after - 1), *["evicted"] * 5])
+    sizes = [20, 40, 60, 80, 160]
+    with contextlib.suppress(lsim.LayersimError):
+        lsim.analyze(small.model(), data, QUICK, checkpoint=path, tokens_per_request=sizes[after % 5], **options)
+    small.set()
+    assert equal(
+        calm, lsim.analyze(small.model(), data, QUICK, checkpoint=path, tokens_per_request=sizes[after % 4], **options)
+    )
+
+
+def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
+    data = rows(8, 20)
+    options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 20}
+    calm = lsim.analyze(small.model(), data, QUICK, **options)
+    monkeypatch.setattr(ndif, "WAITS", (0.5,) * 60)
+    plain, seen = ndif.NdifClient._attempt, []
+
+    def attempt(self, run):
+        seen.append(1)
+        if len(seen) == 5:
+            small.stop()
+            with pytest.raises(ndif.Passing):
+                plain(self, run)
+            small.start()
+        return plain(self, run)
+
+    monkeypatch.setattr(ndif.NdifClient, "_attempt", attempt)
+    assert equal(calm, lsim.analyze(small.model(), data, QUICK, **options))
+
+
+def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
+    # Nothing more is said, and the server is gone without a word: what a cut cable looks like.
+    monkeypatch.setattr(ndif, "SILENCE", 0.3)
+    asked = []
+
+    def gone(self, path, timeout=30.0):
+        asked.append(path)
+        raise ndif.Passing("no answer")
+
+    source = ndif.Display(ndif.NdifClient(small.url, "x:{}", {}))
+    monkeypatch.setattr(ndif.NdifClient, "get", gone)
+    source.refresh()
+    time.sleep(0.4)
+    with pytest.raises(ndif.Stalled):
+        source.refresh()
+    assert asked == ["/ping"]
+
+
+def test_no_server(small):
+    [port] = free_ports(1)
+    with pytest.raises(lsim.LayersimError, match=r"no NDIF server at this address(.|\n)*NDIF_HOST"):
+        lsim.analyze(small.model(), rows(2, 8), QUICK, remote=f"http://127.0.0.1:{port}")
+    with pytest.raises(lsim.LayersimError, match="no address of a server"):
+        lsim.analyze(small.model(), rows(2, 8), QUICK, remote="127.0.0.1:5000")
+    with pytest.raises(lsim.LayersimError, match=r"no NDIF server(.|\n)*HTTP 404"):
+        lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url + "/elsewhere")
+
+
+def test_versions_that_differ_are_named_when_a_request_fails(small):
+    @lsim_analyzer
+    def broken(view):
+        raise RuntimeError("nothing like this there")
+
+    small.set(versions={"transformers": "4.0.0"})
+    found = lsim.capabilities(small.model(), remote=small.url)
+    assert any("transformers" in words and "4.0.0 there" in words for words in found.offer.differences)
+    with pytest.raises(lsim.LayersimError, match=r"nothing like this there(.|\n)*transformers .* here, 4.0.0 there"):
+        lsim.analyze(small.model(), rows(2, 8), [broken], remote=small.url)
+
+
+def test_a_server_that_wants_other_versions(small):
+    small.set(deny="Client nnsight version 0.8.1 is below the minimum supported 9.0.")
+    with pytest.raises(lsim.LayersimError, match=r"does not take requests from these versions(.|\n)*minimum supported 9.0"):
+        lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url)

@@ -1,0 +1,117 @@
+"""Logins and access tokens in addresses reach no log, no message, no repr and no file."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import threading
+
+import httpx
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.core.errors import warn, without_secrets
+from tl_layersim.remote.client import NdifClient
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import provenance
+
+TOKEN = "hf_" + "a1B2" * 8
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://me:secret@host:80/a", "http://host:80/a"),
+        ("at https://me:se@cret@host, twice: http://x:secret@y", "at https://host, twice: http://y"),
+        ("me:secret@host/model", "host/model"),
+        ("https://host/x?a=1&access_token=secret&b=2", "https://host/x?a=1&access_token=***&b=2"),
+        ("https://host/x?X-Amz-Signature=secret", "https://host/x?X-Amz-Signature=***"),
+        (f"org/model with {TOKEN}", "org/model with hf_***"),
+        ("https://host/org/model@main", "https://host/org/model@main"),
+        ("org/model@revision", "org/model@revision"),
+        ("blocks.0: 3 @ 4", "blocks.0: 3 @ 4"),
+    ],
+)
+def test_secrets_are_taken_out_of_a_text_and_nothing_else(text, shown):
+    assert without_secrets(text) == shown
+
+
+@pytest.mark.parametrize("name", ["https://me:secret@host/model", "me:secret@host/model", "https://host/m?token=secret"])
+def test_a_login_in_the_name_of_a_model_stays_out_of_results_and_files(name, tmp_path):
+    model = tiny_llama()
+    model.config._name_or_path = name
+    report = lsim.analyze(model, random_tokens(), [lsim.CKA(minibatch=16)], checkpoint=tmp_path / "run")
+    assert report["cka"].provenance.model.startswith(("host/m", "https://host/m"))
+    report.save(tmp_path / "report")
+    report.to_html(tmp_path / "page")
+    lsim.finetune_aligned(
+        model, random_tokens(), lsim.AlignedTraining(steps=1, warmup=0), batch_size=2, checkpoint=tmp_path / "training"
+    )
+    assert len(list(tmp_path.iterdir())) == 4
+    for path in tmp_path.iterdir():
+        assert b"secret" not in path.read_bytes(), path.name
+    assert "secret" not in repr(report["cka"])
+
+
+def test_a_login_stays_out_of_errors_and_warnings():
+    error = lsim.LayersimError("No http://me:secret@host.", given="http://me:secret@host", expected="x", do="y?key=secret")
+    assert "secret" not in f"{error} {error.what} {error.given} {error.do}"
+    with pytest.raises(lsim.LayersimError) as caught:
+        lsim.analyze(tiny_llama(), random_tokens(), "cka", remote=["http://me:secret@host"])
+    assert "secret" not in str(caught.value)
+    with pytest.warns(lsim.LayersimWarning, match="at http://host$"):
+        warn("at http://me:secret@host")
+    assert provenance(model="http://me:secret@host").model == "http://host"
+
+
+@pytest.fixture
+def server():
+    """Answers every question with what stands in `answer`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        answer: bytes = b"{}"
+
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(Handler.answer)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield Handler, found.server_address[1]
+        found.shutdown()
+
+
+def test_a_login_stays_out_of_the_log_of_requests(server, caplog):
+    caplog.set_level(logging.DEBUG)
+    ndif = NdifClient(f"http://me:secret@127.0.0.1:{server[1]}", "key", {})
+    ndif.get("/ping")
+    # As nnsight asks.
+    httpx.get(f"{ndif.host}/response/1")
+    assert "HTTP Request: GET http://127.0.0.1" in caplog.text
+    assert "secret" not in caplog.text
+    assert "secret" not in repr(ndif)
+
+
+RUNNING = {"application_state": "RUNNING", "model_key": "key", "execution_timeout_seconds": "soon"}
+REFUSED = [[], None, 3, "x", [[]], {}, {"deployments": None}, {"deployments": []}, {"deployments": {"a": RUNNING}}]
+REFUSED += [{"deployments": {}, "packages": [1], "python_version": 3}, {"deployments": {}, "packages": 3}, "deep", "no JSON"]
+READ = [{"deployments": {"a": 1}}, {"deployments": {"a": {"application_state": [], "model_key": {}}}}]
+READ += [{"deployments": {}, "packages": {"torch": None}}]
+
+
+@pytest.mark.parametrize(("answer", "readable"), [(a, False) for a in REFUSED] + [(a, True) for a in READ], ids=str)
+def test_a_status_of_another_form_is_refused_or_read(server, answer, readable):
+    deep = "[" * 100_000 + "]" * 100_000
+    server[0].answer = {"deep": deep, "no JSON": "<html>"}.get(str(answer), json.dumps(answer)).encode()
+    ndif = NdifClient(f"http://127.0.0.1:{server[1]}", "key", {})
+    if readable:
+        assert not ndif.standing.loaded
+        return
+    with pytest.raises(lsim.LayersimError, match=r"no NDIF server at this address"):
+        _ = ndif.standing

@@ -1,0 +1,60 @@
+"""Stitching models on a server."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..ndif.client import rows
+from .helpers import here
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
+
+
+@pytest.mark.parametrize("at", [(0, 0), (2, 1), (3, 3)])
+def test_stitched_there_as_here(small, at, capfd):
+    options = {"at": at, "adapter": "affine", "fit": "lstsq", "batch_size": 4}
+    data = rows(24, 20)
+    expected = lsim.stitch(here(small, "llama"), here(small, "gpt2"), data, **options)
+    capfd.readouterr()
+    found = lsim.stitch(small.model("llama"), small.model("gpt2"), data, remote=small.url, **options)
+    assert "of activations at one layer cross" in capfd.readouterr().err
+    assert found.loss == pytest.approx(expected.loss, abs=1e-6)
+    assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
+    torch.testing.assert_close(found.weight, expected.weight, rtol=1e-4, atol=1e-5)
+    assert "NDIF" in found.provenance.source
+    for sides in ((True, False), (False, True)):
+        models = [
+            (small.model if far else lambda name: here(small, name))(name)
+            for far, name in zip(sides, ("llama", "gpt2"), strict=True)
+        ]
+        mixed = lsim.stitch(*models, data, remote=tuple(small.url if far else False for far in sides), **options)
+        assert mixed.loss == pytest.approx(expected.loss, abs=1e-6)
+
+
+def test_an_adapter_is_trained_through_a_trusted_server(small):
+    options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "batch_size": 8}
+    options |= {"training": lsim.StitchTraining(steps=6, warmup=2)}
+    data = rows(24, 20)
+    expected = lsim.stitch(here(small, "llama"), here(small, "gpt2"), data, **options)
+    small.set()
+    found = lsim.stitch(small.model("llama"), small.model("gpt2"), data, remote=small.url, **options)
+    torch.testing.assert_close(found.curve, expected.curve, rtol=1e-5, atol=1e-5)
+    assert found.loss == pytest.approx(expected.loss, abs=1e-5)
+
+
+def test_no_training_through_a_sandbox(small, monkeypatch):
+    from dataclasses import replace
+
+    from tl_layersim.remote.source import RemoteSource
+
+    plain = RemoteSource._ask_offer
+    monkeypatch.setattr(RemoteSource, "_ask_offer", lambda self: replace(plain(self), trusted=False))
+    with pytest.raises(lsim.LayersimError, match=r"sandbox that weights stay out of(.|\n)*fit='lstsq'"):
+        lsim.stitch(here(small, "llama"), small.model("gpt2"), rows(24, 20), at=(1, 1), fit="sgd", remote=(False, small.url))
+    found = lsim.stitch(
+        here(small, "llama"), small.model("gpt2"), rows(24, 20), at=(1, 1), remote=(False, small.url), batch_size=4
+    )
+    assert found.fit == "lstsq"

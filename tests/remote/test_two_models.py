@@ -1,0 +1,71 @@
+"""Two models of which one or both are on a server."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analysis.cross_model import exchanges
+from tl_layersim.data.batches import Batches
+from tl_layersim.data.options import DataOptions
+from tl_layersim.remote.open import open_source
+
+from ..ndif.client import rows
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
+
+
+@pytest.mark.parametrize(
+    "cka", [lsim.CKA(minibatch=16), lsim.CKA(minibatch=16, estimator="biased"), lsim.CKA(level="sequence")]
+)
+def test_gram_matrices_cross_and_give_the_same(small, cka, capfd):
+    data, options = rows(12, 20), {"batch_size": 6}
+    here = lsim.compare(
+        small.model(dispatch=True, dtype=torch.float32),
+        small.model("gpt2", dispatch=True, dtype=torch.float32),
+        data,
+        cka,
+        **options,
+    )
+    far = lsim.compare(small.model(), small.model("gpt2"), data, cka, remote=small.url, **options)
+    assert torch.allclose(far.values, here.values, atol=1e-9)
+    assert "2 batches, each run on one model and then on the other" in capfd.readouterr().err
+    assert len(far.provenance.options["remote"]) == 2
+    mixed = lsim.compare(
+        small.model(dispatch=True, dtype=torch.float32), small.model("gpt2"), data, cka, remote=(False, small.url), **options
+    )
+    assert torch.allclose(mixed.values, here.values, atol=1e-9)
+
+
+def test_pictures_of_one_prompt_are_made_there(small):
+    words = "w3 w4 w5 w6 w7"
+    here = small.model(dispatch=True, dtype=torch.float32)
+    assert torch.allclose(
+        lsim.prediction_grid(small.model(), words, remote=small.url).probability, lsim.prediction_grid(here, words).probability
+    )
+    far, near = (
+        lsim.trajectory_pca(model, words, **more) for model, more in ((small.model(), {"remote": small.url}), (here, {}))
+    )
+    assert torch.allclose(far.values, near.values, atol=1e-5)
+
+
+def test_activations_do_not_cross(small):
+    with pytest.raises(lsim.LayersimError, match="needs both models' activations in one place"):
+        lsim.compare(small.model(), small.model("gpt2"), rows(4, 20), lsim.CKA(estimator="exact"), remote=small.url)
+    with pytest.raises(lsim.LayersimError, match="Activations stay where the model is"):
+        open_source(small.model(), remote=small.url).collect(None)
+
+
+def test_what_will_cross_is_what_crosses(small):
+    cka = lsim.CKA(minibatch=16)
+    data = rows(12, 20)
+    data["attention_mask"][:] = 1
+    opened = open_source(small.model(), remote=small.url)
+    [batch] = Batches(data, opened.model, DataOptions(batch_size=12))
+    given = exchanges({"cka": cka})["cka"]
+    _, out = opened.run(batch, {"cka": given.kernel})
+    assert given.size(240, 12, 4) == sum(value.numel() * value.element_size() for value in out["cka"].values())
+    rows_alone = lsim.CKA(minibatch=16, level="sequence").exchange()
+    _, out = opened.run(batch, {"cka": rows_alone.kernel})
+    assert rows_alone.size(240, 12, 4) == sum(value.numel() * value.element_size() for value in out["cka"].values())

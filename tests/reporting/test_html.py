@@ -1,0 +1,36 @@
+"""The page of a report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import provenance
+
+
+@pytest.fixture(scope="module")
+def report():
+    return lsim.analyze(tiny_llama(), random_tokens(), [lsim.Cosine(), lsim.CKA(minibatch=16)])
+
+
+def test_a_report_is_a_mapping_with_a_page(report, tmp_path):
+    assert list(report) == ["cosine", "cka"]
+    assert "COS(embedding, last)" in repr(report)
+    with pytest.raises(KeyError, match="it has cosine, cka"):
+        report["lens"]
+    page = report.to_html(tmp_path / "report.html").read_text()
+    for part in ("theorem 2.1", "figure 11", "Nguyen", "data", report["cka"].provenance.data):
+        assert part in page
+    # One file and no network: nothing is loaded from anywhere.
+    assert 'src="http' not in page
+    assert '<link rel="stylesheet"' not in page
+
+
+def test_model_names_do_not_run_as_code(tmp_path):
+    nasty = lsim.LayerCurve(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance(model="<script>x"))
+    page = lsim.Report({"a": nasty}).to_html(tmp_path / "r.html").read_text()
+    assert "<script>x" not in page
+    assert "&lt;script&gt;x" in page

@@ -1,0 +1,44 @@
+"""Activations on disk and in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.remote.open import open_split_model
+from tl_layersim.stitching.activation_store import ActivationStore
+
+from ..tiny_models import tiny_llama
+from .helpers import QUICK, lsim_batches, rows
+
+
+class TestCache:
+    def test_a_file_gives_the_same_numbers_and_goes_away(self, tmp_path, capsys):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "batch_size": 6, "training": QUICK}
+        here = lsim.stitch(front, back, rows(), **options)
+        there = lsim.stitch(front, back, rows(), cache=tmp_path, **options)
+        assert torch.equal(here.curve, there.curve)
+        assert not list(tmp_path.iterdir())
+        # 20 of 24 rows of 16 positions of 32 float32.
+        assert "41.0 kB in a file" in capsys.readouterr().err
+
+    def test_too_much_for_memory(self, monkeypatch):
+        from tl_layersim.stitching import activation_store as material
+
+        monkeypatch.setattr(material, "_free", lambda folder: (1000.0, "memory"))
+        with pytest.raises(lsim.LayersimError, match="do not fit into the memory"):
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 2), fit="sgd", batch_size=6, training=QUICK)
+
+    def test_half_precision_is_kept_as_it_is(self):
+        front = open_split_model(tiny_llama(dtype=torch.bfloat16), None, False)
+        batches = tuple(lsim_batches(rows(8)))
+        acts = ActivationStore(front, 2, batches)
+        with acts.keep(None):
+            assert acts[1].dtype == torch.bfloat16
+            assert torch.equal(acts[1], front.hidden(batches[1], 2))
+
+    def test_no_such_folder(self, tmp_path):
+        with pytest.raises(lsim.LayersimError, match="`cache` names a folder that does not exist"):
+            lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(1, 1), cache=tmp_path / "nowhere")

@@ -1,0 +1,289 @@
+"""Stitching: losses, fits and intervals against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tl_layersim as lsim
+from tl_layersim.remote.open import open_split_model
+from tl_layersim.stitching.results import over_batches
+
+from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
+from .helpers import next_token_loss, rotated, rows
+
+
+def gpt2_parts(model, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Residual layers of a GPT-2 in float64, `batch pos d_model` each, block by block by hand."""
+    body = model.transformer
+    x = body.wte(tokens) + body.wpe(torch.arange(tokens.shape[1]))
+    layers = [x]
+    for block in body.h:
+        x = block(x)
+        layers.append(x if isinstance(x, torch.Tensor) else x[0])
+    return layers
+
+
+def gpt2_upper(model, x: torch.Tensor, layer: int) -> torch.Tensor:
+    for block in model.transformer.h[layer:]:
+        x = block(x)
+    return model.lm_head(model.transformer.ln_f(x))
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("at", [(0, 0), (1, 1), (1, 2), (3, 1), (2, 3)])
+    def test_losses_are_the_formula(self, at):
+        front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(6, 10)
+        found = lsim.stitch(front, back, tokens, at=at, adapter="identity")
+        with torch.no_grad():
+            x = gpt2_parts(front, tokens)[at[0]]
+            stitched = next_token_loss(gpt2_upper(back, x, at[1]), tokens)
+            own = next_token_loss(back(tokens).logits, tokens)
+            hits = (gpt2_upper(back, x, at[1])[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean()
+        assert found.loss == pytest.approx(stitched, abs=1e-9)
+        assert found.back_loss == pytest.approx(own, abs=1e-9)
+        assert found.penalty == pytest.approx(stitched - own, abs=1e-9)
+        assert found.accuracy == pytest.approx(float(hits))
+        assert found.accuracy_penalty == pytest.approx(found.back_accuracy - float(hits))
+
+    @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
+    def test_closed_form_on_a_model(self, kind):
+        front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(40, 10)
+        found = lsim.stitch(front, back, tokens, at=(2, 1), adapter=kind, fit="lstsq", batch_size=8)
+        fit, judged = tokens[:32], tokens[32:]
+        with torch.no_grad():
+            x, y = gpt2_parts(front, fit)[2].reshape(-1, 32).numpy(), gpt2_parts(back, fit)[1].reshape(-1, 32).numpy()
+            new = gpt2_parts(front, judged)[2].reshape(-1, 32).numpy()
+
+            def features(h):
+                if kind != "affine-norm":
+                    return h if kind == "linear" else np.hstack([h, np.ones((len(h), 1))])
+                normed = (h - h.mean(1, keepdims=True)) / np.sqrt(h.var(1, keepdims=True) + 1e-5)
+                return np.hstack([normed, np.ones((len(h), 1))])
+
+            offset = (lambda h: h) if kind == "affine-norm" else (lambda h: 0 * h)
+            coefficients = np.linalg.lstsq(features(x), y - offset(x), rcond=None)[0]
+            out = torch.as_tensor(features(new) @ coefficients + offset(new)).view(8, 10, 32)
+            assert found.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), judged), abs=1e-6)
+
+    @pytest.mark.parametrize("relative", [True, False])
+    @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
+    def test_training_is_torchs_sgd_on_the_whole_stitched_model(self, kind, relative):
+        """The same steps by hand: whole models, plain autograd, torch's optimiser, in float64."""
+        front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(12, 10)
+        settings = lsim.StitchTraining(steps=12, lr=0.3, warmup=4, clip=0.7, relative=relative)
+        found = lsim.stitch(
+            front,
+            back,
+            tokens[:8],
+            at=(2, 1),
+            adapter=kind,
+            fit="sgd",
+            batch_size=4,
+            training=settings,
+            eval_data=tokens[8:],
+            seed=3,
+        )
+        with torch.no_grad():
+            hidden = [gpt2_parts(front, tokens[i : i + 4])[2] for i in (0, 4)]
+            theirs = gpt2_parts(back, tokens[:4])[1].numpy()
+        unit, size = 1.0, 1.0
+        if relative:
+            unit = float(np.exp(np.log(np.sqrt((theirs**2).mean(-1))).mean()))
+            u = hidden[0].numpy()
+            u = (u - u.mean(-1, keepdims=True)) / np.sqrt(u.var(-1, keepdims=True) + 1e-5) if kind == "affine-norm" else u
+            size = float(np.exp(np.log(np.sqrt((u**2).mean(-1))).mean()))
+        start = torch.zeros(32, 32) if kind == "affine-norm" else torch.eye(32)
+        a, b = (
+            torch.zeros(32, 32, dtype=torch.float64, requires_grad=True),
+            torch.zeros(32, dtype=torch.float64, requires_grad=True),
+        )
+        learnt = [a] if kind == "linear" else [a, b]
+        optimiser = torch.optim.SGD(learnt, lr=1.0, momentum=0.9, nesterov=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimiser, lambda s: 0.3 * (1 - 0.9) * ((s + 1) / 4 if s < 4 else (12 - s) / (12 - 4))
+        )
+
+        def apply(h):
+            u = torch.nn.functional.layer_norm(h, (32,)) if kind == "affine-norm" else h
+            out = u @ (start.double() + a * unit / size).T
+            out = out if kind == "linear" else out + b * unit
+            return out + h if kind == "affine-norm" else out
+
+        curve = []
+        for step in range(12):
+            order = torch.randperm(2, generator=torch.Generator().manual_seed(3 * 1_000_003 + step // 2))
+            index = int(order[step % 2])
+            batch = tokens[4 * index : 4 * index + 4]
+            logits = gpt2_upper(back, apply(hidden[index]), 1)
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
+            curve.append(float(loss.detach()))
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(learnt, 0.7)
+            optimiser.step()
+            schedule.step()
+        np.testing.assert_allclose(found.curve.numpy(), curve, rtol=1e-7)
+        torch.testing.assert_close(found.weight, (start.double() + a * unit / size).detach(), rtol=1e-7, atol=1e-9)
+        with torch.no_grad():
+            out = apply(gpt2_parts(front, tokens[8:])[2])
+        assert found.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), tokens[8:]), abs=1e-6)
+
+    def test_a_planted_rotation(self):
+        model = tiny_llama(4)
+        turned, q = rotated(model)
+        tokens = rows(80, 20)
+        with torch.no_grad():
+            logits = model(tokens).logits
+            torch.testing.assert_close(logits[:2], turned(tokens[:2]).logits, rtol=1e-3, atol=1e-4)
+        # A random model is good at nothing but what it says itself.
+        options = {"labels": logits.argmax(-1)}
+        for at in ((1, 1), (3, 3)):
+            plain = lsim.stitch(model, turned, tokens, at=at, adapter="identity", **options)
+            found = lsim.stitch(model, turned, tokens, at=at, adapter="linear", fit="lstsq", **options)
+            assert plain.penalty > 0.5
+            assert plain.accuracy < 0.3
+            assert found.accuracy > 0.99
+            assert abs(found.penalty) < 1e-3
+            torch.testing.assert_close(found.weight, q, atol=2e-4, rtol=0)
+            assert found.explained > 0.99999
+
+    @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+    def test_a_model_with_itself_costs_nothing(self, build):
+        model = build()
+        for layer in range(len(open_split_model(model, None, False).model.layers)):
+            found = lsim.stitch(model, model, rows(5, 12), at=(layer, layer), adapter="identity", batch_size=2)
+            assert found.penalty == 0.0
+            assert found.accuracy_penalty == 0.0
+            assert tuple(found.penalty_interval()) == (0.0, 0.0, 0.0)
+
+    def test_padding_changes_nothing(self):
+        front, back = tiny_llama(seed=0).double(), tiny_llama(seed=1).double()
+        lengths = [5, 12, 9, 2]
+        ragged = [rows(4, 12)[i, :n].tolist() for i, n in enumerate(lengths)]
+        together = lsim.stitch(front, back, {"input_ids": ragged}, at=(2, 1), adapter="identity", batch_size=4)
+        alone = lsim.stitch(front, back, {"input_ids": ragged}, at=(2, 1), adapter="identity", batch_size=1)
+        assert together.loss == pytest.approx(alone.loss, abs=1e-10)
+        assert int(together.batch_tokens.sum()) == sum(n - 1 for n in lengths)
+        options = {"at": (2, 1), "adapter": "linear", "fit": "lstsq", "eval_data": rows(2), "ridge": 1.0}
+        with pytest.warns(lsim.LayersimWarning, match="28 tokens for 32 features"):
+            fits = [lsim.stitch(front, back, {"input_ids": ragged}, batch_size=n, **options) for n in (1, 4)]
+        torch.testing.assert_close(fits[0].weight, fits[1].weight, rtol=1e-9, atol=1e-12)
+
+    def test_skipped_positions_are_fitted_and_not_counted(self):
+        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(20, 10)
+        all_of_it = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4)
+        later = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4, skip_first=4)
+        torch.testing.assert_close(all_of_it.weight, later.weight)
+        assert int(all_of_it.batch_tokens.sum()) == 4 * 9
+        assert int(later.batch_tokens.sum()) == 4 * 5
+
+    def test_what_is_kept_out_does_not_depend_on_the_batch_size(self):
+        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(37)
+        sizes = [lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=n) for n in (1, 5, 37)]
+        for found in sizes[1:]:
+            assert int(found.batch_tokens.sum()) == 7 * 15
+            torch.testing.assert_close(found.weight, sizes[0].weight)
+            assert found.penalty == pytest.approx(sizes[0].penalty, abs=1e-6)
+
+    def test_the_last_fifth_is_kept_out(self):
+        model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
+        found = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4)
+        apart = lsim.stitch(
+            model, other, tokens[:32], at=(1, 1), adapter="linear", fit="lstsq", batch_size=4, eval_data=tokens[32:]
+        )
+        assert torch.equal(found.weight, apart.weight)
+        assert found.penalty == apart.penalty
+        again = lsim.stitch(model, other, tokens[32:], at=(1, 1), adapter=apart.adapter, batch_size=4)
+        assert again.penalty == apart.penalty
+        assert again.fit == ""
+
+    def test_what_is_judged_is_what_is_given_back(self):
+        weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        front, back = tiny_gpt2(0), tiny_gpt2(1)
+        wide = lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight))
+        narrow = lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight.float()))
+        assert wide.loss == narrow.loss
+        assert torch.equal(wide.weight, weight.float().double())
+        double = lsim.stitch(front.double(), back.double(), rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight))
+        assert torch.equal(double.adapter.weight, weight)
+
+    def test_a_table_of_labels_is_of_one_data_set(self):
+        table = torch.full((6, 8), 5)
+        with pytest.raises(lsim.LayersimError, match="belongs to one data set"):
+            lsim.stitch(
+                tiny_gpt2(0), tiny_gpt2(1), rows(6, 8), at=(1, 1), adapter="identity", labels=table, eval_data=rows(6, 8)
+            )
+
+    def test_the_tokenizer_of_either(self):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        back.tokenizer = tiny_tokenizer()
+        by_text = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(1, 1), adapter="identity")
+        by_ids = lsim.stitch(front, back, torch.tensor([[1, 5, 6, 7, 8]]), at=(1, 1), adapter="identity")
+        assert by_text.loss == by_ids.loss
+
+    def test_labels_of_ones_own(self):
+        model, other, tokens = tiny_gpt2(0), tiny_gpt2(1), rows(6, 8)
+        shifted = torch.full_like(tokens, -100)
+        shifted[:, :-1] = tokens[:, 1:]
+        usual = lsim.stitch(model, other, tokens, at=(1, 1), adapter="identity")
+        table = lsim.stitch(model, other, tokens, at=(1, 1), adapter="identity", labels=shifted)
+        assert usual.loss == table.loss
+        shifted[:, :4] = -100
+        fewer = lsim.stitch(model, other, tokens, at=(1, 1), adapter="identity", labels=shifted)
+        assert int(fewer.batch_tokens.sum()) == 6 * 3
+
+    def test_what_is_judged_is_cut_into_batches_enough_for_an_interval(self):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        ragged = {"input_ids": [rows(25, 12)[i, : 3 + i % 9].tolist() for i in range(25)]}
+        fine = lsim.stitch(front, back, ragged, at=(1, 1), adapter="identity", batch_size=2)
+        coarse = lsim.stitch(front, back, ragged, at=(1, 1), adapter="identity", batch_size=25)
+        assert torch.equal(fine.batch_tokens[:-1], coarse.batch_tokens[:-1])
+        assert len(coarse.batch_tokens) == 13
+        assert coarse.penalty == pytest.approx(fine.penalty, abs=1e-6)
+        assert coarse.penalty_interval().high == pytest.approx(fine.penalty_interval().high, abs=1e-6)
+
+    @settings(deadline=None)
+    @given(st.lists(st.tuples(st.floats(-50, 50), st.integers(1, 40)), min_size=2, max_size=12))
+    def test_the_interval_is_the_formula(self, pairs):
+        from scipy.stats import t
+
+        sums, tokens = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
+        value, low, high = over_batches(sums, tokens, 0.9)
+        mean = sum(s for s, _ in pairs) / sum(n for _, n in pairs)
+        count = len(pairs)
+        variance = sum((s - mean * n) ** 2 for s, n in pairs) * count / (count - 1) / sum(n for _, n in pairs) ** 2
+        half = t.ppf(0.95, count - 1) * math.sqrt(variance)
+        assert value == pytest.approx(mean, abs=1e-12)
+        assert high - value == pytest.approx(half, abs=1e-9)
+        assert value - low == pytest.approx(half, abs=1e-9)
+
+    def test_the_interval_holds_what_it_promises(self):
+        rng = np.random.default_rng(0)
+        inside = 0
+        for _ in range(1000):
+            tokens = rng.integers(50, 150, size=8)
+            sums = tokens * (0.3 + 0.1 * rng.normal(size=8))
+            low, high = over_batches(torch.as_tensor(sums), torch.as_tensor(tokens).double(), 0.95)[1:]
+            inside += low < 0.3 < high
+        assert 0.92 < inside / 1000 < 0.98
+
+    def test_one_row_has_no_interval(self):
+        found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), adapter="identity")
+        assert all(math.isnan(end) for end in found.penalty_interval()[1:])
+        assert "nan" in repr(found)
+
+    @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 3), (1, 0), (5, 4), (40, None)])
+    def test_rates_rise_and_fall(self, steps, warmup):
+        training = lsim.StitchTraining(steps=steps, warmup=warmup)
+        rates = [training.rate(step) for step in range(steps)]
+        assert all(rate > 0 for rate in rates)
+        assert max(rates) == pytest.approx(0.1)
+        top = rates.index(max(rates))
+        assert rates[: top + 1] == sorted(rates[: top + 1])
+        assert rates[top:] == sorted(rates[top:], reverse=True)

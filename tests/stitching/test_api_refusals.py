@@ -1,0 +1,249 @@
+"""What is refused when models are stitched, and what is said."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from .helpers import QUICK, gpt2_of_kind, rows
+
+
+class TestTrouble:
+    @staticmethod
+    def losses(monkeypatch, values):
+        """Let the back say these losses, with its true slopes."""
+        from tl_layersim.models.split_model import LocalSplitModel
+
+        plain, said = LocalSplitModel.loss_and_gradient, iter(values)
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(said), plain(self, *given)[1]))
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, 11.0])
+    @pytest.mark.parametrize("good", [10, 60])
+    def test_an_exploding_loss_stops_and_keeps_the_best(self, monkeypatch, bad, good):
+        from tl_layersim.stitching import fitting as training
+
+        seen = []
+        plain = training.Trained
+
+        def noted(step=0, tensors=None, curve=(), *rest, **more):
+            seen.append((step, dict(tensors or {})))
+            return plain(step, tensors or {}, curve, *rest, **more)
+
+        monkeypatch.setattr(training, "Trained", noted)
+        options = {"at": (1, 1), "fit": "sgd", "adapter": "affine-norm", "batch_size": 6}
+        self.losses(monkeypatch, [*([5.0] * 25 + [4.0] * 25 + [4.5] * 10)[:good], bad])
+        settings = lsim.StitchTraining(steps=80, warmup=10, relative=False)
+        kept = "the best one on the way" if good == 60 else "the one that it started from"
+        with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*The adapter is {kept}"):
+            found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), training=settings, **options)
+        assert found.stopped == good + 1
+        assert len(found.curve) == good + 1
+        # The best window ended with step 50; before the first one is over there is only the start, which is zero here.
+        expected = next(tensors["weight"] for step, tensors in seen if step == 50) if good == 60 else torch.zeros(32, 32)
+        assert torch.equal(found.weight.float(), expected.float())
+
+    @pytest.mark.parametrize("steps", [8, 60])
+    def test_a_loss_that_ends_higher_is_said_and_the_best_kept(self, steps):
+        model, tokens = tiny_llama(), rows(200)
+        with torch.no_grad():
+            labels = model(tokens).logits.argmax(-1)
+        options = {"at": (1, 1), "batch_size": 16, "labels": labels}
+        wild = lsim.StitchTraining(steps=steps, lr=1e5, warmup=0)
+        with pytest.warns(lsim.LayersimWarning, match=r"higher loss than it began with.*StitchTraining\(lr=1\)"):
+            found = lsim.stitch(model, model, tokens, fit="sgd", adapter="affine-norm", training=wild, **options)
+        start = lsim.stitch(model, model, tokens, adapter="identity", **options)
+        assert found.loss <= start.back_loss + 1e-6
+        assert found.stopped == 0
+
+    def test_rows_that_are_fitted_and_judged_are_said(self):
+        with pytest.warns(lsim.LayersimWarning, match="3 of 5 rows of eval_data"):
+            lsim.stitch(
+                tiny_llama(),
+                tiny_llama(seed=1),
+                rows(40),
+                at=(1, 1),
+                fit="lstsq",
+                eval_data=torch.cat([rows(40)[:3], random_tokens(2, 16, 8)]),
+            )
+
+    def test_data_of_one_row_cannot_be_parted(self):
+        with pytest.raises(lsim.LayersimError, match="cannot be parted"):
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), fit="lstsq")
+
+    def test_few_tokens_for_least_squares(self):
+        with pytest.warns(lsim.LayersimWarning, match=r"16 tokens for 32 features"):
+            lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(2), at=(1, 1), fit="lstsq", batch_size=1)
+
+    @pytest.mark.parametrize("layer", [4, -1, "blocks.3.hook_resid_post", "blocks.0.attn"])
+    def test_a_layer_that_does_not_exist(self, layer):
+        for at in ((layer, 1), (1, layer)):
+            with pytest.raises(lsim.LayersimError, match="has no such layer"):
+                lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=at, adapter="identity")
+
+    def test_layers_by_name(self):
+        model, other = tiny_llama(), tiny_llama(seed=1)
+        expected = lsim.stitch(model, other, rows(), at=(1, 2), adapter="identity")
+        for at in (
+            ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post"),
+            ("blocks.1.hook_resid_pre", "blocks.2.hook_resid_pre"),
+        ):
+            assert lsim.stitch(model, other, rows(), at=at, adapter="identity").penalty == expected.penalty
+        assert expected.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
+
+    def test_other_tokens(self):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        front.tokenizer, back.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
+        with pytest.raises(lsim.LayersimError, match="read different tokens"):
+            lsim.stitch(front, back, rows(), at=(1, 1), adapter="identity")
+
+    def test_rows_longer_than_one_of_the_models_takes(self):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        short = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=8)).eval()
+        for pair in ((tiny_gpt2(), short), (short, tiny_gpt2())):
+            with pytest.raises(lsim.LayersimError, match="longer than the model's context"):
+                lsim.stitch(*pair, rows(), at=(1, 1), adapter="identity")
+
+    def test_half_precision(self):
+        front, back = tiny_llama(), tiny_llama(seed=1, dtype=torch.float16)
+        with pytest.raises(lsim.LayersimError, match="float16 model vanish"):
+            lsim.stitch(front, back, rows(), at=(1, 1), fit="sgd")
+        for dtype in (torch.float16, torch.bfloat16):
+            model = tiny_llama(dtype=dtype)
+            assert lsim.stitch(model, model, rows(), at=(2, 2), adapter="identity").penalty == 0.0
+            found = lsim.stitch(tiny_llama(seed=1), model, rows(60), at=(2, 2), fit="lstsq")
+            wide = lsim.stitch(tiny_llama(seed=1), tiny_llama(), rows(60), at=(2, 2), fit="lstsq")
+            assert found.penalty == pytest.approx(wide.penalty, abs=0.03)
+        trained = lsim.stitch(
+            tiny_llama(seed=1), model, rows(), at=(2, 2), fit="sgd", adapter="affine-norm", batch_size=6, training=QUICK
+        )
+        wide = lsim.stitch(
+            tiny_llama(seed=1), tiny_llama(), rows(), at=(2, 2), fit="sgd", adapter="affine-norm", batch_size=6, training=QUICK
+        )
+        assert trained.loss == pytest.approx(wide.loss, abs=0.05)
+        assert trained.adapter.weight.dtype == torch.float32
+
+    def test_widths(self):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        wide = LlamaForCausalLM(
+            LlamaConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=100)
+        ).eval()
+        with pytest.raises(lsim.LayersimError, match="different widths there is no identity"):
+            lsim.stitch(wide, tiny_llama(), rows(), at=(1, 1), adapter="identity")
+        with pytest.raises(lsim.LayersimError, match="different widths there is no identity"):
+            lsim.stitch(wide, tiny_llama(), rows(), at=(1, 1), fit="sgd", batch_size=6)
+        for kind in ("linear", "affine", "affine-norm"):
+            found = lsim.stitch(
+                wide, tiny_llama(), rows(60), at=(1, 2), adapter=kind, fit="lstsq+sgd", batch_size=6, training=QUICK
+            )
+            assert found.weight.shape == (32, 48)
+            assert found.adapter(torch.zeros(2, 48)).shape == (2, 32)
+            assert float(found.curve[-5:].mean()) < float(found.curve[:5].mean())
+            with torch.no_grad():
+                assert found.model(rows(2)).logits.shape == (2, 16, 100)
+        with pytest.raises(lsim.LayersimError, match="does not fit between these"):
+            lsim.stitch(tiny_llama(), wide, rows(), at=(1, 1), adapter=found.adapter)
+
+    def test_identity_between_bases_is_said(self):
+        bridge = gpt2_of_kind("bridge", 0)
+        bridge.enable_compatibility_mode()
+        with pytest.warns(lsim.LayersimWarning, match="written in different bases"):
+            lsim.stitch(bridge, tiny_gpt2(1), rows(4, 8), at=(1, 1), adapter="identity")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"adapter": "identity", "fit": "lstsq"}, "nothing to fit"),
+            ({"adapter": "identity", "training": QUICK}, "nothing to fit"),
+            ({"fit": "lstsq", "training": QUICK}, "Nothing is trained by gradients"),
+            ({"fit": "sgd", "ridge": 1.0}, "ridge belongs to least squares"),
+            ({"fit": "lstsq", "ridge": -1.0}, "ridge belongs to least squares"),
+            ({"adapter": "twisted"}, r"`adapter` of \w+ cannot be"),
+            ({"fit": "adam"}, r"`fit` of \w+ cannot be"),
+            ({"eval_data": []}, "nothing to answer in eval_data"),
+            ({"labels": "class"}, "no place to take labels from"),
+            ({"cache": "."}, "Nothing is kept where nothing is trained"),
+        ],
+    )
+    def test_options_that_do_not_fit(self, options, message):
+        with pytest.raises(lsim.LayersimError, match=message):
+            lsim.stitch(
+                tiny_llama(),
+                tiny_llama(seed=1),
+                rows(),
+                **({"at": (1, 1), "fit": "lstsq"} | options if "adapter" not in options else {"at": (1, 1)} | options),
+            )
+
+    @pytest.mark.parametrize(
+        "settings", [{"steps": 0}, {"lr": 0.0}, {"lr": math.nan}, {"momentum": 1.0}, {"warmup": -1}, {"clip": 0.0}]
+    )
+    def test_settings_of_a_training(self, settings):
+        with pytest.raises(lsim.LayersimError, match="out of range"):
+            lsim.StitchTraining(**settings)
+
+    @pytest.mark.parametrize("data", [[], torch.zeros(3, 1, dtype=torch.int64), [[5]]])
+    def test_no_data(self, data):
+        with pytest.raises(lsim.LayersimError, match="nothing to answer"):
+            lsim.stitch(tiny_llama(), tiny_llama(), data, at=(1, 1), adapter="identity")
+
+    def test_a_back_that_is_broken(self):
+        broken = tiny_llama()
+        with torch.no_grad():
+            broken.model.layers[2].mlp.down_proj.weight.fill_(torch.nan)
+        with pytest.raises(lsim.LayersimError, match="is NaN, before anything is stitched"):
+            lsim.stitch(tiny_llama(), broken, rows(), at=(1, 1), adapter="identity")
+
+    def test_a_front_that_is_broken_is_said(self):
+        broken = tiny_llama()
+        with torch.no_grad():
+            broken.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
+        with pytest.warns(lsim.LayersimWarning, match="stitched loss of .* is not finite"):
+            found = lsim.stitch(broken, tiny_llama(), rows(), at=(2, 2), adapter="identity")
+        assert math.isnan(found.penalty)
+        with pytest.raises(lsim.LayersimError, match="not finite, so nothing can be fitted"):
+            lsim.stitch(broken, tiny_llama(), rows(), at=(2, 2), fit="lstsq", batch_size=6)
+
+    def test_blocks_that_are_not_the_residual(self):
+        model = tiny_llama()
+        paths = ["model.layers.2", "model.layers.0"]
+        with pytest.raises(lsim.LayersimError, match="in another order"):
+            lsim.stitch(model, model, rows(), at=(1, 2), adapter="identity", layers=(None, paths))
+
+    def test_a_layer_that_nothing_reads(self):
+        class Deaf(torch.nn.Module):
+            """Says the same whatever its blocks give."""
+
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = torch.nn.Embedding(100, 32), torch.nn.Linear(32, 100)
+                self.steps = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
+
+            def forward(self, tokens):
+                x = self.embed(tokens)
+                self.steps[1](self.steps[0](x))
+                return self.head(x)
+
+        paths = ["steps.0", "steps.1"]
+        with pytest.raises(lsim.LayersimError, match=r"cannot be entered(.|\n)*and another with another"):
+            lsim.stitch(Deaf(), Deaf(), rows(4), at=(1, 1), adapter="identity", layers=(paths, paths))
+
+    def test_a_source_of_ones_own(self):
+        from tl_layersim.remote.open import open_source
+
+        class Own(lsim.Source):
+            model = open_source(tiny_llama()).model
+
+            def run(self, batch, kernels): ...
+
+            def collect(self, batch): ...
+
+        with pytest.raises(lsim.LayersimError, match="runs parts of models"):
+            lsim.stitch(Own(), tiny_llama(), rows(), at=(1, 1), adapter="identity")

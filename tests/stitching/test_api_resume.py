@@ -1,0 +1,167 @@
+"""Interrupted stitches go on with the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+from .helpers import QUICK, rows
+
+
+class TestInterrupts:
+    OPTIONS = {"at": (2, 2), "adapter": "affine", "fit": "lstsq+sgd", "batch_size": 4}  # noqa: RUF012
+
+    @pytest.mark.parametrize("after", [1, 11, 29])
+    def test_the_same_call_goes_on_with_the_same_numbers(self, tmp_path, monkeypatch, after):
+        from tl_layersim.models.split_model import LocalSplitModel
+
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        whole = lsim.stitch(front, back, rows(80), training=QUICK, **self.OPTIONS)
+        plain, calls = LocalSplitModel.loss_and_gradient, []
+
+        def interrupted(self, *given):
+            if len(calls) == after:
+                raise KeyboardInterrupt
+            calls.append(1)
+            return plain(self, *given)
+
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
+        path = tmp_path / "stitch.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+        again = []
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: again.append(1) or plain(self, *given))
+        found = lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+        assert len(again) == 30 - after
+        for name in found.tensor_fields():
+            assert torch.equal(getattr(found, name), getattr(whole, name)), name
+        assert found.explained == whole.explained
+        # And what is done is not done again.
+        lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+        assert len(again) == 30 - after
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"at": (1, 2)},
+            {"seed": 1},
+            {"adapter": "linear"},
+            {"ridge": 0.1},
+            {"labels": random_tokens(80, 16, 9)},
+            {"eval_data": random_tokens(4, 16, 9)},
+            {"training": lsim.StitchTraining(steps=31)},
+            {"skip_first": 1},
+        ],
+        ids=str,
+    )
+    def test_another_call_is_refused(self, tmp_path, change):
+        front, back = tiny_llama(), tiny_llama(seed=1)
+        path = tmp_path / "stitch.safetensors"
+        options = {**self.OPTIONS, "training": QUICK}
+        lsim.stitch(front, back, rows(80), checkpoint=path, **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, back, rows(80), checkpoint=path, **(options | change))
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, back, rows(81), checkpoint=path, **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, tiny_llama(seed=2), rows(80), checkpoint=path, **options)
+
+    def test_adapters_that_are_given_are_told_apart(self, tmp_path):
+        front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
+        weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+        lsim.stitch(front, back, rows(), at=(1, 1), adapter=lsim.Adapter("affine", weight, torch.zeros(32)), checkpoint=path)
+        for other in (
+            lsim.Adapter("affine", weight.T.contiguous(), torch.zeros(32)),
+            lsim.Adapter("affine", weight, torch.ones(32)),
+            lsim.Adapter("linear", weight),
+        ):
+            with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+                lsim.stitch(front, back, rows(), at=(1, 1), adapter=other, checkpoint=path)
+
+    def test_what_is_asked_and_of_what_is_told_apart(self, tmp_path):
+        front, back, labels = tiny_llama(), tiny_llama(seed=1), random_tokens(20, 16, 7)
+        options = {"at": (1, 1), "adapter": "identity", "labels": "data", "checkpoint": tmp_path / "a"}
+        lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels}, **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels.flip(0)}, **options)
+        options = {"at": (1, 1), "fit": "lstsq", "batch_size": 4, "checkpoint": tmp_path / "b"}
+        lsim.stitch(front, back, rows(20)[:12], eval_data=rows(20)[12:], **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, back, rows(20)[:16], eval_data=rows(20)[16:], **options)
+        options = {"at": (0, 0), "adapter": "identity", "checkpoint": tmp_path / "c"}
+        paths = [f"model.layers.{i}" for i in range(3)]
+        lsim.stitch(front, back, rows(4), layers=(paths[:2], None), **options)
+        with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+            lsim.stitch(front, back, rows(4), layers=(paths, None), **options)
+
+    def test_names_of_any_kind(self, tmp_path):
+        models = {name: tiny_llama(seed=seed) for seed, name in enumerate(["org/a", "b>c", "org/a>b", "c@1"])}
+        options = {"layers": [1], "adapter": "identity"}
+        plain = lsim.stitch_grid(models, rows(4), **options)
+        for _ in range(2):
+            kept = lsim.stitch_grid(models, rows(4), checkpoint=tmp_path / "grid", **options)
+            assert torch.equal(kept.values, plain.values)
+
+    def test_trouble_after_the_training_loses_nothing(self, tmp_path, monkeypatch):
+        from tl_layersim.stitching.experiment import StitchExperiment
+
+        front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
+        whole = lsim.stitch(front, back, rows(80), training=QUICK, **self.OPTIONS)
+
+        def interrupted(*given):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StitchExperiment, "_judge", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+        from tl_layersim.models.split_model import LocalSplitModel
+        from tl_layersim.stitching import experiment as bench
+
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
+        monkeypatch.setattr(bench, "least_squares", interrupted)
+        assert lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS).penalty == whole.penalty
+
+    def test_data_that_cannot_be_judged_is_found_before_the_work(self, tmp_path, monkeypatch):
+        from tl_layersim.models.split_model import LocalSplitModel
+
+        asked = []
+        plain = LocalSplitModel.loss_and_gradient
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: asked.append(1) or plain(self, *given))
+        bad = random_tokens(4, 16)
+        bad[-1, -1] = 5000
+        data, judged = {"input_ids": rows()}, {"input_ids": random_tokens(4, 16, 3), "labels": bad}
+        with pytest.raises(lsim.LayersimError, match="none of the model's classes"):
+            lsim.stitch(
+                tiny_llama(), tiny_llama(seed=1), {**data, "labels": rows().flip(1)}, at=(1, 1), fit="sgd", labels="data",
+                eval_data=judged, training=QUICK, batch_size=4, checkpoint=tmp_path / "f",
+            )  # fmt: skip
+        assert not asked
+        assert not (tmp_path / "f").exists()
+
+    def test_a_grid_goes_on_where_it_was(self, tmp_path, monkeypatch):
+        from tl_layersim.models.split_model import LocalSplitModel
+
+        models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
+        options = {"layers": [1, 3], "fit": "sgd", "training": lsim.StitchTraining(steps=4, warmup=1), "batch_size": 2}
+        whole = lsim.stitch_grid(models, rows(), **options)
+        plain, calls = LocalSplitModel.loss_and_gradient, []
+
+        def interrupted(self, *given):
+            if len(calls) == 18:
+                raise KeyboardInterrupt
+            calls.append(1)
+            return plain(self, *given)
+
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
+        path = tmp_path / "grid.safetensors"
+        with pytest.raises(KeyboardInterrupt):
+            lsim.stitch_grid(models, rows(), checkpoint=path, **options)
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
+        found = lsim.stitch_grid(models, rows(), checkpoint=path, **options)
+        assert len(calls) == 8 * 4
+        for name in found.tensor_fields():
+            assert torch.equal(getattr(found, name), getattr(whole, name)), name

@@ -1,0 +1,26 @@
+"""Every family can be entered at every layer."""
+
+from __future__ import annotations
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.remote.open import open_split_model
+
+from ..tiny_models import FAMILIES, family
+from .helpers import rows
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_can_be_entered_at_every_layer(name):
+    model, other = family(name), family(name, 1)
+    masked = "Masked" in type(model).__name__
+    more = {"labels": rows(4, 10).roll(1, 1)} if masked else {}
+    count = len(open_split_model(model, None, False).model.layers)
+    for layer in range(count):
+        same = lsim.stitch(model, model, rows(4, 10), at=(layer, layer), adapter="identity", **more)
+        assert same.penalty == 0.0
+        assert lsim.stitch(other, model, rows(4, 10), at=(layer, layer), adapter="identity", **more).penalty != 0.0
+    ragged = {"input_ids": [rows(4, 10)[i, : 10 - i].tolist() for i in range(4)]}
+    if not masked:
+        assert lsim.stitch(model, model, ragged, at=(1, 1), adapter="identity").penalty == 0.0

@@ -1,0 +1,92 @@
+"""Grids of stitches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import tiny_llama
+from .helpers import QUICK, rows
+
+
+class TestGrid:
+    @pytest.fixture(scope="class")
+    def models(self):
+        return {"a": tiny_llama(), "b": tiny_llama(seed=1)}
+
+    @pytest.fixture(scope="class")
+    def grid(self, models):
+        return lsim.stitch_grid(models, rows(80), fit="lstsq", batch_size=4)
+
+    def test_each_cell_is_a_stitch(self, models, grid):
+        assert grid.fronts == ("a", "b")
+        assert grid.seams == tuple(f"blocks.{i}.hook_resid_post" for i in range(3))
+        for i, a in enumerate(models):
+            for j, b in enumerate(models):
+                for s in (0, 2):
+                    one = lsim.stitch(models[a], models[b], rows(80), at=(s + 1, s + 1), fit="lstsq", batch_size=4)
+                    assert float(grid.penalty[i, j, s]) == one.penalty
+                    assert float(grid.loss[i, j, s]) == one.loss
+                    assert (float(grid.low[i, j, s]), float(grid.high[i, j, s])) == tuple(one.penalty_interval())[1:]
+                    assert float(grid.accuracy_penalty[i, j, s]) == one.accuracy_penalty
+
+    def test_asymmetry(self, grid):
+        table = grid.asymmetry("a", "b")
+        np.testing.assert_allclose(table["difference"], (grid.penalty[0, 1] - grid.penalty[1, 0]).numpy(), atol=1e-12)
+        assert (table["low"] <= table["difference"]).all()
+        assert (table["difference"] <= table["high"]).all()
+        swapped = grid.asymmetry("b", "a")
+        np.testing.assert_allclose(swapped["difference"], -table["difference"], atol=1e-12)
+        with pytest.raises(lsim.LayersimError, match="no such model"):
+            grid.asymmetry("a", "c")
+
+    def test_beyond_what_fitting_costs(self, models):
+        # Trained, so that models with themselves do not come out at zero.
+        options = {"layers": [1, 2], "fit": "sgd", "adapter": "affine-norm", "training": QUICK, "batch_size": 8}
+        grid = lsim.stitch_grid(models, rows(40), **options)
+        assert grid.penalty[0, 0].abs().min() > 1e-3
+        table = grid.beyond_self()
+        assert list(table.front) == ["a"] * 2 + ["b"] * 2
+        for _, row in table.iterrows():
+            a, b, s = grid.fronts.index(row.front), grid.fronts.index(row.back), grid.seams.index(row.seam)
+            assert row.difference == pytest.approx(float(grid.penalty[a, b, s] - grid.penalty[b, b, s]))
+            assert row.low < row.difference < row.high
+
+    def test_tables_plots_and_files(self, grid, tmp_path):
+        table = grid.to_frame()
+        assert len(table) == 2 * 2 * 3
+        assert {"front", "back", "seam", "penalty", "low", "high", "loss", "back_loss", "accuracy_penalty"} <= set(
+            table.columns
+        )
+        figure = grid.plot()
+        assert [trace.name for trace in figure.data] == ["a into b", "b into a", "a into a", "b into b"]
+        assert list(figure.layout.xaxis.ticktext) == ["0", "1", "2"]
+        assert grid.plot("accuracy_penalty").data[0].error_y.array is not None
+        np.testing.assert_allclose(grid.plot("loss").data[0].y, grid.loss[0, 1])
+        assert "affine, lstsq" in figure.layout.title.text
+        again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
+        assert torch.equal(again.values, grid.values)
+        page = lsim.Report({"stitches": grid}).to_html(tmp_path / "page.html").read_text()
+        assert "Stitching penalty" in page
+
+    def test_models_of_different_depths(self, models):
+        mixed = {"a": models["a"], "deep": tiny_llama(5, seed=2)}
+        with pytest.raises(lsim.LayersimError, match="not of one depth"):
+            lsim.stitch_grid(mixed, rows(), adapter="identity")
+        grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [1, 3], "deep": [2, 5]})
+        one = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(2, 1), adapter="identity")
+        assert float(grid.penalty[1, 0, 0]) == one.penalty
+        assert grid.seams[0] == "a blocks.0.hook_resid_post, deep blocks.1.hook_resid_post"
+        assert grid.penalty[0, 0].abs().max() == 0
+
+    @pytest.mark.parametrize("layers", [[], {"a": [1]}, {"a": [1, 2], "b": [1]}])
+    def test_seams_that_do_not_fit(self, models, layers):
+        with pytest.raises(lsim.LayersimError, match="seams do not fit"):
+            lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
+
+    def test_models_without_names(self, models):
+        with pytest.raises(lsim.LayersimError, match="names for its models"):
+            lsim.stitch_grid(list(models.values()), rows(), adapter="identity")

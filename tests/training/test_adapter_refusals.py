@@ -1,0 +1,82 @@
+"""What is said of a training of adapters that cannot go well."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core.errors import LayersimError
+from tl_layersim.remote import adapter_training as far_training
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from .helpers import traced, train
+
+# Random tokens have nothing in common.
+pytestmark = pytest.mark.filterwarnings("ignore:On held-out data the aligned loss rose")
+
+D, L = 32, 3
+
+
+def test_a_rising_loss_is_said():
+    with pytest.warns(UserWarning, match=r"aligned loss rose from .*lr=0\.3"):
+        train(traced(), lr=3.0, steps=6)
+
+
+def test_what_diverges_is_refused(monkeypatch):
+    plain = far_training.stepped
+
+    def stepped(*given):
+        return {name: value * math.inf for name, value in plain(*given).items()}
+
+    monkeypatch.setattr(far_training, "stepped", stepped)
+    with pytest.raises(LayersimError, match=r"diverged(.|\n)*lr=0\.0003"):
+        train(traced(), lr=0.003)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank": 0}, "rank is too small"),
+        ({"rank": D + 1}, "rank is too large"),
+        ({"steps": 0}, "steps is too small"),
+        ({"lr": 0.0}, "lr is out of range"),
+        ({"at": [3]}, r"no blocks to put adapters at(.|\n)*0 to 2"),
+        ({"at": [-1]}, "no blocks to put adapters at"),
+        ({"at": ["blocks.0.hook_resid_pre"]}, "no blocks to put adapters at"),
+        ({"at": []}, "a list of different blocks"),
+        ({"at": [1, "blocks.1.hook_resid_post"]}, "a list of different blocks"),
+        ({"weights": [0.5, 0.5]}, "weights do not belong"),
+        ({"checkpoint": "nowhere/run.ckpt"}, "folder that does not exist"),
+        ({"data": {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": [0, 1]}}, "trained on tokens"),
+        ({"data": random_tokens(1, 8), "eval_data": None}, "cannot be parted"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options, words):
+    with pytest.raises(LayersimError, match=words):
+        train(traced(), **options)
+
+
+def test_models_that_cannot_be_trained_through_are_refused():
+    with pytest.raises(LayersimError, match=r"nnsight model(.|\n)*LlamaForCausalLM(.|\n)*finetune_aligned"):
+        train(tiny_llama())
+    stitched = lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(4, 8), at=(1, 1), adapter="identity").model
+    with pytest.raises(LayersimError, match=r"a stitched model(.|\n)*its back"):
+        train(stitched)
+    with pytest.raises(LayersimError, match="float16 model vanish"):
+        train(traced(tiny_llama(dtype=torch.float16)))
+    from nnsight import NNsight
+
+    with pytest.raises(LayersimError, match="no head that is known"):
+        train(NNsight(tiny_llama().model))
+    found = train(traced())
+    gpt2 = traced(tiny_gpt2())
+    with pytest.raises(Exception, match="has not got the blocks"), gpt2.trace(random_tokens(1, 4)):
+        found.apply(gpt2)
+    narrow = replace(found, down=found.down[..., :8], up=found.up[:, :8])
+    model = traced()
+    with pytest.raises(Exception, match="another width"), model.trace(random_tokens(1, 4)):
+        narrow.apply(model)

@@ -1,0 +1,233 @@
+"""The aligned loss against its formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.data.labels import NO_LABEL
+from tl_layersim.training import losses
+from tl_layersim.training.losses import layer_weights
+from tl_layersim.training.residual_stream import open_residual_stream
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from .helpers import CE, bert, gemma2, naive, neox, next_of, vit
+
+
+def gradients(model):
+    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def same_gradients(ours, theirs, tolerance):
+    assert set(ours) == set(theirs)
+    for name, mine in ours.items():
+        other = theirs[name]
+        size = 0 if other is None else float(other.abs().max())
+        gap = (
+            float(((0 if mine is None else mine) - (0 if other is None else other)).abs().max())
+            if size or mine is not None
+            else 0
+        )
+        assert gap <= tolerance * max(size, 1.0), name
+
+
+class TestWeights:
+    @pytest.mark.parametrize("n_layers", [1, 2, 12, 80])
+    @pytest.mark.parametrize("weights", ["linear", "uniform"])
+    def test_they_sum_to_one(self, weights, n_layers):
+        found = layer_weights(weights, n_layers)
+        assert math.isclose(sum(found), 1, rel_tol=1e-12)
+        expected = [2 * l / (n_layers * (n_layers + 1)) for l in range(1, n_layers + 1)]  # noqa: E741
+        assert found == pytest.approx(expected if weights == "linear" else [1 / n_layers] * n_layers)
+
+    @pytest.mark.parametrize("bad", [[0.5, 0.5], [0.5, 0.6, 0.1], [1.5, -0.5, 0.0], [math.nan, 0.5, 0.5]])
+    def test_others_are_refused(self, bad):
+        with pytest.raises(lsim.LayersimError, match="do not belong"):
+            layer_weights(bad, 3)
+
+
+class TestLoss:
+    @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2, neox, gemma2], ids=lambda f: f.__name__)
+    @pytest.mark.parametrize(("weights", "norm"), [("linear", "final"), ("uniform", "none"), ([0.0, 0.25, 0.75], "final")])
+    def test_value_and_gradients_are_the_formula(self, make, weights, norm):
+        model = make().double()
+        tokens = random_tokens(3, 11)
+        loss = lsim.aligned_loss(model, tokens, weights=weights, norm=norm)
+        loss.backward()
+        ours = gradients(model)
+        parts = layer_weights(weights, 3)
+        soft = getattr(model.config, "final_logit_softcapping", None)
+        expected = (
+            naive(model, tokens, next_of(tokens), parts, norm) if soft is None else capped(model, tokens, parts, norm, soft)
+        )
+        expected.backward()
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+        same_gradients(ours, gradients(model), 1e-9)
+
+    def test_few_logits_are_held(self, monkeypatch):
+        model, tokens = tiny_llama().double(), random_tokens(4, 20)
+        whole = lsim.aligned_loss(model, tokens)
+        whole.backward()
+        expected = gradients(model)
+        seen = []
+        plain = torch.nn.functional.linear
+        monkeypatch.setattr(losses, "LOGITS", 700)
+
+        def watched(x, weight, bias=None):
+            if len(weight) == 100:
+                seen.append(x.numel() // x.shape[-1])
+            return plain(x, weight, bias)
+
+        monkeypatch.setattr(torch.nn.functional, "linear", watched)
+        loss = lsim.aligned_loss(model, tokens)
+        loss.backward()
+        assert max(seen) == 7
+        assert float(loss.detach()) == pytest.approx(float(whole.detach()), rel=1e-12)
+        same_gradients(gradients(model), expected, 1e-10)
+
+    def test_it_is_torchs_own_linear_cross_entropy(self):
+        if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+            pytest.skip("this torch has no linear_cross_entropy")
+        model, tokens = tiny_llama(), random_tokens(4, 20)
+        stream = open_residual_stream(model, None, None)
+        x = torch.randn(50, 32, requires_grad=True)
+        wanted = torch.randint(0, 100, (50,))
+        ours = losses.summed_loss(stream.unembed, x, wanted, torch.ones(50))
+        ours.backward()
+        mine, x.grad = x.grad.clone(), None
+        theirs = torch.nn.functional.linear_cross_entropy(x, model.lm_head.weight, wanted, reduction="sum")
+        theirs.backward()
+        assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-6)
+        torch.testing.assert_close(mine, x.grad, rtol=1e-4, atol=1e-6)
+        assert tokens.shape == (4, 20)
+
+    def test_heads_that_are_more_than_a_product(self):
+        """A classifier behind BERT's pooler goes another way, to the same numbers."""
+        model, tokens, labels = bert().double(), random_tokens(5, 9), torch.tensor([0, 2, NO_LABEL, 1, 1])
+        loss = lsim.aligned_loss(model, tokens, labels)
+        loss.backward()
+        ours = gradients(model)
+        hidden = model(tokens, output_hidden_states=True).hidden_states
+        expected = sum(
+            w * CE(model.classifier(model.bert.pooler(hidden[layer])), labels, ignore_index=NO_LABEL)
+            for layer, w in enumerate(layer_weights("linear", 3), 1)
+        )
+        expected.backward()
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+        same_gradients(ours, gradients(model), 1e-9)
+
+    def test_vision(self):
+        model, pixels, labels = vit().double(), torch.randn(4, 3, 8, 8).double(), torch.tensor([0, 3, 1, 1])
+        loss = lsim.aligned_loss(model, pixels, labels, weights="uniform")
+        loss.backward()
+        ours = gradients(model)
+        hidden = model(pixels, output_hidden_states=True).hidden_states
+        expected = sum(CE(model.classifier(model.vit.layernorm(hidden[layer])[:, 0]), labels) for layer in (1, 2, 3)) / 3
+        expected.backward()
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+        same_gradients(ours, gradients(model), 1e-9)
+
+    def test_the_last_token_of_a_row_classifier(self):
+        from transformers import LlamaForSequenceClassification
+
+        base = tiny_llama()
+        base.config.num_labels, base.config.pad_token_id = 3, 0
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(base.config).double().eval()
+        tokens, mask = random_tokens(3, 8), torch.ones(3, 8, dtype=torch.long)
+        tokens[1, 5:], mask[1, 5:] = 0, 0
+        labels = torch.tensor([0, 1, 2])
+        loss = lsim.aligned_loss(model, tokens, labels, weights=[0.0, 0.0, 1.0], attention_mask=mask)
+        expected = model(tokens, attention_mask=mask, labels=labels).loss
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+
+    def test_padding_changes_nothing(self):
+        model, tokens = tiny_llama().double(), random_tokens(2, 10)
+        mask = torch.ones(2, 10, dtype=torch.long)
+        mask[1, 6:] = 0
+        found = lsim.aligned_loss(model, tokens, attention_mask=mask)
+        other = tokens.clone()
+        other[1, 6:] = 7
+        assert float(found.detach()) == pytest.approx(
+            float(lsim.aligned_loss(model, other, attention_mask=mask).detach()), rel=1e-12
+        )
+        alone = [lsim.aligned_loss(model, part).detach() for part in (tokens[:1], tokens[1:, :6])]
+        assert float(found.detach()) == pytest.approx(float((9 * alone[0] + 5 * alone[1]) / 14), rel=1e-10)
+
+    def test_the_last_layer_alone_is_the_models_own_loss(self):
+        model, tokens = tiny_gpt2(), random_tokens(3, 12)
+        found = lsim.aligned_loss(model, tokens, weights=[0, 0, 1])
+        assert float(found.detach()) == pytest.approx(float(model(tokens, labels=tokens).loss.detach()), rel=1e-5)
+
+    def test_half_precision_is_summed_in_float32(self):
+        model, tokens = tiny_llama(), random_tokens(3, 12)
+        wide = float(lsim.aligned_loss(model, tokens).detach())
+        loss = lsim.aligned_loss(model.bfloat16(), tokens)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert float(loss.detach()) == pytest.approx(wide, rel=0.03)
+        assert model.lm_head.weight.grad.dtype == torch.bfloat16
+
+    def test_one_layer_one_row_two_tokens(self):
+        model, tokens = tiny_llama(layers=1), random_tokens(1, 2)
+        assert float(lsim.aligned_loss(model, tokens).detach()) == pytest.approx(
+            float(model(tokens, labels=tokens).loss.detach()), rel=1e-5
+        )
+
+    def test_far_logits_are_no_nan(self):
+        model, tokens = tiny_llama(), random_tokens(2, 8)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1000)
+        loss = lsim.aligned_loss(model, tokens)
+        loss.backward()
+        assert bool(loss.isfinite())
+        assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+        expected = naive(model, tokens, next_of(tokens), layer_weights("linear", 3))
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-4)
+
+    def test_no_hook_is_left_and_the_mode_is_kept(self):
+        model = tiny_llama().train()
+        before = [dict(vars(m)) for m in model.modules()]
+        lsim.aligned_loss(model, random_tokens(2, 6)).backward()
+        assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+        assert [set(vars(m)) for m in model.modules()] == [set(names) for names in before]
+        assert model.training
+
+    @pytest.mark.parametrize(
+        ("labels", "match"),
+        [
+            (lambda t: t, "tokens themselves"),
+            (lambda t: t[:, :-1], "do not fit"),
+            (lambda t: torch.zeros(len(t), dtype=torch.long), "do not fit"),
+            (lambda t: t + 1000, "none of the model's classes"),
+            (lambda t: "data", "do not fit"),
+        ],
+    )
+    def test_labels_that_do_not_fit_are_refused(self, labels, match):
+        tokens = random_tokens(2, 8)
+        with pytest.raises(lsim.LayersimError, match=match):
+            lsim.aligned_loss(tiny_llama(), tokens, labels(tokens))
+
+    def test_a_classifier_needs_labels_and_a_model_needs_a_head(self):
+        with pytest.raises(lsim.LayersimError, match="asked for labels"):
+            lsim.aligned_loss(bert(), random_tokens(2, 8))
+        with pytest.raises(lsim.LayersimError, match="no head"):
+            lsim.aligned_loss(tiny_llama().model, random_tokens(2, 8))
+
+
+def capped(model, tokens, weights, norm, cap):
+    """The naive loss where logits are capped."""
+    out = model(tokens, output_hidden_states=True, use_cache=False)
+    total = 0
+    for layer, weight in enumerate(weights, 1):
+        x = out.hidden_states[layer]
+        if layer < len(weights) and norm == "final":
+            x = model.model.norm(x)
+        logits = cap * torch.tanh(model.lm_head(x) / cap)
+        total = total + weight * CE(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return total

@@ -1,0 +1,123 @@
+"""Whole fine-tunes: steps by hand, looks, what is left of a model afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.training.losses import layer_weights
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from .helpers import CE, SHORT, dropping, naive, next_of, weights_of
+
+
+class TestRun:
+    def test_a_run_is_adamw_by_hand(self):
+        """The whole training once more, from the formula, with the model's own forward pass."""
+        tokens = random_tokens(10, 7)
+        training = lsim.AlignedTraining(steps=5, lr=1e-2, warmup=2, weight_decay=0.1, clip=0.5, seed=3)
+        model = tiny_llama().double()
+        result = lsim.finetune_aligned(model, tokens, training, batch_size=2)
+        other = tiny_llama().double()
+        groups = [
+            {"params": [p for p in other.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in other.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimiser = torch.optim.AdamW(groups, lr=1e-2)
+        train = tokens[:9]
+        curve = []
+        for step in range(5):
+            orders = [torch.randperm(9, generator=torch.Generator().manual_seed(3 * 1_000_003 + turn)) for turn in range(2)]
+            rows = train[torch.cat(orders)[step * 2 : step * 2 + 2]]
+            weights = [0, 0, 1] if step % 2 == 0 else layer_weights("linear", 3)
+            loss = naive(other, rows, next_of(rows), weights)
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+            for group in optimiser.param_groups:
+                group["lr"] = 1e-2 * ((step + 1) / 2 if step < 2 else (5 - step) / 3)
+            optimiser.step()
+            curve.append(float(loss.detach()))
+        assert result.loss.tolist() == pytest.approx(curve, rel=1e-7)
+        torch.testing.assert_close(weights_of(model), weights_of(other), rtol=1e-4, atol=1e-5)
+        held = tokens[9:]
+        hidden = other(held, output_hidden_states=True).hidden_states
+        for layer in (1, 2, 3):
+            x = hidden[layer] if layer == 3 else other.model.norm(hidden[layer])
+            logits = other.lm_head(x)[:, :-1].flatten(0, 1)
+            assert float(result.values[-1, layer - 1]) == pytest.approx(
+                float(CE(logits, held[:, 1:].flatten()).detach()), rel=1e-6
+            )
+            right = (logits.argmax(-1) == held[:, 1:].flatten()).double().mean()
+            assert float(result.accuracy[-1, layer - 1]) == pytest.approx(float(right))
+
+    def test_looks_are_before_in_between_and_after(self):
+        result = lsim.finetune_aligned(tiny_llama(), random_tokens(20, 6), replace(SHORT, eval_every=4), batch_size=2)
+        assert result.looks == (0, 4, 6)
+        assert result.values.shape == (3, 3)
+        assert len(result.loss) == 6
+        assert result.plot().data
+        assert result.plot("loss").data
+        assert float(result.values[-1].mean()) != float(result.values[0].mean())
+
+    def test_the_model_is_left_as_it_was_found(self):
+        model = dropping(tiny_gpt2())
+        model.transformer.h[1].train()
+        modes = {name: part.training for name, part in model.named_modules()}
+        lsim.finetune_aligned(model, random_tokens(10, 6), SHORT, batch_size=2)
+        assert {name: part.training for name, part in model.named_modules()} == modes
+        assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_the_result_survives_a_file(self, tmp_path):
+        result = lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), SHORT, batch_size=2)
+        again = lsim.load(result.save(tmp_path / "run.safetensors"))
+        assert torch.equal(again.values, result.values)
+        assert again.looks == result.looks
+        assert again.provenance == result.provenance
+
+    def test_dropout_depends_on_the_seed_alone(self):
+        found = []
+        for noise in (1, 2):
+            torch.manual_seed(noise)
+            found.append(lsim.finetune_aligned(dropping(tiny_gpt2()), random_tokens(10, 6), SHORT, batch_size=2).loss)
+        assert torch.equal(found[0], found[1])
+        other = lsim.finetune_aligned(dropping(tiny_gpt2()), random_tokens(10, 6), replace(SHORT, seed=1), batch_size=2).loss
+        assert not torch.equal(found[0], other)
+
+    def test_frozen_parameters_stay(self):
+        model = tiny_llama()
+        model.model.embed_tokens.weight.requires_grad_(False)
+        before = model.model.embed_tokens.weight.clone()
+        lsim.finetune_aligned(model, random_tokens(10, 6), SHORT, batch_size=2)
+        assert torch.equal(model.model.embed_tokens.weight, before)
+        with pytest.raises(lsim.LayersimError, match="Nothing in this model learns"):
+            lsim.finetune_aligned(tiny_llama().requires_grad_(False), random_tokens(10, 6), SHORT, batch_size=2)
+
+    def test_a_loss_that_is_not_finite_ends_the_run(self):
+        with pytest.raises(lsim.LayersimError, match=r"The loss is .* at step"):
+            lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, lr=1e30, clip=1e30, steps=8), batch_size=2)
+
+    def test_texts_labels_and_data_that_cannot_be_parted(self):
+        model = tiny_llama()
+        texts = ["w3 w4 w5 w6", "w7 w8 w9"] * 4
+        found = lsim.finetune_aligned(model, texts, SHORT, tokenizer=tiny_tokenizer(), batch_size=2)
+        assert found.provenance.options["train_rows"] == 7
+        with pytest.raises(lsim.LayersimError, match="cannot be parted"):
+            lsim.finetune_aligned(model, random_tokens(1, 6), SHORT)
+        with pytest.raises(lsim.LayersimError, match="nothing to answer"):
+            lsim.finetune_aligned(model, random_tokens(4, 1), SHORT)
+
+    def test_float16_is_refused(self):
+        with pytest.raises(lsim.LayersimError, match="float16"):
+            lsim.finetune_aligned(tiny_llama(dtype=torch.float16), random_tokens(10, 6), SHORT)
+
+    def test_a_nnsight_model_is_refused(self):
+        import nnsight
+
+        model = nnsight.NNsight(tiny_llama())
+        with pytest.raises(lsim.LayersimError, match="modules of this process"):
+            lsim.finetune_aligned(model, random_tokens(10, 6), SHORT)

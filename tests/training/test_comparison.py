@@ -1,0 +1,77 @@
+"""Two models side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers.exit_curve import THRESHOLDS
+
+from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from .helpers import with_words
+
+
+def test_every_field_is_what_the_analyzers_say():
+    a, b, tokens = tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9)
+    report = lsim.evaluate_layers(a, b, tokens, threshold=0.37, names=("old", "new"), batch_size=5)
+    found = report["layers"]
+    assert found.models == ("old", "new")
+    for number, model in enumerate((a, b)):
+        alone = lsim.analyze(
+            model,
+            tokens,
+            [lsim.LogitLens(), lsim.Saturation(), lsim.Cosine(), lsim.ExitCurve(thresholds=0.37), lsim.NeuralCollapse()],
+        )
+        whole = lsim.analyze(model, tokens, [lsim.ExitCurve(thresholds=(*THRESHOLDS, 0.37))])["exit_curve"]
+        lens, exits = alone["logit_lens"], alone["exit_curve"].at(0.37)
+        for ours, theirs in {
+            "cross_entropy": lens.cross_entropy,
+            "perplexity": lens.perplexity,
+            "accuracy": lens.accuracy,
+            "agreement": lens.agreement,
+            "saturated": alone["saturation"].counts.cumsum(0) / alone["saturation"].counts.sum(),
+            "cosine_to_last": alone["cosine"].values[:, -1],
+            "exits": exits.exits / exits.exits.sum(),
+            "nc1": alone["neural_collapse"].nc1,
+            "early_share": alone["saturation"].early_share,
+            "exit_accuracy": torch.tensor(exits.accuracy),
+            "speedup": torch.tensor(exits.speedup),
+            "speedup_at_agreement": torch.tensor(whole.at(whole.threshold_for(agreement=0.95)).speedup),
+            "effective_depth": torch.tensor(float(lens.effective_depth(0.1))),
+        }.items():
+            torch.testing.assert_close(getattr(found, ours)[number], theirs.double(), rtol=1e-6, atol=1e-9, msg=ours)
+        torch.testing.assert_close(report[("cosine_before", "cosine_after")[number]].values, alone["cosine"].values)
+    assert found.provenance.model.count("|") == 1
+
+
+def test_a_page_a_table_and_a_file(tmp_path):
+    report = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9))
+    page = report.to_html(tmp_path / "page.html").read_text()
+    assert "before" in page
+    assert "after" in page
+    again = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    assert torch.equal(again["layers"].values, report["layers"].values)
+    table = report["layers"].to_frame()
+    assert set(table["model"]) == {"before", "after"}
+    assert len(table) == 6
+    for picture in report["layers"].pictures:
+        assert len(report["layers"].plot(picture.field).data) == 2
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(lsim.LayersimError, match="different depth"):
+        lsim.evaluate_layers(tiny_llama(), tiny_llama(layers=2), random_tokens(4, 6))
+    other = with_words(tiny_llama(seed=1))
+    other.tokenizer = tiny_tokenizer(50)
+    with pytest.raises(lsim.LayersimError, match="same tokens"):
+        lsim.evaluate_layers(with_words(tiny_llama()), other, ["w60 w70 w3 w4"] * 4)
+
+
+def test_a_classifier_is_asked_for_its_labels():
+    from .helpers import bert
+
+    rows = [{"input_ids": random_tokens(1, 7, seed=i)[0].tolist(), "label": i % 3} for i in range(12)]
+    found = lsim.evaluate_layers(bert(), bert(), rows)["layers"]
+    hits = [bert()(torch.tensor([row["input_ids"]])).logits.argmax().item() == row["label"] for row in rows]
+    assert float(found.accuracy[0, -1]) == pytest.approx(sum(hits) / 12)

@@ -1,0 +1,75 @@
+"""evaluate_layers of classifiers: cosines and collapse at the position that the head reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from .helpers import bert
+
+
+def data(rows: int = 12, length: int = 7) -> tuple[list[dict], torch.Tensor]:
+    tokens = random_tokens(rows, length, seed=4)
+    return [{"input_ids": row.tolist(), "label": i % 3} for i, row in enumerate(tokens)], tokens
+
+
+def at_position(model, blocks, tokens: torch.Tensor, position: int) -> np.ndarray:
+    """`layer row d_model` at one position, by hooks of the test's own."""
+    seen: list[torch.Tensor] = []
+
+    def first(x):
+        return x[0] if isinstance(x, tuple) else x
+
+    handles = [blocks[0].register_forward_pre_hook(lambda m, a: seen.append(a[0]))]
+    handles += [block.register_forward_hook(lambda m, a, o: seen.append(first(o))) for block in blocks]
+    with torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen)[:, :, position].double().numpy()
+
+
+@pytest.mark.parametrize("center", ["none", "dataset"])
+def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
+    rows, tokens = data()
+    model = bert()
+    found = lsim.evaluate_layers(model, bert(), rows, center=center)
+    x = at_position(model, model.bert.encoder.layer, tokens, 0)
+    # Another first token in each row, so that [CLS] differs at the embedding too.
+    expected = oracles.oracle_cosine([x], center=center)
+    np.testing.assert_allclose(found["layers"].cosine_to_last[0], expected["values"][:, -1], atol=1e-5)
+    np.testing.assert_allclose(found["cosine_before"].values, expected["values"], atol=1e-5)
+    every = lsim.analyze(model, rows, lsim.Cosine(center=center))["cosine"]
+    assert np.abs(every.values[:, -1].numpy() - expected["values"][:, -1]).max() > 0.01
+    labels = [row["label"] for row in rows]
+    collapse = oracles.oracle_neural_collapse([x], labels, 3)
+    np.testing.assert_allclose(found["layers"].nc1[0], collapse["values"], rtol=1e-3)
+
+
+def test_the_cosine_to_the_last_layer_of_a_llama_classifier_is_of_the_last_token():
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = tiny_llama().config
+    config.num_labels, config.pad_token_id = 3, 2
+    model = LlamaForSequenceClassification(config).eval()
+    rows, tokens = data()
+    found = lsim.evaluate_layers(model, model, rows, center="none")["layers"]
+    x = at_position(model, model.model.layers, tokens, -1)
+    np.testing.assert_allclose(found.cosine_to_last[0], oracles.oracle_cosine([x], center="none")["values"][:, -1], atol=1e-5)
+
+
+def test_cosine_at_the_head_of_a_language_model_is_of_every_token():
+    tokens = random_tokens(4, 9)
+    every, at_head = (lsim.analyze(tiny_llama(), tokens, lsim.Cosine(positions=p))["cosine"] for p in ("every", "head"))
+    assert torch.equal(every.values, at_head.values)
+
+
+def test_cosine_at_the_head_of_a_model_without_one_is_refused():
+    with pytest.raises(lsim.LayersimError, match="needs an unembedding"):
+        lsim.analyze(tiny_llama().model, random_tokens(4, 9), lsim.Cosine(positions="head"))

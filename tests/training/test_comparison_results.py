@@ -1,0 +1,62 @@
+"""How well each layer writes."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.training.comparison_results import coherence, diversity
+
+from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
+from .helpers import with_words
+
+TEXTS = ["w3 w4 w5 w6 w7 w8", "w9 w10 w11 w12", "w13 w3 w5 w9 w20 w21 w22"] * 3
+
+
+def test_diversity_by_hand():
+    text = [5, 6, 5, 6, 7, 5, 6, 5]
+    product = 1.0
+    for n in (2, 3, 4):
+        grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+        product *= len(collections.Counter(grams)) / len(grams)
+    assert diversity(text) == pytest.approx(product)
+    assert diversity(list(range(10))) == 1.0
+    assert diversity([1] * 10) == pytest.approx(1 / 9 / 8 / 7)
+
+
+def test_coherence_by_hand():
+    a, b = torch.randn(4, 6), torch.randn(4, 6)
+    expected = (
+        sum(float(x.double() @ y.double() / (x.double().norm() * y.double().norm())) for x, y in zip(a, b, strict=True)) / 4
+    )
+    assert coherence(a, b) == pytest.approx(expected)
+
+
+def test_texts_are_written_from_each_layer():
+    seen = []
+
+    def embed(texts):
+        seen.append(list(texts))
+        return [[float(len(text)), 1.0] for text in texts]
+
+    a, b = with_words(tiny_llama()), with_words(tiny_gpt2())
+    report = lsim.evaluate_layers(
+        a, b, TEXTS, prompts=["w3 w4", "w5 w6 w7"], new_tokens=12, embed=embed, seed=4, tokenizer=tiny_tokenizer()
+    )
+    found = report["generation"]
+    assert found.values.shape == (2, 3)
+    assert bool(((found.values > 0) & (found.values <= 1)).all())
+    assert bool((found.coherence.abs() <= 1).all())
+    assert len(seen) == 2 * 3 * 2
+    # The middle layer's words are those of a model that ends there.
+    short = lsim.truncate(a, 2)
+    short.tokenizer = a.tokenizer
+    said = lsim.EarlyExit(short, 1.0, at=()).generate(
+        ["w3 w4", "w5 w6 w7"], max_new_tokens=12, do_sample=True, top_p=0.95, seed=4
+    )
+    kept = [row.tolist() for row in said.tokens if len(row) >= 4]
+    assert float(found.texts[0, 1]) == len(kept)
+    assert float(found.values[0, 1]) == pytest.approx(sum(map(diversity, kept)) / len(kept))

@@ -1,0 +1,66 @@
+"""Fine-tunes of LoRA adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+from .helpers import SHORT, weights_of
+
+
+class TestLora:
+    def config(self):
+        peft = pytest.importorskip("peft")
+        return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], lora_dropout=0.1)
+
+    def test_only_adapters_learn_and_are_merged(self, tmp_path):
+        from transformers import AutoModelForCausalLM
+
+        model, before = tiny_llama(), tiny_llama()
+        training = replace(SHORT, lora=self.config(), save_to=tmp_path / "m", lr=0.05)
+        result = lsim.finetune_aligned(model, random_tokens(20, 8), training, batch_size=2)
+        assert result.provenance.options["lora"]["r"] == "4"
+        names = [name for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in before.named_parameters()]
+        assert all(p.requires_grad for p in model.parameters())
+        changed = {
+            name.split(".")[-2]
+            for (name, a), b in zip(model.named_parameters(), before.parameters(), strict=True)
+            if not torch.equal(a, b)
+        }
+        assert changed == {"q_proj", "down_proj"}
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+        tokens = random_tokens(2, 9)
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+    def test_an_interrupted_run_takes_them_out_and_resumes(self, tmp_path, monkeypatch):
+        from tl_layersim.training import loop
+
+        training = replace(SHORT, lora=self.config(), lr=0.05)
+        whole = tiny_llama()
+        expected = lsim.finetune_aligned(whole, random_tokens(20, 8), training, batch_size=2)
+        original = loop.Loop._accumulate
+
+        def stopping(self, step):
+            if step == 3:
+                raise KeyboardInterrupt
+            return original(self, step)
+
+        model, path = tiny_llama(), tmp_path / "run.safetensors"
+        monkeypatch.setattr(loop.Loop, "_accumulate", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            lsim.finetune_aligned(model, random_tokens(20, 8), training, batch_size=2, checkpoint=path)
+        monkeypatch.undo()
+        assert torch.equal(weights_of(model), weights_of(tiny_llama()))
+        again = lsim.finetune_aligned(model, random_tokens(20, 8), training, batch_size=2, checkpoint=path)
+        assert torch.equal(again.loss, expected.loss)
+        assert torch.equal(weights_of(model), weights_of(whole))
+
+    def test_other_things_are_refused(self):
+        with pytest.raises(lsim.LayersimError, match="peft"):
+            lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, lora={"r": 4}))

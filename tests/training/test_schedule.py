@@ -1,0 +1,103 @@
+"""Which layers learn at which step, and how fast."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.training.losses import layer_weights
+from tl_layersim.training.objective import Objective
+from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
+
+from ..tiny_models import random_tokens, tiny_llama
+from .helpers import next_of
+
+
+class TestSchedule:
+    def test_steps_alternate_from_the_last_layer(self):
+        training = lsim.AlignedTraining(steps=6, schedule="alternating")
+        assert [len(training.terms(step, 4)) for step in range(6)] == [1, 4, 1, 4, 1, 4]
+        assert training.terms(0, 4) == {4: 1.0}
+        assert all(len(lsim.AlignedTraining(schedule="always").terms(step, 4)) == 4 for step in range(6))
+
+    def test_steps_are_the_optimisers_whatever_is_accumulated(self, monkeypatch):
+        seen = []
+        original = Objective.forward
+        monkeypatch.setattr(
+            Objective, "forward", lambda self, piece, step, run=None: seen.append(step) or original(self, piece, step, run)
+        )
+        training = lsim.AlignedTraining(steps=3, accumulation=4, lr=1e-3)
+        lsim.finetune_aligned(tiny_llama(), random_tokens(30, 6), training, batch_size=2)
+        assert seen == [0] * 4 + [1] * 4 + [2] * 4
+
+    def test_accumulation_is_one_larger_batch(self):
+        """Rows of different lengths: tokens count alike, not batches."""
+        rows = [random_tokens(1, n, seed=n)[0].tolist() for n in (3, 9, 4, 12, 5, 6, 3, 20, 8, 4, 6, 7)]
+        data = [{"input_ids": row} for row in rows]
+        found = []
+        for batch_size, accumulation in ((8, 1), (2, 4)):
+            model = tiny_llama().double()
+            training = lsim.AlignedTraining(steps=4, lr=1e-2, accumulation=accumulation)
+            result = lsim.finetune_aligned(model, data, training, batch_size=batch_size)
+            found.append((result.loss, torch.cat([p.detach().flatten() for p in model.parameters()])))
+        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-9, atol=0)
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-7, atol=1e-9)
+
+    @pytest.mark.parametrize("k", [1, 2, 3])
+    def test_drawn_layers_are_unbiased(self, k):
+        """The mean over all draws that there are is the aligned loss; and each draw is as likely as each other."""
+        weights = layer_weights("linear", 4)
+        total = dict.fromkeys(range(1, 5), 0.0)
+        draws = list(itertools.combinations(range(1, 5), k))
+        training = lsim.AlignedTraining(layers_per_step=k, schedule="always")
+        counts = dict.fromkeys(draws, 0)
+        for step in range(4000):
+            terms = training.terms(step, 4)
+            counts[tuple(terms)] += 1
+            assert all(math.isclose(weight, weights[layer - 1] * 4 / k) for layer, weight in terms.items())
+        for draw in draws:
+            for layer in draw:
+                total[layer] += weights[layer - 1] * 4 / k / len(draws)
+        assert list(total.values()) == pytest.approx(weights)
+        expected = 4000 / len(draws)
+        chi = sum((count - expected) ** 2 / expected for count in counts.values())
+        assert chi < 25
+
+    def test_drawn_layers_skip_what_is_above_them(self):
+        model = tiny_llama(layers=4)
+        ran = []
+        for number, block in enumerate(model.model.layers):
+            block.register_forward_hook(lambda *_, number=number: ran.append(number))
+        stream = open_residual_stream(model, None, None)
+        tokens = random_tokens(2, 6)
+        stream.loss(TrainingBatch(tokens, {}, next_of(tokens), None), {2: 1.0}, True)
+        assert ran == [0, 1]
+
+    def test_the_rate_rises_and_falls(self):
+        training = lsim.AlignedTraining(steps=10, warmup=4, lr=1.0)
+        assert [round(training.rate(step), 6) for step in range(10)] == [
+            0.25,
+            0.5,
+            0.75,
+            1.0,
+            1.0,
+            0.833333,
+            0.666667,
+            0.5,
+            0.333333,
+            0.166667,
+        ]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"steps": 0}, {"lr": 0}, {"lr": math.inf}, {"warmup": 1000}, {"accumulation": 0}, {"layers_per_step": 0},
+         {"eval_every": 0}, {"clip": 0}, {"weight_decay": -1}, {"beta": 2.0}, {"kl": 1.0},
+         {"objective": "standard", "layers_per_step": 2}],
+    )  # fmt: skip
+    def test_what_makes_no_sense_is_refused(self, wrong):
+        with pytest.raises(lsim.LayersimError):
+            lsim.AlignedTraining(**wrong)

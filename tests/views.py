@@ -1,0 +1,91 @@
+"""Views of given numbers, which no model made, and results of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import tl_layersim as lsim
+
+from . import oracles
+from .own_blocks import own_calls
+
+
+def own_head(weight: np.ndarray = oracles.HEAD, dtype: torch.dtype = torch.float64):
+    """A head of its own for views that no model made: a layer norm without weights, and an unembedding."""
+    from tl_layersim.models.unembed import Unembed
+
+    head = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=dtype)
+    head.weight.data = torch.as_tensor(weight).to(dtype)
+    norm = torch.nn.LayerNorm(weight.shape[1], elementwise_affine=False)
+    return Unembed(norm, (head,), "every", 1.0, None, dtype, None, head)
+
+
+def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more) -> lsim.View:
+    """A view of given residuals `layer token d_model`, as one or more rows of equal length."""
+    count = x.shape[1]
+    ids = torch.as_tensor(oracles.tokens_of(count) if tokens is None else tokens)
+    per_row = -(-count // rows)
+    x = torch.as_tensor(x)
+    more = {"unembed": own_head(dtype=x.dtype), "calls": own_calls(x) if rows == 1 else None} | more
+    return lsim.View(x, ids, torch.arange(count) // per_row, torch.arange(count) % per_row, **more)
+
+
+def residuals(seed: int = 0, layers: int = 4, tokens: int = 40, width: int = 8) -> np.ndarray:
+    """A random walk over layers, so that near layers are alike, with a common offset that centring must remove."""
+    rng = np.random.default_rng(seed)
+    steps = rng.normal(size=(layers, tokens, width)) * (1 + np.arange(layers))[:, None, None]
+    return np.cumsum(steps, axis=0) + 2.0
+
+
+def provenance(**changes) -> lsim.Provenance:
+    fields = {
+        "model": "m",
+        "config_hash": "0",
+        "weights_hash": "0",
+        "source": "s",
+        "basis": "b",
+        "dtype": "torch.float32",
+        "data": "0",
+        "tokens": 1,
+        "sequences": 1,
+        "batches": 1,
+        "seed": None,
+        "options": {},
+        "versions": {},
+        "seconds": 0.0,
+    }
+    return lsim.Provenance(**(fields | changes))
+
+
+def layer_run(layers: int, first: lsim.Sums | None = None) -> lsim.Run:
+    from tl_layersim.models.model_info import layer_names
+
+    names = layer_names(layers - 1)
+    return lsim.Run(names, names, provenance(), first or lsim.Sums())
+
+
+def from_views(analyzer: lsim.Analyzer, views: list[lsim.View]) -> lsim.Result:
+    """What an analyzer makes of given batches: both passes, the sums, the result."""
+    from tl_layersim.models.view import reduce
+
+    def total(kernel) -> lsim.Sums:
+        sums = lsim.Sums()
+        for one in views:
+            sums = sums + lsim.Sums.of(reduce({"k": kernel}, one)[1]["k"])
+        return sums
+
+    first_kernel = analyzer.first_kernel()
+    first = total(first_kernel) if first_kernel is not None else lsim.Sums()
+    sums = total(analyzer.kernel(first))
+    return analyzer.compute(sums, layer_run(views[0].residual.shape[0], first))
+
+
+def worst(a: lsim.Result, b: lsim.Result) -> float:
+    """The largest difference between two results of a kind, over all their fields."""
+
+    def gap(x: torch.Tensor, y: torch.Tensor) -> float:
+        assert torch.equal(x.isnan(), y.isnan())
+        return float((x - y).nan_to_num(0).abs().max())
+
+    return max(gap(getattr(a, name), getattr(b, name)) for name in a.tensor_fields() if getattr(a, name).numel())

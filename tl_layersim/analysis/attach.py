@@ -1,0 +1,383 @@
+"""attach: the same sums from inside a user's own loop."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..analyzers.base import Analyzer
+from ..core.errors import LayersimError
+from ..core.results import Report
+from ..core.resumable import Tally
+from ..core.sums import Sums
+from ..core.typed import named, typed
+from ..data.digest import new_digest
+from ..data.padding import mask_of
+from ..models.hooked import HookedSource
+from ..models.hooks import kernels_alone
+from ..models.recorder import Call, Choice, stack_side
+from ..models.validation import refuse_not_finite, refuse_other_logits
+from ..models.view import Kernel, View, reduce
+from ..remote.open import open_source
+from .data_pass import add_sums
+from .report_assembly import make_report
+from .validation import choose_analyzers
+
+BUFFERED_TOKENS = 2048
+
+
+@named
+class Probe:
+    """Sums what passes through a model inside `with lsim.attach(...) as probe`.
+
+    Forward passes of several threads are kept apart and add up. What goes wrong in them, on the probe's side, is raised by
+    `results()` and never in the loop.
+    """
+
+    def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer]) -> None:
+        self._source, self._analyzers = source, analyzers
+        self._masks: WeakKeyDictionary[threading.Thread, Tensor] = WeakKeyDictionary()
+        self._lock = threading.RLock()
+        self._hooks: ExitStack | None = None
+        kernels = {name: analyzer.kernel(Sums()) for name, analyzer in analyzers.items()}
+        # What asks the head is asked at once: in training, a later look would find other weights.
+        self._at_once = {name: kernel for name, kernel in kernels.items() if analyzers[name].needs_unembed}
+        self._later = {name: kernel for name, kernel in kernels.items() if name not in self._at_once}
+        self._checked = not self._at_once
+        self._sums = {name: Sums() for name in analyzers}
+        self._waiting: list[View] = []
+        self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
+        self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
+        self._trouble: LayersimError | None = None
+
+    def __enter__(self) -> Probe:
+        if self._hooks is not None:
+            raise LayersimError(
+                "This probe was attached before.",
+                given="a second `with` on what one lsim.attach(...) returned",
+                expected="one `with` block for each lsim.attach(...)",
+                do="with lsim.attach(model, ...) as probe: model(tokens)",
+            )
+        compare = None if self._checked else self._compare
+        hooks = ExitStack()
+        hooks.enter_context(self._source.settling(on_error=self._fail))
+        hooks.enter_context(self._source.tapped(self._see, self._choose, compare, self._fail))
+        self._hooks = hooks
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._hooks is not None
+        self._hooks.__exit__(kind, error, trace)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """`batch pos`, which positions of the coming forward passes of this thread count.
+
+        None for those of the model's attention mask, or all. It holds until it is replaced; single-position steps of cached
+        generation always count.
+        """
+        return self._masks.get(threading.current_thread())
+
+    @mask.setter
+    def mask(self, mask: Tensor | None) -> None:
+        if mask is None:
+            self._masks.pop(threading.current_thread(), None)
+        else:
+            self._masks[threading.current_thread()] = mask
+
+    def results(self) -> Report:
+        """What was summed so far; can be asked for at any time, also after the block.
+
+        Raises:
+            LayersimError: nothing was seen, too little for an analyzer, activations were not finite, or a forward pass could
+                not be read.
+        """
+        with self._lock:
+            return self._results()
+
+    def _results(self) -> Report:
+        if self._hooks is None:
+            raise LayersimError(
+                "`lsim.attach(...)` reads nothing outside of a `with` block.",
+                given="results() of a probe that was never attached",
+                expected="a with block around the forward passes",
+                do="with lsim.attach(model, ...) as probe: model(tokens)",
+            )
+        if self._trouble:
+            raise self._trouble
+        if self._forwards == 0:
+            raise LayersimError(
+                "There is nothing to measure: no forward pass went through the model while it was attached.",
+                given="0 forward passes",
+                expected="at least one inside the with block, by a call of the model: model(tokens), not model.forward(tokens)",
+                do="with lsim.attach(model, ...) as probe: model(tokens)",
+            )
+        if not self._checked:
+            raise LayersimError(
+                "The head never ran, so the lens could not be checked against the model's own logits.",
+                given=f"{self._forwards} forward passes of the blocks alone",
+                expected="at least one forward pass up to the logits",
+                do="run the whole model once inside the with block, or lsim.analyze(model, data, analyzers)",
+            )
+        # What waits is reduced for this report and stays waiting: asking must not change how minibatches fall.
+        sums = self._with_waiting()
+        if self._trouble:
+            raise self._trouble
+        for analyzer in self._analyzers.values():
+            # The first forward pass may have shown more of the modules than was known.
+            analyzer.check_sites(self._source.model)
+        tally = Tally({}, self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
+        model = replace(self._source.model, dtype=", then ".join(self._dtypes))
+        return make_report(self._analyzers, [model], tally, sums, {}, {"attached": True})
+
+    def _fail(self, error: Exception) -> None:
+        """Keep what went wrong for `results()`: the loop that the probe watches goes on."""
+        # Frames of a traceback would keep activations alive: its text stays.
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+        link: BaseException | None = error
+        while link is not None:
+            link = link.with_traceback(None)
+            link = link.__cause__ or link.__context__
+        if not isinstance(error, LayersimError):
+            first = (str(error).strip().splitlines() or [""])[0]
+            refusal = LayersimError(
+                "A forward pass could not be measured; the loop went on without the probe.",
+                given=f"{type(error).__name__}: {first[:200]}",
+                expected="analyzers that take what this model gives",
+                do="lsim.analyze(model, data, analyzers) on the same tokens, which shows where it happens",
+            )
+            refusal.__cause__, error = error, refusal
+        with self._lock:
+            self._trouble = self._trouble or error
+
+    def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
+        """Of the first forward pass that comes to the head: the lens beside the model's own logits."""
+        self._checked = True
+        refuse_other_logits(gap, self._source.model, computed)
+
+    def _choose(self, call: Call) -> Choice:
+        counted, pos = self._counted(call), call.shape[1]
+        attention = call.attention
+        if _fits(attention, call):
+            return Choice(counted, attention[:, -pos:].bool().cpu())
+        return Choice(counted, counted.cpu())
+
+    def _counted(self, call: Call) -> Tensor:
+        batch, pos = call.shape
+        mask = self.mask
+        if mask is None and self._masks:
+            raise LayersimError(
+                "probe.mask was set in another thread than the one that runs this forward pass.",
+                given=f"a forward pass in {threading.current_thread().name}",
+                expected="a mask from the thread that runs the model, or none in any",
+                do="set probe.mask in each thread, or pass attention_mask to the model",
+            )
+        if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
+            raise LayersimError(
+                "probe.mask does not fit this forward pass.",
+                given=f"a mask of shape {tuple(mask.shape)}",
+                expected=f"{call.shape}: batch x pos of the tokens that the model is given",
+                do="set probe.mask before each forward pass, or probe.mask = None to count all",
+            )
+        if pos == 1 and any(analyzer.whole_rows for analyzer in self._analyzers.values()):
+            raise LayersimError(
+                "An analyzer whose samples are whole rows was attached to single steps.",
+                given="a forward pass of one position, as in cached generation",
+                expected="whole rows of tokens",
+                do='model(tokens) on the finished rows, or CKA(level="token")',
+            )
+        if mask is not None and tuple(mask.shape) == call.shape:
+            return mask.bool()
+        if call.texts > 1 and mask is None:
+            raise LayersimError(
+                "The model pads texts of different lengths by itself, and the probe cannot see where.",
+                given=f"{call.texts} texts",
+                expected="tokens, with a mask if they are padded",
+                do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
+            )
+        attention = call.attention
+        if pos == 1:
+            return torch.ones(call.shape, dtype=torch.bool)
+        if attention is None:
+            if call.tokens is not None and tuple(call.tokens.shape) == call.shape:
+                # A decoder's own start token is often the padding token too.
+                started = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
+                self._refuse_padding(call.tokens[:, 1:] if started else call.tokens, call.start is not None)
+            return torch.ones(call.shape, dtype=torch.bool)
+        if not _fits(attention, call):
+            raise LayersimError(
+                "The probe cannot read from this attention mask which positions are padding.",
+                given=f"attention_mask of shape {tuple(getattr(attention, 'shape', ()))}",
+                expected=f"{call.shape}: batch x pos",
+                do="set probe.mask before the forward pass; probe.mask = torch.ones(batch, pos) counts all",
+            )
+        attended: Tensor = attention[:, -pos:].bool()
+        return attended
+
+    def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
+        """Refuse padding that the model was not told of, and so attended to."""
+        mask = mask_of(tokens.cpu(), self._source.model)
+        if mask is not None:
+            raise LayersimError(
+                "Rows of tokens start or end with padding, and no mask says so.",
+                given=f"{int((~mask).any(1).sum())} of {len(mask)} rows with a padding id at an end",
+                expected="an attention mask beside the tokens",
+                do=f"model(..., {'decoder_' if decoder else ''}attention_mask=mask); or probe.mask = mask, where True counts",
+            )
+
+    def _see(self, view: View) -> None:
+        with self._lock:
+            self._add(view)
+
+    def _add(self, view: View) -> None:
+        self._forwards += 1
+        dtype = _dtype_of(self._source)
+        if dtype != self._dtype:
+            self._dtypes, self._dtype = [*self._dtypes, dtype], dtype
+        count = view.tokens.numel()
+        if count == 0:
+            return
+        self._tokens += count
+        self._sequences += torch.unique_consecutive(view.sequence).numel()
+        self._digest.update(view.tokens.cpu().numpy().tobytes())
+        if self._at_once:
+            self._sums = self._reduced(self._at_once, view)
+        if not self._later:
+            return
+        # Cached generation gives one position at a time: gathered, they make minibatches and fewer kernel calls.
+        self._waiting.append(view)
+        if sum(v.tokens.numel() for v in self._waiting) >= BUFFERED_TOKENS:
+            self._sums, self._waiting = self._with_waiting(), []
+
+    def _with_waiting(self) -> dict[str, Sums]:
+        if not self._waiting:
+            return self._sums
+        return self._reduced(self._later, _join(self._waiting))
+
+    def _reduced(self, kernels: dict[str, Kernel], view: View) -> dict[str, Sums]:
+        """The sums with one view more."""
+        try:
+            with kernels_alone():
+                not_finite, out = reduce(kernels, view)
+            refuse_not_finite(not_finite, [self._source.model.layers], f"forward pass {self._forwards} or shortly before")
+            return self._sums | add_sums({name: self._sums[name] for name in kernels}, out)
+        except Exception as error:
+            self._fail(error)
+            return self._sums
+
+
+def _fits(attention: Any, call: Call) -> bool:
+    """Whether an attention mask says of each position of a forward pass if it is padding."""
+    if not isinstance(attention, Tensor) or attention.dim() != 2 or attention.shape[0] != call.shape[0]:
+        return False
+    # With a cache the attention mask also covers what was read before.
+    return attention.shape[1] == call.shape[1] or (call.cached and attention.shape[1] > call.shape[1])
+
+
+def _dtype_of(source: HookedSource) -> str:
+    """The dtype of the model's first weights at this moment."""
+    first = next(source.module.parameters(), None)
+    return str(first.dtype) if first is not None else "unknown"
+
+
+def _join(views: list[View]) -> View:
+    if len(views) == 1:
+        return views[0]
+    rows, offset = [], 0
+    for view in views:
+        rows.append(view.sequence + offset)
+        offset += int(view.sequence.max()) + 1
+    return View(
+        residual=torch.cat([v.residual for v in views], dim=1),
+        tokens=torch.cat([v.tokens for v in views]),
+        sequence=torch.cat(rows),
+        position=torch.cat([v.position for v in views]),
+        next_token=torch.cat([v.next_token for v in views if v.next_token is not None]),
+    )
+
+
+@typed
+def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unembed: list[str] | None = None) -> Probe:
+    """Sum over whatever the model is run on inside the block: a user's own loop, a training step, `generate`.
+
+    Outputs, gradients and state stay as they are, and every hook is gone at the end, also after an exception. Nothing that goes
+    wrong on the probe's side is raised in the loop: `probe.results()` raises it. Positions that the model's attention mask
+    leaves out are not counted; of an encoder-decoder it is the mask of the stack that is read. Hooks that change the stream at
+    the same hook points are seen if they were added before.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or a Hugging Face model.
+        analyzers: as in `analyze`; each token passes once, so those that need a first pass are refused.
+        layers: paths of the blocks, for layouts that are not known.
+        unembed: paths of the final norm and the head, for models where they are not found.
+
+    Returns:
+        A `Probe`, which reads the model inside a `with` block; call its `results()`.
+
+    Raises:
+        LayersimError: the model cannot be hooked, or an analyzer needs a first pass.
+
+    Example:
+        >>> import tl_layersim as lsim, torch
+        >>> model = lsim.demo_model()
+        >>> with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        ...     _ = model(torch.arange(40).view(2, 20))
+        >>> probe.results()["cosine"].provenance.tokens
+        40
+    """
+    chosen = choose_analyzers(analyzers)
+    source = open_source(model, layers=layers, unembed=unembed)
+    if not isinstance(source, HookedSource):
+        raise LayersimError(
+            "Only a model whose modules run in this loop can be attached to.",
+            given=type(model).__name__,
+            expected="HookedTransformer, TransformerBridge or a Hugging Face model",
+            do="lsim.analyze(model, data, analyzers)",
+        )
+    if stack_side(source.module, source.blocks).side == "both":
+        raise LayersimError(
+            "`layers` must lie in one stack of an encoder-decoder: each has tokens and a mask of its own.",
+            given=f"{type(source.module).__name__} with blocks of both stacks, or of none that it names",
+            expected="blocks of the encoder or of the decoder",
+            do="layers=[f'decoder.block.{i}' for i in range(n)]",
+        )
+    for analyzer in chosen.values():
+        analyzer.check_sites(source.model)
+        analyzer.check(source.model)
+        if analyzer.label_source:
+            raise LayersimError(
+                f"{type(analyzer).__name__} takes its labels from the data, and a loop hands the model tokens alone.",
+                given=f"labels={analyzer.options().get('labels')!r}",
+                expected="labels='next_token'",
+                do="lsim.analyze(model, data, analyzers)",
+            )
+        if analyzer.needs_unembed and source.model.head is not None and source.model.head.reads != "every":
+            raise LayersimError(
+                f"The head of {source.model.name} classifies whole rows, and a loop does not say where a row ends.",
+                given=type(analyzer).__name__,
+                expected="a head that says something at every position",
+                do="lsim.analyze(model, data, analyzers)",
+            )
+        if analyzer.needs_calls:
+            raise LayersimError(
+                f"{type(analyzer).__name__} calls blocks again, which a loop of your own would see as further forward passes.",
+                given=type(analyzer).__name__,
+                expected="an analyzer that only reads",
+                do="lsim.analyze(model, data, analyzers)",
+            )
+        if analyzer.first_kernel() is not None:
+            raise LayersimError(
+                f"{type(analyzer).__name__} needs a first pass over the data, and a loop passes once.",
+                given=", ".join(f"{k}={v!r}" for k, v in analyzer.options().items()),
+                expected="an analyzer of one pass",
+                do=analyzer.one_pass,
+            )
+    return Probe(source, chosen)

@@ -1,0 +1,126 @@
+"""A kept run read back from its file: the model, the sums of the first pass, and the jobs with their batches and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..core.field_types import refuse_other_types
+from ..core.sums import Sums
+from ..data.batches import Batch
+from ..models.model_info import Model
+from ..models.source import PartialSums
+from ..models.unembed import Head
+from .data_pass import Step
+
+
+@dataclass
+class Job:
+    """One request that was sent.
+
+    Attributes:
+        id: the server's name for it.
+        batches: what it was sent; empty once its answer is here.
+        steps: how the tally stands after each of its batches.
+        parts: its answer.
+        state: the server's last word on it; ERROR too for an answer that is none.
+        failure: why it failed.
+        halve: whether it was too long.
+        final: the refusal that sending it again would not change.
+        attempts: how often it was sent.
+        silent_since: since when the server knows nothing of it.
+    """
+
+    id: str
+    batches: list[Batch]
+    steps: list[Step]
+    parts: list[PartialSums] = field(default_factory=list)
+    state: str = "SENT"
+    failure: str = ""
+    halve: bool = False
+    final: Exception | None = None
+    attempts: int = 1
+    silent_since: float | None = None
+
+
+def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Model, dict[str, Sums], list[Job]]:
+    """The model, the sums of the first pass and the jobs of a kept run; raises whatever a malformed file leads to."""
+    refuse_other_types(_Header, {name: header[name] for name in _Header.__annotations__})
+    for recipe in header["analyzers"].values():
+        refuse_other_types(_Recipe, {name: recipe[name] for name in _Recipe.__annotations__})
+    refuse_other_types(_Record, {name: header["record"][name] for name in _Record.__annotations__})
+    for held, names in (
+        (header["settings"], ("layers", "unembed")),
+        (header["record"]["before"], ("requests", "bytes_sent", "bytes_received")),
+    ):
+        if missing := set(names) - held.keys():
+            raise KeyError(*sorted(missing))
+    plain = dict(header["model"])
+    head = plain.pop("head")
+    if head is not None:
+        head = {**head, "parts": tuple(head["parts"])}
+        refuse_other_types(Head, head)
+        head = Head(**head)
+    # Tuples are lists in JSON; a file of 0.1 has the first of these alone.
+    plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "ends") if name in plain}
+    refuse_other_types(Model, plain)
+    first = {name: Sums(_below(f"first/{name}/", tensors)) for name in header["first"]}
+    jobs = [_job(number, item, tensors) for number, item in enumerate(header["jobs"])]
+    return Model(**plain, tokenizer=None, head=head), first, jobs
+
+
+@dataclass
+class _Header:
+    """What the header of a kept run holds beside the model."""
+
+    server: str
+    model_key: str
+    analyzers: dict[str, Any]
+    settings: dict[str, Any]
+    record: dict[str, Any]
+    first: list[Any]
+    jobs: list[Any]
+
+
+@dataclass
+class _Recipe:
+    """What it holds of an analyzer."""
+
+    options: dict[str, Any]
+    code: str
+
+
+@dataclass
+class _Record:
+    """What it holds of the time before it was kept."""
+
+    sent: float
+    place: dict[str, Any]
+    before: dict[str, int]
+
+
+def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Job:
+    batches = []
+    for place, kept in enumerate(item["batches"]):
+        origins = tuple((row, start) for row, start in kept["origins"])
+        batches.append(Batch(**_below(f"batch/{number}/{place}/", tensors), first=kept["first"], origins=origins))
+    parts = []
+    for place, count in enumerate(item["counts"]):
+        out: dict[str, dict[str, Tensor]] = {}
+        for key, value in _below(f"part/{number}/{place}/", tensors).items():
+            name, _, field_name = key.partition("/")
+            out.setdefault(name, {})[field_name] = value
+        parts.append(PartialSums(count, [], out))
+    steps = [Step(*step) for step in item["steps"]]
+    for step in steps:
+        refuse_other_types(Step, step._asdict())
+    job = Job(item["id"], batches, steps, parts, item["state"], attempts=item["attempts"])
+    refuse_other_types(Job, {"id": job.id, "state": job.state, "attempts": job.attempts})
+    return job
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}

@@ -1,0 +1,344 @@
+"""Pictures of one prompt: what each layer would say at each token, and the path of each token through the layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..analyzers.base import check_memory, need_head
+from ..core.errors import LayersimError
+from ..core.provenance import Provenance
+from ..core.results import Result, axes
+from ..core.resumable import Tally
+from ..core.typed import typed
+from ..data.batches import Batches
+from ..data.digest import fingerprint, new_digest
+from ..data.labels import NO_LABEL
+from ..data.options import DataOptions
+from ..models.layer_logits import read_lens, saturation_layers
+from ..models.model_info import Model
+from ..models.validation import lens_gap, need_stream, refuse_bad_logits, refuse_not_finite, refuse_other_logits
+from ..models.view import Kernel, View
+from ..remote.open import open_source
+from .report_assembly import record
+from .validation import with_tokenizer
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PredictionGrid(Result):
+    """What each block would say after each token of a prompt. Tensors are float64.
+
+    Attributes:
+        values: `token layer`, the same as `probability`: of the layer's first choice.
+        saturation_layer: `token`, index from 0 of the block from which on the first choice is the final one.
+        words: `token layer`, the first choices as text.
+        tokens: the prompt's tokens as text.
+    """
+
+    values_name = "probability"
+    values: Float64[Tensor, "token layer"] = axes("token", "layer")
+    saturation_layer: Float64[Tensor, " token"] = axes("token")
+    words: tuple[tuple[str, ...], ...]
+    tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        Result.__post_init__(self)
+        if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
+            raise LayersimError(
+                "PredictionGrid.words does not fit its axes.",
+                given=f"rows of {[len(row) for row in self.words]} words",
+                expected=f"{tuple(self.values.shape)}: token x layer",
+                do="one word for each probability",
+            )
+
+    @property
+    def probability(self) -> Tensor:
+        """`token layer`, the same as `values`."""
+        return self.values
+
+    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
+        """The grid: a column for each token, a row for each block, the word and its probability; saturation framed.
+
+        Bold words are final: the block's choice and all later ones are the last block's (Jiang, Zhou and Zhu 2024, figure 20).
+        """
+        from ..reporting.figures import word_grid
+
+        if field not in ("values", "probability"):
+            return super().plot(field)
+        return word_grid(self.words, self.values.numpy(), self.saturation_layer.long().tolist(), self.tokens, self.layers[1:])
+
+    def to_frame(self, field: str = "values") -> pandas.DataFrame:
+        """Of `probability`, with the word, the token's position and whether the word is final beside it."""
+        table = super().to_frame(field)
+        if field in ("values", "probability"):
+            blocks = self.values.shape[1]
+            table.insert(0, "position", [t for t in range(len(self.tokens)) for _ in range(blocks)])
+            table["word"] = [word for row in self.words for word in row]
+            final = torch.arange(blocks)[None] >= self.saturation_layer[:, None]
+            table["final"] = final.reshape(-1).numpy()
+        return table
+
+    def headline(self) -> dict[str, float]:
+        early = self.saturation_layer < self.values.shape[1] - 1
+        return {"share of tokens that saturate before the last block": float(early.double().mean())}
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TrajectoryPCA(Result):
+    """The paths of a prompt's tokens in the plane of the last layer's first two principal components. Tensors are float64.
+
+    Attributes:
+        values: `token residual component`, coordinates; the last layer's mean is the origin.
+        explained: `component`, share of the last layer's variance along each.
+        tokens: the prompt's tokens as text.
+    """
+
+    values: Float64[Tensor, "token residual component"] = axes("token", "residual", "component")
+    explained: Float64[Tensor, " component"] = axes("component")
+    tokens: tuple[str, ...]
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Labels of the axis."""
+        return ("PC 1", "PC 2")
+
+    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
+        """One line for each token, from the embedding to the last block; the prompt's last token in black."""
+        from ..reporting.figures import paths
+
+        if field != "values":
+            return super().plot(field)
+        return paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
+
+    def headline(self) -> dict[str, float]:
+        return {"share of the last layer's variance in the plane": float(self.explained.sum())}
+
+
+@typed
+def prediction_grid(
+    model: Any,
+    prompt: Any,
+    *,
+    norm: Literal["final", "none"] = "final",
+    lens_memory_mb: int | float = 128,
+    layers: list[str] | None = None,
+    unembed: list[str] | None = None,
+    remote: bool | str = False,
+    tokenizer: Any = None,
+    prepend_bos: bool = True,
+) -> PredictionGrid:
+    """What each block would say after each token of one prompt, as a picture and a table.
+
+    Args:
+        model: as in `analyze`.
+        prompt: a text, or token ids `pos`.
+        norm: as in `LogitLens`.
+        lens_memory_mb: as in `LogitLens`.
+        layers: as in `analyze`.
+        unembed: as in `analyze`.
+        remote: as in `analyze`.
+        tokenizer: as in `analyze`; without one, words are ids.
+        prepend_bos: as in `analyze`.
+
+    Raises:
+        LayersimError: the model has no head that says words, or the prompt is longer than its context.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.1, figure 20.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> grid = lsim.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
+        >>> grid.words[-1][-1]
+        ' girl'
+    """
+
+    def check(described: Model) -> None:
+        need_head(described, "prediction_grid", targets=True)
+
+    check_memory(lens_memory_mb)
+    kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb))
+    source = open_source(model, layers=layers, unembed=unembed, remote=remote)
+    options = {"norm": norm}
+    out, tokens, word, provenance = ask(source, prompt, lambda _: kernel, check, tokenizer, prepend_bos, options, lens=True)
+    refuse_bad_logits(out["bad"], source.model.layers)
+    return PredictionGrid(
+        values=out["probability"].double().T.contiguous(),
+        saturation_layer=out["saturation"].double(),
+        words=tuple(tuple(word(i) for i in row) for row in out["best"].T.tolist()),
+        tokens=tokens,
+        layers=source.model.layers,
+        provenance=provenance,
+    )
+
+
+@typed
+def trajectory_pca(
+    model: Any,
+    prompt: Any,
+    *,
+    layers: list[str] | None = None,
+    remote: bool | str = False,
+    tokenizer: Any = None,
+    prepend_bos: bool = True,
+    skip_first: int = 0,
+) -> TrajectoryPCA:
+    """The paths of one prompt's tokens through the layers, in the plane of the last layer's first two principal components.
+
+    Args:
+        model: as in `analyze`.
+        prompt: a text, or token ids `pos`.
+        layers: as in `analyze`.
+        remote: as in `analyze`.
+        tokenizer: as in `analyze`; without one, tokens are shown as ids.
+        prepend_bos: as in `analyze`.
+        skip_first: leave out the first positions: in many models the first token's path is so long that it is all one sees.
+
+    Raises:
+        LayersimError: there are fewer than three tokens.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> path = lsim.trajectory_pca(lsim.demo_model(), "Once upon a time there was a little girl", skip_first=1)
+        >>> path.values.shape[1:], bool(path.explained[0] > path.explained[1])
+        (torch.Size([9, 2]), True)
+    """
+
+    def check(described: Model) -> None:
+        return
+
+    source = open_source(model, layers=layers, remote=remote)
+    options = {"skip_first": skip_first}
+    out, tokens, _, provenance = ask(source, prompt, lambda _: pca_kernel, check, tokenizer, prepend_bos, options)
+    if not bool(out["explained"].isfinite().all()):
+        raise LayersimError(
+            "The last layer has no plane: it is the same at every token.",
+            given=f"{len(tokens)} tokens, {len(set(tokens))} of them different",
+            expected="tokens that differ",
+            do="another prompt",
+        )
+    return TrajectoryPCA(
+        values=out["coordinates"].double(),
+        explained=out["explained"].double(),
+        tokens=tokens,
+        layers=source.model.layers,
+        provenance=provenance,
+    )
+
+
+def ask(
+    source: Any,
+    prompt: Any,
+    kernel: Callable[[int], Kernel],
+    check: Callable[[Model], None],
+    tokenizer: Any,
+    prepend_bos: bool,
+    options: dict[str, Any],
+    *,
+    lens: bool = False,
+    calls: bool = False,
+    least: int = 3,
+) -> tuple[dict[str, Tensor], tuple[str, ...], Callable[[int], str], Provenance]:
+    """What a kernel finds in one prompt; its tokens as text; how an id is written; and the record.
+
+    Args:
+        source: the model.
+        prompt: a text, or token ids.
+        kernel: gives, for so many tokens, what runs beside the activations, or refuses them.
+        check: refuses a model that this cannot be asked of.
+        tokenizer: in place of the model's own.
+        prepend_bos: as in `analyze`.
+        options: for the record.
+        lens: whether the kernel reads logits, which are then checked against the model's own.
+        calls: whether it calls blocks again.
+        least: how many tokens it needs.
+    """
+    start = time.perf_counter()
+    described = with_tokenizer(source.model, tokenizer)
+    need_stream(described, "This picture", parts=True)
+    check(described)
+    skip_first = options.get("skip_first", 0)
+    rows = Batches(
+        prompt, described, DataOptions(batch_size=1, seq_len=described.context, skip_first=skip_first, prepend_bos=prepend_bos)
+    )
+    batches = list(rows)
+    if len(batches) != 1:
+        raise LayersimError(
+            "This is a picture of one prompt." if batches else "The prompt is empty.",
+            given=f"{len(batches)} rows of tokens",
+            expected=f"one row, of at most {described.context or 256} tokens",
+            do="one shorter prompt; lsim.analyze(model, texts, ...) for many",
+        )
+    batch = batches[0]
+    if int(batch.counted.sum()) < least:
+        raise LayersimError(
+            "The prompt is too short for a picture.",
+            given=f"{int(batch.counted.sum())} tokens",
+            expected=f"{least} or more",
+            do="a longer prompt",
+        )
+    asked = kernel(int(batch.counted.sum()))
+    with source.evaluating(), source.with_calls() if calls else nullcontext():
+        source.settle(batch)
+        need_stream(source.model, "This picture", parts=True)
+        if described.head is not None and lens:
+            refuse_other_logits(lens_gap(described, partial(source.unembed_gap, batch)), described)
+        not_finite, out = source.run(batch, {"picture": asked})
+    refuse_not_finite(not_finite, [described.layers], "this prompt")
+    digest = new_digest()
+    fingerprint(digest, batch)
+    counted = batch.tokens[batch.counted].tolist()
+    tally = Tally({}, 1, 1, len(counted), digest.hexdigest(), time.perf_counter() - start)
+
+    def word(token: int) -> str:
+        # One by one: what a token adds to a text, leading space and all.
+        return str(token) if described.tokenizer is None else str(described.tokenizer.decode([token]))
+
+    found = {name: value.cpu() for name, value in out["picture"].items()}
+    options = rows.record() | rows.found() | options
+    return found, tuple(word(t) for t in counted), word, record([described], tally, options, None)
+
+
+def grid_kernel(view: View, *, normed: bool, memory_mb: float) -> dict[str, Tensor]:
+    """First choices `layer token`, their probabilities, and each token's saturation layer."""
+    nothing = torch.full_like(view.tokens, NO_LABEL)
+    lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
+    saturation, bad = saturation_layers(view, normed, memory_mb)
+    return {
+        "bad": bad,
+        "best": lens["best"],
+        "probability": lens["best_prob"],
+        "saturation": saturation,
+    }
+
+
+def pca_kernel(view: View) -> dict[str, Tensor]:
+    """Coordinates `token residual component` in the plane of the last layer's first two principal components."""
+    x = view.residual.double()
+    mean = x[-1].mean(0)
+    _, sigma, basis = torch.linalg.svd(x[-1] - mean, full_matrices=False)
+    plane = basis[:2]
+    # A component's sign is arbitrary: its largest entry is positive.
+    plane = plane * plane.gather(1, plane.abs().argmax(1, keepdim=True)).sign()
+    return {
+        "coordinates": torch.einsum("ltd,cd->tlc", x - mean, plane),
+        # Rounding alone, where all tokens are alike, is no plane.
+        "explained": torch.where(sigma[0] > 1e-5 * x[-1].norm(), sigma[:2].square() / sigma.square().sum(), torch.nan),
+    }

@@ -1,0 +1,250 @@
+"""Coupling of many models or checkpoints: against a score, by regression; over training; and who is coupled with whom."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float64
+from torch import Tensor, from_numpy
+
+from ..analyzers.block_coupling import BlockCouplingResult
+from ..core.errors import LayersimError, LayersimWarning, as_fraction
+from ..core.typed import typed
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Relation:
+    """A straight line through the scores of models over their mean coupling, by ordinary least squares.
+
+    Attributes:
+        names: of the models.
+        coupling: `model`, mean coupling over pairs of different blocks.
+        scores: `model`.
+        slope: of the score by coupling.
+        intercept: of the score.
+        r_squared: share of the scores' variance that the line explains.
+        p_value: of the slope, two-sided, under normal errors. Models of one family are not independent: it is then too small.
+        confidence: of the band.
+        band: `point 4`: coupling, the line, and the lower and upper end of the confidence interval of the mean score there.
+    """
+
+    names: tuple[str, ...]
+    coupling: Float64[Tensor, " model"]
+    scores: Float64[Tensor, " model"]
+    slope: float
+    intercept: float
+    r_squared: float
+    p_value: float
+    confidence: float
+    band: Float64[Tensor, "point 4"]
+
+    def __repr__(self) -> str:
+        found = f"score = {self.intercept:.4g} + {self.slope:.4g} coupling"
+        return f"Relation({len(self.names)} models: {found}, R2 = {self.r_squared:.3g}, p = {self.p_value:.2g})"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One line for each model, with what the line says."""
+        import pandas
+
+        fit = self.intercept + self.slope * self.coupling
+        return pandas.DataFrame(
+            {"model": self.names, "coupling": self.coupling.numpy(), "score": self.scores.numpy(), "fit": fit.numpy()}
+        )
+
+    def plot(self) -> plotly.graph_objects.Figure:
+        """The scores over coupling, the line, and its confidence band (Aubry et al. 2025, figure 1 a)."""
+        from ..reporting.figures import regression
+
+        x, fit, low, high = self.band.T.numpy()
+        title = f"R² = {self.r_squared:.2f}, p = {self.p_value:.2g}, {len(self.names)} models"
+        line = {"x": x, "fit": fit, "low": low, "high": high}
+        return regression(
+            self.coupling.numpy(), self.scores.numpy(), list(self.names), line, (title, "mean coupling of blocks", "score")
+        )
+
+
+@typed
+def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence: int | float = 0.95) -> Relation:
+    """Does coupling go with a benchmark score, over models?
+
+    Args:
+        results: `BlockCoupling` results by model name, or mean couplings as numbers.
+        scores: the score of each.
+        confidence: of the band around the line.
+
+    Raises:
+        LayersimError: there are fewer than three models, names differ, or all couplings are the same.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), section 5.4 and figure 1 a: R² = 0.75 over their base models. Their mean takes the
+        diagonal in, see `BlockCouplingResult.mean`.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> found = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
+        >>> round(found.slope), round(found.r_squared, 3)
+        (96, 0.985)
+    """
+    from statsmodels.api import OLS, add_constant
+
+    if results.keys() != scores.keys() or len(results) < 3:
+        odd = sorted(results.keys() ^ scores.keys())
+        raise LayersimError(
+            "Every model needs a coupling and a score." if odd else "A line through so few models says nothing.",
+            given=f"{', '.join(odd)} on one side only" if odd else f"{len(results)} models",
+            expected="the same names on both sides, three or more",
+            do="relate({name: report['block_coupling'], ...}, {name: score, ...})",
+        )
+    if not 0 < confidence < 1:
+        raise LayersimError(
+            "`confidence` must be between 0 and 1.",
+            given=f"confidence={confidence}",
+            expected="a probability, such as 0.95",
+            do=as_fraction("confidence", confidence) or "confidence=0.95",
+        )
+    _same_options([result for result in results.values() if isinstance(result, BlockCouplingResult)])
+    x = np.array([_mean(result) for result in results.values()], dtype=np.float64)
+    y = np.array([float(scores[name]) for name in results], dtype=np.float64)
+    flat = [bool(np.ptp(v) <= 1e-9 * np.abs(v).max()) for v in (x, y)]
+    if not (np.isfinite(x).all() and np.isfinite(y).all()) or any(flat):
+        raise LayersimError(
+            "There is no line through these.",
+            given=f"couplings {x.round(4).tolist()}, scores {y.tolist()}",
+            expected="finite numbers that differ",
+            do="check the models: one of a single block has no coupling",
+        )
+    fitted = OLS(y, add_constant(x)).fit()
+    grid = np.linspace(x.min(), x.max(), 50)
+    interval = fitted.get_prediction(add_constant(grid)).conf_int(alpha=1 - confidence)
+    line = fitted.params[0] + fitted.params[1] * grid
+    return Relation(
+        names=tuple(results),
+        coupling=from_numpy(x),
+        scores=from_numpy(y),
+        slope=float(fitted.params[1]),
+        intercept=float(fitted.params[0]),
+        r_squared=float(fitted.rsquared),
+        p_value=float(fitted.pvalues[1]),
+        confidence=confidence,
+        band=from_numpy(np.column_stack([grid, line, interval])),
+    )
+
+
+def _mean(result: Any) -> float:
+    if isinstance(result, BlockCouplingResult):
+        return result.mean()
+    if isinstance(result, int | float) and not isinstance(result, bool):
+        return float(result)
+    raise LayersimError(
+        "This is no coupling.",
+        given=type(result).__name__,
+        expected="a BlockCouplingResult, or its mean as a number",
+        do="report['block_coupling']",
+    )
+
+
+def _same_options(results: list[BlockCouplingResult]) -> None:
+    """Refuse to set numbers beside each other that mean something else."""
+    asked = ("diagonal", "positions")
+    data = {r.provenance.data for r in results}
+    if len(data) > 1:
+        warnings.warn(
+            "These couplings were measured on different prompts, whose length and content matter.",
+            LayersimWarning,
+            stacklevel=4,
+        )
+    found = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in asked))) for r in results}
+    if len(found) > 1:
+        raise LayersimError(
+            "These results were not measured in the same way.",
+            given=f"k, normalize, diagonal, positions: {sorted(found)}",
+            expected="one set of options",
+            do=f"the same options for all, such as lsim.BlockCoupling(k={results[0].ks[0]})",
+        )
+
+
+@typed
+def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks") -> Any:
+    """Mean coupling over training checkpoints, or over whatever the keys are, with neighbours and the null beside it.
+
+    Args:
+        results: `BlockCoupling` results by training step, in order. Numbers that span more than a factor of 20 are drawn on a
+            logarithmic axis; with 0 among them, side by side.
+        title: of the figure.
+
+    Returns:
+        A plotly figure.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), figure 1 b.
+    """
+    from ..reporting.figures import curves
+
+    others = [type(one).__name__ for one in results.values() if not isinstance(one, BlockCouplingResult)]
+    if not results or others:
+        raise LayersimError(
+            "There is nothing to draw.",
+            given=", ".join(others) or "no results",
+            expected="one or more results of BlockCoupling",
+            do="plot_sweep({step: report['block_coupling'], ...})",
+        )
+    _same_options(list(results.values()))
+    series = {
+        "all pairs": [result.mean() for result in results.values()],
+        "neighbours": [result.neighbours() for result in results.values()],
+        "random vectors": [result.mean("null_coupling") for result in results.values()],
+    }
+    return curves(list(results), series, (title, "training step", "coupling"))
+
+
+@typed
+def plot_adjacency(
+    result: BlockCouplingResult, *, strongest: int | float | None = None, title: str = "Coupling of blocks"
+) -> Any:
+    """Blocks on a circle, and between each two an edge, the more opaque the more they are coupled beyond chance.
+
+    An edge is the mean of both directions, from 0 at the null to 1 at full coupling.
+
+    Args:
+        result: of `BlockCoupling` with `normalize=True`.
+        strongest: of an edge that is fully opaque, the same for pictures that are compared; this one's strongest by default.
+        title: of the figure.
+
+    Returns:
+        A plotly figure.
+
+    Source:
+        Aubry et al. 2025 (arXiv 2407.07810), figure 1 c to e.
+    """
+    from ..reporting.figures import adjacency
+
+    if strongest is not None and not 0 < strongest < math.inf:
+        raise LayersimError(
+            "`strongest` must be above 0.",
+            given=f"strongest={strongest}",
+            expected="the strength of a fully opaque edge, 0 to 1",
+            do="leave strongest= out",
+        )
+    if not result.normalize:
+        raise LayersimError(
+            "Edges need couplings between 0 and 1.",
+            given="normalize=False",
+            expected="a result of BlockCoupling(normalize=True)",
+            do="lsim.BlockCoupling()",
+        )
+    beyond = (result.null - result.values) / result.null.clamp(min=1e-9)
+    strength = ((beyond + beyond.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0)
+    # A block with itself is no edge.
+    strength.fill_diagonal_(0.0)
+    full = float(strength.max()) if strongest is None else strongest
+    return adjacency(strength.numpy(), full, result.layers[1:], title)

@@ -1,0 +1,141 @@
+"""What is settled before a run: which analyzers, and which tokenizer two models share."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
+from types import FunctionType
+from typing import Any, cast
+
+from ..analyzers import find_analyzers
+from ..analyzers.base import Analyzer
+from ..core.errors import LayersimError, LayersimWarning
+from ..core.typed import brief
+from ..data.options import DATA_OPTIONS
+from ..models.model_info import Model
+
+
+def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
+    """Analyzers by name; a name stands for that analyzer with its defaults.
+
+    Raises:
+        LayersimError: a name is not known, nothing was given, or one name stands twice.
+    """
+    items = list(analyzers) if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else [analyzers]
+    chosen: dict[str, Analyzer] = {}
+    for item in items:
+        if isinstance(item, str):
+            known = find_analyzers()
+            if item not in known:
+                parts = [part.strip().lower() for part in item.split(",")]
+                near = [n for part in parts for n in difflib.get_close_matches(part, known, n=1)]
+                raise LayersimError(
+                    "`analyzers` names an analyzer that does not exist.",
+                    given=brief(item),
+                    expected=f"one of {', '.join(sorted(known))}",
+                    do=f"did you mean {near[0] if len(near) == 1 else near!r}?" if near else "tl-layersim analyzers lists them",
+                )
+            item = known[item]()
+        _check_analyzer(item)
+        if item.name in chosen:
+            raise LayersimError(
+                "`analyzers` holds two of one name, and a report has one result of a name.",
+                given=f"{item.name!r} twice",
+                expected="each analyzer once",
+                do="call analyze() once for each set of options",
+            )
+        chosen[item.name] = item
+    if not chosen:
+        raise LayersimError("`analyzers` is empty.", given="[]", expected="at least one", do="[lsim.Cosine(), lsim.CKA()]")
+    return chosen
+
+
+def _check_analyzer(analyzer: Any) -> None:
+    """Refuse, before anything runs, an analyzer whose result could not be kept."""
+    if not isinstance(analyzer, Analyzer | type):
+        raise LayersimError(
+            "`analyzers` has something in it that is no analyzer.",
+            given=brief(analyzer),
+            expected="an Analyzer or the name of one",
+            do="[lsim.Cosine(), lsim.CKA()]",
+        )
+    if isinstance(analyzer, type):
+        raise LayersimError(
+            f"`analyzers` holds the class {analyzer.__name__}, not an analyzer made of it.",
+            given=analyzer.__name__,
+            expected="an object",
+            do=f"{analyzer.__name__}(), with brackets" if issubclass(analyzer, Analyzer) else "lsim.Cosine()",
+        )
+    name = getattr(analyzer, "name", None)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise LayersimError(
+            f"{type(analyzer).__name__} has no name that a report can use as a key.",
+            given=f"name = {name!r}",
+            expected="lower-case letters, digits and _",
+            do=f'name: ClassVar[str] = "{type(analyzer).__name__.lower()}" in the class',
+        )
+    if not is_dataclass(analyzer):
+        raise LayersimError(
+            f"{type(analyzer).__name__} is no dataclass, so its options cannot be recorded.",
+            given=type(analyzer).__name__,
+            expected="a frozen dataclass",
+            do="@dataclass(frozen=True) above the class",
+        )
+    clash = cast(Analyzer, analyzer).options().keys() & set(DATA_OPTIONS)
+    if clash:
+        raise LayersimError(
+            f"{type(analyzer).__name__} has an option that the data has too, and a record keeps one of a name.",
+            given=", ".join(sorted(clash)),
+            expected=f"names other than {', '.join(DATA_OPTIONS)}",
+            do="rename the field of the dataclass",
+        )
+
+
+def with_tokenizer(model: Model, tokenizer: Any) -> Model:
+    """The model with a tokenizer that was given in place of its own."""
+    if tokenizer is None:
+        return model
+    if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType):
+        raise LayersimError(
+            "`tokenizer` is no tokenizer.",
+            given=f"tokenizer={brief(tokenizer)}",
+            expected="a loaded Hugging Face tokenizer",
+            do="AutoTokenizer.from_pretrained(name)",
+        )
+    return replace(model, tokenizer=tokenizer)
+
+
+def shared_tokens(a: Model, b: Model, given: bool) -> Model:
+    """What holds for both models, and a refusal where the same ids would be different words."""
+    if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
+        words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
+        if words_a != words_b:
+            odd = next((w for w in words_a if words_b.get(w) != words_a[w]), next(iter(words_b), ""))
+            raise LayersimError(
+                "The two models read different tokens, so their samples do not match.",
+                given=f"{odd!r} is token {words_a.get(odd)} of {a.name} and {words_b.get(odd)} of {b.name}",
+                expected="models with the same tokenizer",
+                do="models of one family; tokenizer=... only if both were trained with it; or vectors of whole texts, as "
+                "docs/add_a_source.md compares them",
+            )
+
+    sure = a.tokenizer is not None and b.tokenizer is not None and not given
+    if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
+        warnings.warn(
+            f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, and nothing shows that the same id is the same "
+            "word in both. Set model.tokenizer on each, and it is checked.",
+            LayersimWarning,
+            stacklevel=3,
+        )
+
+    def smaller(x: int | None, y: int | None) -> int | None:
+        return min((v for v in (x, y) if v is not None), default=None)
+
+    context = smaller(a.context, b.context)
+    # Refusals of long rows name whose context it is.
+    name = a.name if context == a.context else b.name
+    vocabulary = smaller(a.vocabulary, b.vocabulary)
+    return replace(a, name=name, vocabulary=vocabulary, context=context, **a.inputs_with(b))

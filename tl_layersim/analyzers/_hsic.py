@@ -1,0 +1,102 @@
+"""HSIC, the numerator and the denominators of CKA: from Gram matrices of a minibatch, or from moments of all samples.
+
+Plain functions of torch: they travel with the kernels that call them.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+MOMENTS = ("x", "y", "cross", "r_x", "r_y", "r_x r_y", "r_x y", "r_y x")
+
+
+def grams(x: Tensor) -> Tensor:
+    """`layer n n`, in the dtype of `x`: the Gram matrix of each layer of `layer n d_model`, about the samples' mean.
+
+    Exactly 0 at a layer whose samples are all the same up to rounding.
+    """
+    # Translation changes no HSIC; without it a large common vector would eat float32 digits.
+    mean = x.mean(1, keepdim=True)
+    x = x - mean
+    same = ~beyond_rounding(x, mean).any(1)
+    x = x.masked_fill(same[:, None, None], 0)
+    return torch.bmm(x, x.transpose(1, 2))
+
+
+def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
+    """`layer sample`, whether `centred`, `layer sample d_model`, is more than what rounding leaves of `mean`.
+
+    A difference that rounding explains has no direction: its cosine, or its share in CKA, would be arbitrary.
+    """
+    allowed = 16 * torch.finfo(centred.dtype).eps
+    # The norms tell for almost all; dimension by dimension where they do not.
+    found: Tensor = centred.norm(dim=-1) > allowed * mean.norm(dim=-1)
+    layers, samples = (~found).nonzero(as_tuple=True)
+    if len(layers):
+        mean = mean.expand_as(centred)[layers, samples]
+        found[layers, samples] = (centred[layers, samples].abs() > allowed * mean.abs()).any(-1)
+    return found
+
+
+def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
+    """`layer (n n)`, float64: Gram matrices `layer n n`, doubly centred (biased) or U-centred with a zero diagonal.
+
+    The product of two U-centred Grams, summed, is n(n-3) HSIC_1 (Szekely and Rizzo 2014). Beside it `layer n`, the squared
+    distance of each sample from the mean.
+    """
+    gram = gram.double()
+    n = gram.shape[-1]
+    r = gram.diagonal(dim1=1, dim2=2).clone()
+    if biased:
+        gram = gram - gram.mean(1, keepdim=True) - gram.mean(2, keepdim=True) + gram.mean((1, 2), keepdim=True)
+    else:
+        gram.diagonal(dim1=1, dim2=2).zero_()
+        row = gram.sum(2) / (n - 2)
+        gram -= row[:, :, None]
+        gram -= row[:, None, :]
+        gram += (row.sum(1) / (n - 1))[:, None, None]
+        gram.diagonal(dim1=1, dim2=2).zero_()
+    return gram.flatten(1), r
+
+
+def moments(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Uncentred sums over samples of x, y, r = |row|^2 and their products; x, y are `layer sample d_model`."""
+    r_x, r_y = x.square().sum(-1), y.square().sum(-1)
+    return {
+        "x": x.sum(1),
+        "y": y.sum(1),
+        "cross": rearrange(x, "layer sample d -> (layer d) sample") @ rearrange(y, "layer sample d -> sample (layer d)"),
+        "r_x": r_x.sum(1),
+        "r_y": r_y.sum(1),
+        "r_x r_y": r_x @ r_y.T,
+        "r_x y": torch.einsum("an,bnd->abd", r_x, y),
+        "r_y x": torch.einsum("bn,and->abd", r_y, x),
+    }
+
+
+def hsic_from_moments(m: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """HSIC_1 of all pairs, sum r^x of each row layer, and sum r^x r^y of all pairs.
+
+    n(n-3) HSIC_1 = |X'Y|_F^2 - n/(n-2) sum r^x r^y + sum r^x sum r^y / ((n-1)(n-2)), X and Y centred over all samples.
+    """
+    mu, nu = m["x"] / n, m["y"] / n
+    mu2, nu2 = mu.square().sum(-1), nu.square().sum(-1)
+    a, b = len(mu), len(nu)
+    frobenius, mu_c_nu = torch.empty(a, b, dtype=torch.float64), torch.empty(a, b, dtype=torch.float64)
+    for layer, block in enumerate(rearrange(m["cross"], "(a d) (b e) -> a d b e", a=a, b=b)):
+        frobenius[layer] = (block - n * torch.einsum("d,be->dbe", mu[layer], nu)).square().sum((0, 2))
+        mu_c_nu[layer] = torch.einsum("d,dbe,be->b", mu[layer], block, nu)
+    r_x, r_y = m["r_x"] - n * mu2, m["r_y"] - n * nu2
+    r_x_r_y = (
+        m["r_x r_y"]
+        - 2 * torch.einsum("abd,bd->ab", m["r_x y"], nu)
+        - 2 * torch.einsum("abd,ad->ab", m["r_y x"], mu)
+        + torch.outer(m["r_x"], nu2)
+        + torch.outer(mu2, m["r_y"])
+        + 4 * mu_c_nu
+        - 3 * n * torch.outer(mu2, nu2)
+    )
+    hsic = (frobenius - n / (n - 2) * r_x_r_y + torch.outer(r_x, r_y) / ((n - 1) * (n - 2))) / (n * (n - 3))
+    return hsic, r_x, r_x_r_y

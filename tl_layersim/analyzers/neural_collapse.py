@@ -1,0 +1,244 @@
+"""Neural collapse: how tightly the samples of a class gather around their mean, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.errors import LayersimError, warn
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..core.typed import typed
+from ..data.batches import Batch
+from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
+from ..models.model_info import Model
+from ..models.targets import check_batch_labels, targets
+from ..models.view import Kernel, View, row_ends
+from .base import Analyzer, Run
+from .cka import samples
+
+COUNTED = 2**19  # ids that are counted to find the most frequent; no vocabulary is larger
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class NeuralCollapseResult(Result):
+    """What `NeuralCollapse` measures. All tensors are float64.
+
+    Attributes:
+        values: `residual`, the same as `nc1`; 0 where every class is a single point, NaN where all classes have the same mean,
+            as at the embedding where all samples end in the same token; a `LayersimWarning` names such layers.
+        within: `residual`, tr(S_W), the mean squared distance of a sample from its class's mean.
+        between: `residual`, tr(S_B), the mean over classes of their mean's squared distance from the mean of all samples.
+        samples: `label`, how many of each class.
+        labels: the classes, most frequent first.
+    """
+
+    values_name: ClassVar[str] = "nc1"
+    values: Float64[Tensor, " residual"] = axes("residual")
+    within: Float64[Tensor, " residual"] = axes("residual")
+    between: Float64[Tensor, " residual"] = axes("residual")
+    samples: Float64[Tensor, " label"] = axes("label")
+    labels: tuple[int, ...]
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "nc1",
+            "Within-class variability collapse",
+            "NC1 of each layer: low where samples of a class have become one point, seen from the other classes "
+            "(Jiang, Zhou and Zhu 2024, appendix B.3, figure 16; Papyan, Han and Donoho 2020).",
+        ),
+    )
+
+    @property
+    def nc1(self) -> Tensor:
+        """`residual`, the same as `values`."""
+        return self.values
+
+    def headline(self) -> dict[str, float]:
+        found = {"NC1 of the embedding": float(self.values[0]), "NC1 of the last layer": float(self.values[-1])}
+        return {name: v for name, v in found.items() if not math.isnan(v)} | {"classes": float(len(self.labels))}
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class NeuralCollapse(Analyzer):
+    r"""NC1: how small the spread within classes is beside the spread between them, at each layer.
+
+    $$\mathrm{NC}_1 = \frac{1}{K} \mathrm{tr}(\Sigma_W \Sigma_B^{+}), \quad
+    \Sigma_W = \frac{1}{N} \sum_{k, i} (h_{k i} - \bar h_k)(h_{k i} - \bar h_k)', \quad
+    \Sigma_B = \frac{1}{K} \sum_k (\bar h_k - \bar h)(\bar h_k - \bar h)'$$
+
+    with N samples in K classes, $\bar h_k$ a class's mean and $\bar h$ the mean of all samples. In classes of equal size this
+    is the paper's; in others, as in common implementations, every sample weighs the same in the first and every class in the
+    second.
+
+    Args:
+        labels: "next_token" takes the token that follows as the class of a position; "data" the data's own column `labels`
+            or `label`; or labels themselves, `row` or `row pos`. -100 is no class.
+        classes: how many, the most frequent ones, which a first look at the data (without the model) finds; or their ids.
+        level: what a sample is: each "token", or each row ("sequence"); "auto" is "token" for next tokens, else "sequence".
+        pool: for rows, the "last" counted token, the "first", or the "mean" of all.
+        max_memory_gb: for the second moments, layers x d_model^2 numbers; more is refused before the run.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, footnote 5 and figure 16; Papyan, Han and Donoho 2020.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:8], [lsim.NeuralCollapse()])["neural_collapse"]
+        >>> found.nc1.shape, len(found.labels)
+        (torch.Size([9]), 10)
+    """
+
+    name: ClassVar[str] = "neural_collapse"
+    one_pass: ClassVar[str] = "NeuralCollapse(classes=(id, id, ...)) with the ids of the classes"
+    first_without_model: ClassVar[bool] = True
+
+    labels: Any = "next_token"
+    classes: int | tuple[int, ...] | list[int] = 10
+    level: Literal["auto", "token", "sequence"] = "auto"
+    pool: Literal["last", "first", "mean"] = "last"
+    max_memory_gb: int | float = 4.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", as_labels(self.labels))
+        if isinstance(self.classes, list):
+            object.__setattr__(self, "classes", tuple(self.classes))
+        least = self.classes if isinstance(self.classes, int) else len(set(self.classes))
+        if least < 2:
+            raise LayersimError(
+                "Collapse is seen between classes.", given=f"classes={self.classes}", expected="two or more", do="classes=10"
+            )
+
+    @property
+    def label_source(self) -> str:
+        return label_source(self.labels)
+
+    @property
+    def whole_rows(self) -> bool:
+        return self._level() == "sequence"
+
+    def _level(self) -> str:
+        if self.level != "auto":
+            return self.level
+        return "token" if isinstance(self.labels, str) and self.labels == "next_token" else "sequence"
+
+    def check(self, *models: Model) -> None:
+        model = models[0]
+        if model.d_model is None:
+            return
+        # The batch's second moments, the running sum, and their sum while it is made.
+        need = 3 * 8 * len(model.layers) * model.d_model**2 / 1e9
+        if not need <= self.max_memory_gb:
+            raise LayersimError(
+                "The second moments of all layers need more memory than they may take.",
+                given=f"{len(model.layers)} layers x {model.d_model}^2 numbers: {need:.1f} GB",
+                expected=f"at most max_memory_gb={self.max_memory_gb:g}",
+                do=f"NeuralCollapse(max_memory_gb={math.ceil(need)})",
+            )
+
+    def check_batch(self, batch: Batch, model: Model) -> None:
+        check_batch_labels(self.labels, batch)
+
+    def first_kernel(self) -> Kernel | None:
+        if isinstance(self.classes, tuple):
+            return None
+        return partial(class_counts_kernel, labels=self.labels, by_row=self.whole_rows)
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(collapse_kernel, labels=self.labels, classes=self._classes(first), level=self._level(), pool=self.pool)
+
+    def _classes(self, first: Sums) -> Tensor:
+        if isinstance(self.classes, tuple):
+            return torch.tensor(list(dict.fromkeys(self.classes)))
+        counts = first["labels"] if first else torch.zeros(0, dtype=torch.int64)
+        # Stable: of equally frequent classes the lowest ids, on every machine.
+        order = counts.argsort(descending=True, stable=True)[: self.classes]
+        return order[counts[order] > 0]
+
+    def compute(self, sums: Sums, run: Run) -> NeuralCollapseResult:
+        warn_of_unused(self.labels, run.provenance)
+        counts, classes = sums["samples"].double(), self._classes(run.first)
+        if len(counts) < 2 or bool((counts < 1).any()) or int(counts.sum()) <= len(counts):
+            raise LayersimError(
+                "Collapse needs two classes, a sample in each, and more samples than classes.",
+                given=", ".join(f"class {int(c)}: {int(n)} samples" for c, n in zip(classes[:6], counts[:6], strict=True))
+                or "no class",
+                expected="at least two classes with samples",
+                do="pass more data, fewer classes=, or check the labels",
+            )
+        nc1, within, between = zip(
+            *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True
+        )
+        where = [name for name, value in zip(run.layers, nc1, strict=True) if math.isnan(value)]
+        if where:
+            warn(
+                f"NC1 is not defined at {', '.join(where[:4])}{' and other layers' if len(where) > 4 else ''}, and NaN there: "
+                "all classes have the same mean, as where all samples end, or begin, in the same token."
+            )
+        return NeuralCollapseResult(
+            values=torch.stack(nc1),
+            within=torch.stack(within),
+            between=torch.stack(between),
+            samples=counts,
+            labels=tuple(classes.tolist()),
+            layers=run.layers,
+            provenance=run.provenance,
+        )
+
+
+def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """NC1, tr(S_W) and tr(S_B) of one layer, from class sums `class d_model` and the second moments `d_model d_model`."""
+    n, k = counts.sum(), len(counts)
+    means = total / counts[:, None]
+    away = means - total.sum(0) / n
+    within = (second - (means * counts[:, None]).T @ means) / n
+    # S_B = away' away / K has the rank of `away`: its pseudo-inverse follows from a small singular value decomposition.
+    _, sigma, basis = torch.linalg.svd(away / math.sqrt(k), full_matrices=False)
+    # Means less the mean of all samples span k - 1 directions; what rounding of the means themselves leaves is none of them.
+    floor = max(float(sigma.max()), float(means.norm(dim=1).max())) * max(away.shape) * torch.finfo(torch.float64).eps
+    kept = (sigma > floor) & (torch.arange(len(sigma)) < k - 1)
+    if not bool(kept.any()):
+        # All classes have one mean: nothing is between them.
+        undefined = torch.tensor(math.nan, dtype=torch.float64)
+        return undefined, within.diagonal().sum().clamp(min=0), torch.zeros((), dtype=torch.float64)
+    basis, sigma = basis[kept], sigma[kept]
+    spread = torch.einsum("rd,de,re->r", basis, within, basis).clamp(min=0)
+    return (spread / sigma**2).sum() / k, within.diagonal().sum().clamp(min=0), (away**2).sum() / k
+
+
+def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> dict[str, Tensor]:
+    """How often each class stands in the data."""
+    found = targets(view, labels)
+    if by_row:
+        found = found[row_ends(view)]
+    found = found[found != NO_LABEL]
+    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < COUNTED:
+        raise ValueError(
+            f"labels go from {int(found.min())} to {int(found.max())}; classes are numbered from 0, below {COUNTED}"
+        )
+    return {"labels": torch.bincount(found, minlength=COUNTED)}
+
+
+def collapse_kernel(view: View, *, labels: str | Tensor, classes: Tensor, level: str, pool: str) -> dict[str, Tensor]:
+    """Class sizes, class sums and second moments, float64."""
+    found = targets(view, labels)
+    if level == "sequence":
+        found = found[row_ends(view)]
+    match = found[:, None] == classes.to(found.device)
+    member = match.any(1)
+    x = samples(view, level=level, pool=pool)[:, member]
+    match = match[member].double()
+    total, second = [], []
+    for layer in x:
+        rows = layer.double()
+        total.append(match.T @ rows)
+        second.append(rows.T @ rows)
+    return {"samples": match.sum(0).long(), "total": torch.stack(total), "second": torch.stack(second)}

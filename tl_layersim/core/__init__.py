@@ -1,0 +1,1 @@
+"""Errors, sums, results and files: what every other package builds on. Imports no model library."""

@@ -1,0 +1,318 @@
+"""Results: frozen tensors with named axes and a record of where they come from; tables, plots and files of them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from abc import ABC
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxtyping import Float64
+from torch import Tensor
+
+from .errors import LayersimError
+from .field_types import refuse_other_types
+from .kinds import below, class_of, kind_of
+from .storage import read as read_file
+from .storage import reading
+from .storage import write as write_file
+from .typed import brief, named, typed
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects
+from .provenance import Provenance
+
+
+@named
+@dataclass(frozen=True)
+class Picture:
+    """One plot that a result offers: the field it draws, a title, and what it means, with its source."""
+
+    field: str
+    title: str
+    meaning: str
+
+
+@named
+def axes(*names: str, default: Any = MISSING) -> Any:
+    """A dataclass field that holds a float64 tensor over the named axes.
+
+    `row` and `column` are the residual layers of the first and second model, `residual` those of the first, `layer` its
+    blocks (without what enters block 0), as do `row_block` and `column_block`. Any other axis `x` takes its labels from the
+    result's own field `xs` (`batches` for `batch`).
+    """
+    return field(default=default, metadata={"axes": names}) if default is not MISSING else field(metadata={"axes": names})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Result(ABC):
+    """What an analyzer returns. Subclasses are frozen dataclasses whose tensor fields are declared with `axes(...)`.
+
+    `numpy.asarray(result)` is `values`. Equality is identity; compare `values`.
+
+    Class attributes:
+        values_name: what `values` is called in tables and plots.
+        pictures: what a report draws.
+    """
+
+    layers: tuple[str, ...]
+    provenance: Provenance
+    values: Tensor
+    values_name: ClassVar[str] = "values"
+    pictures: ClassVar[tuple[Picture, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, axis_names in self.tensor_fields().items():
+            sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
+            if tuple(getattr(self, name).shape) != sizes:
+                raise LayersimError(
+                    f"{type(self).__name__}.{name} does not fit its axes.",
+                    given=f"shape {tuple(getattr(self, name).shape)}",
+                    expected=f"{sizes}: {' x '.join(axis_names)}",
+                    do="return one number for each label; residual and row have one more label than layer",
+                )
+        quantiles = getattr(self, "quantiles", ())
+        if not all(0 <= quantile <= 1 for quantile in quantiles):
+            raise LayersimError(
+                f"{type(self).__name__}.quantiles must lie between 0 and 1.",
+                given=str(quantiles),
+                expected="fractions, such as 0.5 for the median",
+                do="quantiles=(0.05, 0.5, 0.95)",
+            )
+
+    def __repr__(self) -> str:
+        size = " x ".join(map(str, self.values.shape))
+        lines = [f"{type(self).__name__}({size}, {self.provenance.model}, {self.provenance.tokens} tokens)"]
+        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.values.numpy()
+        return array.astype(dtype) if dtype is not None else (array.copy() if copy else array)
+
+    @classmethod
+    def tensor_fields(cls) -> dict[str, tuple[str, ...]]:
+        """Name and axes of each tensor field."""
+        return {f.name: f.metadata["axes"] for f in fields(cls) if "axes" in f.metadata}
+
+    def coordinates(self, axis: str) -> tuple[Any, ...]:
+        """The labels along an axis."""
+        if axis in ("row", "residual"):
+            return self.layers
+        if axis in ("layer", "row_block", "column_block"):
+            return self.layers[1:]
+        if axis == "column":
+            return tuple(getattr(self, "column_layers", self.layers))
+        return tuple(getattr(self, f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"))
+
+    def to_frame(self, field: str = "values") -> pandas.DataFrame:
+        """A tidy table: one line per entry of `field`, with every other field over the same axes as a further column.
+
+        Layers are columns `layer`, or `row_layer` and `column_layer` for a matrix.
+
+        Raises:
+            LayersimError: there is no such field.
+        """
+        import pandas
+
+        axis_names = self._axes_of(field)
+        labels = {"residual": "layer", "row": "row_layer", "column": "column_layer"}
+        labels |= {"row_block": "row_layer", "column_block": "column_layer"}
+        table = pandas.DataFrame(
+            list(itertools.product(*(self.coordinates(axis) for axis in axis_names))),
+            columns=[labels.get(axis, axis) for axis in axis_names],
+            index=None if axis_names else [0],
+        )
+        for axis in axis_names:
+            if axis in (*labels, "layer"):
+                # In the order of the model: sorted as text, block 10 would come before block 2, in a pivot for one.
+                name = labels.get(axis, axis)
+                table[name] = pandas.Categorical(table[name], categories=list(self.coordinates(axis)), ordered=True)
+        for name, names in self.tensor_fields().items():
+            if names == axis_names:
+                table[self.values_name if name == "values" else name] = getattr(self, name).numpy().reshape(-1)
+        return table
+
+    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
+        """A plotly figure of a field: a heatmap over two layer axes, lines over one; axes carry layer names."""
+        from ..reporting.figures import figure
+
+        return figure(self, self.values_name if field == "values" else field, self._axes_of(field))
+
+    def headline(self) -> dict[str, float]:
+        """The few numbers that a summary table shows."""
+        return {}
+
+    def first_layer(self) -> str:
+        """What the first residual layer is, in words; a stitched model begins above its seam."""
+        first = self.layers[0]
+        path = first.removesuffix(".hook_resid_pre").removesuffix(".input")
+        return "embedding" if first.startswith("blocks.0.") else f"{path} input"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly."""
+        header, tensors = _pack(self)
+        return write_file(path, "result", header, tensors)
+
+    def _axes_of(self, field: str) -> tuple[str, ...]:
+        known = {self.values_name if name == "values" else name: names for name, names in self.tensor_fields().items()}
+        if field == "values":
+            field = self.values_name
+        if field not in known:
+            raise LayersimError(
+                f"{type(self).__name__} has no tensor field {field!r}.",
+                given=field,
+                expected=f"one of {', '.join(known)}",
+                do=f"result.to_frame({next(iter(known))!r}) or result.plot({next(iter(known))!r})",
+            )
+        return known[field]
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LayerMatrix(Result):
+    """One number for each pair of residual layers.
+
+    `values[i, j]` belongs to `layers[i]` of the (first) model and `column_layers[j]` of the second, or of the same one.
+    An analyzer that has more to say extends this class with further fields.
+    """
+
+    values: Float64[Tensor, "row column"] = axes("row", "column")
+    column_layers: tuple[str, ...]
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LayerCurve(Result):
+    """One number for each residual layer, what enters block 0 first. An analyzer may extend it with further fields."""
+
+    values: Float64[Tensor, " residual"] = axes("residual")
+
+
+@named
+class Report(Mapping[str, Any]):
+    """The results of one run, by analyzer name.
+
+    >>> report = Report({})
+    >>> len(report)
+    0
+    """
+
+    def __init__(self, results: Mapping[str, Result]) -> None:
+        if not isinstance(results, Mapping) or not all(isinstance(name, str) for name in results):
+            raise LayersimError(
+                "`results` is no mapping from names to results.",
+                given=f"results={brief(results)}",
+                expected="a mapping",
+                do="Report({'cka': result})",
+            )
+        self._results = dict(results)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._results:
+            raise KeyError(f"no result {name!r} in this report; it has {', '.join(self._results) or 'none'}")
+        return self._results[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __repr__(self) -> str:
+        lines = [f"Report({', '.join(self._results)})"]
+        for name, result in self._results.items():
+            lines += [f"  {name}: {key} = {value:.4g}" for key, value in result.headline().items()]
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write all results to one safetensors file, without pickle."""
+        header: dict[str, Any] = {"results": {}}
+        tensors: dict[str, Tensor] = {}
+        for name, result in self._results.items():
+            header["results"][name], own = _pack(result)
+            tensors |= {f"{name}/{field_name}": tensor for field_name, tensor in own.items()}
+        return write_file(path, "report", header, tensors)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Report:
+        """Read a report written by `save`."""
+        return _load(path, ("report",))  # type: ignore[no-any-return]  # of this kind
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML page with a table, every plot, and what each of them means."""
+        from ..reporting.html import write_html
+
+        return write_html(self, path)
+
+
+@typed
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read what `save` wrote: a `Result` or a `Report`, whichever the file holds.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        LayersimError: it is truncated, changed since it was written, not one of ours, or of a newer version.
+    """
+    return _load(path, ("result", "report"))
+
+
+@typed
+def load_report(path: str | os.PathLike[str]) -> Report:
+    """Read a report that `Report.save` wrote; errors as in `load`."""
+    return Report.load(path)
+
+
+def _pack(result: Result) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    tensors = {name: getattr(result, name) for name in result.tensor_fields()}
+    plain = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in tensors and f.name != "provenance"}
+    provenance = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
+    return {"class": kind_of(type(result)), "fields": plain, "provenance": provenance}, tensors
+
+
+def _load(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
+    header, tensors = read_file(path, kinds)
+    with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
+        found = _unpack(path, header, tensors) if header["kind"] == "result" else _unpack_report(path, header, tensors)
+        # What is not checked by type fails here, and not in the user's hands.
+        repr(found)
+        return found
+
+
+def _unpack(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
+    # Format 1 names module and class.
+    kind = f"{header['module']}:{header['class']}" if "module" in header else str(header["class"])
+    cls = class_of(kind, Result)
+    if cls is None:
+        # A class is never imported by a name that stands in a file.
+        module, _, name = kind.rpartition(":")
+        raise LayersimError(
+            f"{path} holds a {name}, a kind of result that nothing imported so far defines.",
+            given=kind,
+            expected=f"one of {', '.join(sorted({known.__qualname__ for known in below(Result)}))}",
+            do=f"import {module} first, if you trust it, then load again",
+        )
+    plain = {name: _as_tuple(value) for name, value in header["fields"].items()}
+    refuse_other_types(cls, plain)
+    refuse_other_types(Provenance, header["provenance"])
+    arguments: dict[str, Any] = {**plain, **tensors, "provenance": Provenance(**header["provenance"])}
+    result: Result = cls(**arguments)
+    return result
+
+
+def _unpack_report(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Report:
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in header["results"]}
+    for key, tensor in tensors.items():
+        name, _, field_name = key.partition("/")
+        parts[name][field_name] = tensor
+    return Report({name: _unpack(path, own, parts[name]) for name, own in header["results"].items()})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
+
+
+__all__ = ["LayerCurve", "LayerMatrix", "Picture", "Provenance", "Report", "Result", "axes", "load", "load_report"]

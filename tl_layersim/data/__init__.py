@@ -1,0 +1,1 @@
+"""Rows, batches and labels from whatever a user passes as data."""

@@ -1,0 +1,369 @@
+"""Data: texts, data sets and token tensors become rows of tokens, and rows become right-padded batches with masks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..core.typed import named
+from .labels import NO_LABEL
+from .model_inputs import ModelInputs
+from .options import DataOptions
+from .readers import Notes, Reader, Row, Text, refuse_path
+
+TEXTS_AT_ONCE = 64
+DEFAULT_SEQ_LEN = 256
+
+
+@named
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded rows of tokens.
+
+    Attributes:
+        tokens: `batch pos`, int64.
+        attention: `batch pos`, what the model attends to; False at padding.
+        counted: `batch pos`, what analyzers see: attended and not among the first `skip_first` positions of its row.
+        first: the number of its first row, counted from the start of the data.
+        labels: `batch pos`, the data's own labels, `NO_LABEL` where a position has none; None if the data has no labels.
+        origins: for each row, which row of the data it came from (-1 for several) and at which position of it it starts.
+    """
+
+    tokens: Tensor
+    attention: Tensor
+    counted: Tensor
+    first: int
+    labels: Tensor | None = None
+    origins: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sources(self) -> tuple[Tensor, Tensor]:
+        """`batch pos` twice: which row and which position of the data each token came from; the row is -1 for several."""
+        origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
+        row, start = torch.tensor(origins).unbind(1)
+        return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
+
+    @property
+    def padded(self) -> bool:
+        """Whether the model has to be told what is padding."""
+        return not bool(self.attention.all())
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """`batch pos`, the token that follows, `NO_LABEL` where nothing that is attended to does."""
+        return next_tokens(self.tokens, self.attention)
+
+    @property
+    def first_row(self) -> Batch:
+        """Its first row alone, without padding."""
+        return self.rows(0, 1)
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Some of its rows, as wide as the longest of them."""
+        width = int(self.attention[start:stop].any(0).nonzero()[-1]) + 1
+        cut = (slice(start, stop), slice(0, width))
+        labels = None if self.labels is None else self.labels[cut]
+        origins = self.origins[start:stop]
+        return Batch(self.tokens[cut], self.attention[cut], self.counted[cut], self.first + start, labels, origins)
+
+
+class Encoded(NamedTuple):
+    """The tokens of a text without BOS, its class and number, and whether special tokens of its own took the place of BOS."""
+
+    ids: list[int]
+    label: int | None
+    number: int
+    own: bool
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of any accepted data, in the same order each time they are iterated over.
+
+    Args:
+        data: see `tl_layersim.analyze`.
+        model: whose tokenizer, vocabulary and context apply.
+        options: how the data is read.
+        labelled: whether an analyzer wants the data's own labels.
+    """
+
+    data: Any
+    model: ModelInputs
+    options: DataOptions = DataOptions()
+    labelled: bool = False
+    notes: Notes = field(default_factory=Notes, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.data, str | Path):
+            refuse_path(self.data)
+        if self.options.seq_len and self.model.context and self.options.seq_len > self.model.context:
+            raise LayersimError(
+                "The model does not take rows this long.",
+                given=f"seq_len={self.options.seq_len}",
+                expected=f"at most {self.model.context}, the context of {self.model.name}",
+                do=f"seq_len={self.model.context}",
+            )
+
+    @property
+    def one_shot(self) -> bool:
+        """Whether the data is an iterator, gone after one pass."""
+        return isinstance(self.data, Iterator)
+
+    def record(self) -> dict[str, Any]:
+        """The options and the tokenizer, for a result's provenance."""
+        tokenizer = self.model.tokenizer
+        known = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
+        return self.options.record() | {"tokenizer": known}
+
+    def found(self) -> dict[str, int]:
+        """What the last pass over the data did of itself, for a result's provenance.
+
+        `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was made here.
+        """
+        return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked}
+
+    def __iter__(self) -> Iterator[Batch]:
+        rows = self.rows()
+        first = 0
+        while chunk := list(itertools.islice(rows, self.options.batch_size)):
+            yield self.batch(chunk, first)
+            first += len(chunk)
+
+    def rows(self) -> Iterator[Row]:
+        """Rows without padding, up to `max_tokens`."""
+        return self._limited(self._rows())
+
+    def batch(self, rows: list[Row], first: int) -> Batch:
+        """Rows side by side, padded on the right to the longest.
+
+        Args:
+            rows: which.
+            first: the number of the first of them.
+        """
+        length = max(len(row.tokens) for row in rows)
+        tokens = torch.full((len(rows), length), _pad_id(self.model))
+        attention = torch.zeros((len(rows), length), dtype=torch.bool)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row.tokens)] = row.tokens
+            attention[i, : len(row.tokens)] = row.attention
+        labels = None
+        if any(row.labels is not None for row in rows):
+            labels = torch.full((len(rows), length), NO_LABEL)
+            for i, row in enumerate(rows):
+                if row.labels is not None:
+                    labels[i, : len(row.labels)] = row.labels
+        counted = attention.clone()
+        counted[:, : self.options.skip_first] = False
+        return Batch(tokens, attention, counted, first, labels, tuple((row.source, row.start) for row in rows))
+
+    def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
+        """Rows until `max_tokens` are counted; the last one is cut so that the number is met exactly."""
+        left = self.options.max_tokens
+        for row in rows:
+            if left is None:
+                yield row
+                continue
+            counted = row.attention.clone()
+            counted[: self.options.skip_first] = False
+            total = counted.cumsum(0)
+            if int(total[-1]) >= left:
+                end = int((total < left).sum()) + 1
+                yield row[:end]
+                return
+            left -= int(total[-1])
+            yield row
+
+    def _rows(self) -> Iterator[Row]:
+        """Rows of at most `seq_len` tokens, checked against the model."""
+        self.notes.own_bos = self.notes.masked = 0
+        pieces: Iterator[Row]
+        if self.options.pack:
+            pieces = self._packed()
+        else:
+            pieces = itertools.chain.from_iterable(
+                self._split(item) if isinstance(item, Row) else self._windows(item) for item in self._encoded()
+            )
+        context = self.model.context
+        for row in pieces:
+            if context and len(row.tokens) > context:
+                raise LayersimError(
+                    "A row is longer than the model's context.",
+                    given=f"{len(row.tokens)} tokens",
+                    expected=f"at most {context}",
+                    do=f"seq_len={context}, which cuts longer rows into several",
+                )
+            self._check_ids(row.tokens)
+            yield row
+
+    def _check_ids(self, tokens: Tensor) -> None:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or (self.model.vocabulary and high >= self.model.vocabulary):
+            raise LayersimError(
+                f"Token ids lie outside the vocabulary of {self.model.name}.",
+                given=f"ids from {low} to {high}",
+                expected=f"0 to {(self.model.vocabulary or 0) - 1}",
+                do="tokenise with the model's own tokenizer, or pass the texts themselves",
+            )
+
+    def _text_length(self) -> int:
+        return self.options.seq_len or min(DEFAULT_SEQ_LEN, self.model.context or DEFAULT_SEQ_LEN)
+
+    def _bos(self) -> list[int]:
+        bos = self.model.tokenizer.bos_token_id
+        return [bos] if self.options.prepend_bos and bos is not None and not self._own_specials() else []
+
+    def _own_specials(self) -> bool:
+        """Whether the tokenizer adds its special tokens by itself: [CLS] models, and those without a BOS."""
+        return self.model.tokenizer.bos_token_id is None or self.model.tokenizer.cls_token_id is not None
+
+    def _windows(self, text: Encoded) -> Iterator[Row]:
+        """A text's tokens as rows; a long text goes on in further rows, nothing is cut off."""
+        self.notes.own_bos += text.own
+        start = 0
+        while start < len(text.ids):
+            row, taken = self._row(text.ids[start : start + self._text_length()], text.ids[start] in self._bos())
+            labels = None if text.label is None else torch.full_like(row, text.label)
+            yield Row(row, torch.ones(len(row), dtype=torch.bool), labels, text.number, start)
+            start += taken
+
+    def _row(self, ids: list[int], own: bool) -> tuple[Tensor, int]:
+        """A row of at most the text length from the ids, with a BOS that is not there yet; and how many ids it took.
+
+        Args:
+            ids: what stands next.
+            own: whether it begins with a BOS.
+        """
+        self.notes.own_bos += own
+        bos = [] if own else self._bos()
+        taken = ids[: self._text_length() - len(bos)]
+        return torch.tensor(bos + taken), len(taken)
+
+    def _split(self, row: Row) -> Iterator[Row]:
+        return (part for part in row.split(self.options.seq_len or len(row.tokens)) if part.attention.any())
+
+    def _packed(self) -> Iterator[Row]:
+        """Full rows cut from all texts with an end-of-text token between them, and what is left."""
+        held: list[int] = []
+        # Beside each id whether it separates texts: an end-of-text token may be the BOS too, and is none there.
+        separates: list[bool] = []
+
+        def cut(least: int) -> Iterator[Row]:
+            start = 0
+            while start < len(held):
+                own = held[start] in self._bos() and not separates[start]
+                if len(held) - start < least - (0 if own else len(self._bos())):
+                    break
+                row, taken = self._row(held[start : start + self._text_length()], own)
+                start += taken
+                yield Row(row, torch.ones(len(row), dtype=torch.bool))
+            del held[:start], separates[:start]
+
+        for item in self._encoded():
+            if isinstance(item, Row):
+                raise LayersimError(
+                    "Only texts can be packed.",
+                    given=f"a row of {len(item.tokens)} tokens with pack=True",
+                    expected="texts",
+                    do="pack=False: rows of tokens are taken as they are",
+                )
+            end = self.model.tokenizer.eos_token_id
+            ids = item.ids
+            if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self._bos():
+                # The separator is the BOS that this text brings along.
+                del held[-1], separates[-1]
+            held += ids + ([end] if end is not None else [])
+            separates += [False] * len(ids) + ([True] if end is not None else [])
+            yield from cut(self._text_length())
+        yield from cut(0)
+
+    def _encoded(self) -> Iterator[Encoded | Row]:
+        """Texts as token ids, in order among rows of tokens; encoded many at a time."""
+        waiting: list[tuple[int, Text]] = []
+        for number, item in enumerate(Reader(self.options.column, self.labelled, self.model, self.notes).items(self.data)):
+            if isinstance(item, Text):
+                waiting.append((number, item))
+                if len(waiting) == TEXTS_AT_ONCE:
+                    yield from self._encode(waiting)
+                    waiting = []
+            else:
+                yield from self._encode(waiting)
+                waiting = []
+                yield replace(item, source=number)
+        yield from self._encode(waiting)
+
+    def _encode(self, items: list[tuple[int, Text]]) -> Iterator[Encoded]:
+        if not items:
+            return
+        texts = [_readable(item.text, number) for number, item in items]
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise LayersimError(
+                f"{self.model.name} has no tokenizer, so texts cannot be read.",
+                given=f"a text: {texts[0][:40]!r}",
+                expected="tokens, or a model that carries its tokenizer",
+                do="pass tokenizer=..., or token ids",
+            )
+        # BOS is ours to add, once per row, so that every source sees the same tokens: TransformerLens changes the tokenizers
+        # that it loads to add their own.
+        ids = tokenizer(texts, add_special_tokens=self._own_specials(), verbose=False)["input_ids"]
+        for tokens, (number, item) in zip(ids, items, strict=True):
+            yield self._undoubled(Encoded(tokens, item.label, number, False))
+
+    def _undoubled(self, text: Encoded) -> Encoded:
+        """Without the special tokens that a tokenizer added at the ends of a text that has them already."""
+        if not self._own_specials():
+            return text
+        tokenizer, ids = self.model.tokenizer, text.ids
+        first = {tokenizer.cls_token_id, tokenizer.bos_token_id}
+        last = {tokenizer.sep_token_id, tokenizer.eos_token_id}
+        own = len(ids) > 1 and ids[0] == ids[1] and ids[0] in first
+        ids = ids[own:]
+        return text._replace(ids=ids[:-1] if len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in last else ids, own=own)
+
+
+def _readable(text: str | None, number: int) -> str:
+    """The text, if it is one that a tokenizer can take."""
+    if text is None:
+        raise LayersimError(
+            f"`data` has no text in row {number}.",
+            given="None, or a missing value",
+            expected="a text in each row",
+            do="leave such rows out: data.filter(...), table.dropna(), or [text for text in texts if text is not None]",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LayersimError(
+            f"`data` has a lone surrogate in row {number}, which no tokenizer reads.",
+            given=f"{text[max(0, error.start - 20) : error.end + 20]!r}",
+            expected="text that can be written as UTF-8",
+            do="text.encode('utf-8', 'replace').decode(), or read the file again with its own encoding",
+        ) from error
+    return text
+
+
+def found_in(*parts: Batches) -> dict[str, int]:
+    """`Batches.found` of several data sets together."""
+    each = [part.found() for part in parts]
+    return {name: sum(one[name] for one in each) for name in (each[0] if each else ())}
+
+
+def next_tokens(tokens: Tensor, attention: Tensor) -> Tensor:
+    """The token that follows each position of a row, `NO_LABEL` where nothing that is attended to does; all `batch pos`."""
+    following = torch.full_like(tokens, NO_LABEL)
+    pair = attention[:, :-1] & attention[:, 1:]
+    following[:, :-1] = torch.where(pair, tokens[:, 1:], NO_LABEL)
+    return following
+
+
+def _pad_id(model: ModelInputs) -> int:
+    pad = getattr(model.tokenizer, "pad_token_id", None)
+    pad = next(iter(model.pads), None) if pad is None else pad
+    return pad if pad is not None and (model.vocabulary is None or pad < model.vocabulary) else 0

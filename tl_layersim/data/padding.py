@@ -1,0 +1,57 @@
+"""Padding in token tensors that come without an attention mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from .model_inputs import ModelInputs
+
+
+def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
+    """`row pos`, False at padding at the ends of rows, by the padding ids of tokenizer and configuration; None without any.
+
+    Raises:
+        LayersimError: such ids stand where they may be tokens too.
+    """
+    tokenizer = model.tokenizer
+    pads = dict.fromkeys((getattr(tokenizer, "pad_token_id", None), *model.pads))
+    edges = {getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")} | set(model.ends)
+    mask = torch.ones_like(rows, dtype=torch.bool)
+    named = [pad for pad in pads if pad is not None]
+    # Where no padding id is named, rows are often padded with EOS.
+    for pad in named or sorted(edge for edge in edges if edge is not None):
+        found = rows == pad if rows.shape[1] > 1 else torch.zeros_like(mask)
+        if not bool(found.any()):
+            continue
+        ends = found.cumprod(1).bool() | found.flip(1).cumprod(1).flip(1).bool()
+        # A single BOS or EOS at an end may be meant, an unknown token anywhere else.
+        least = 2 if pad in edges else 1
+        shared = pad in edges or pad == getattr(tokenizer, "unk_token_id", None)
+        unsure = ends[:, :least].all(1) | ends[:, -least:].all(1) if shared else (found & ~ends).any(1)
+        if bool(unsure.any()):
+            raise LayersimError(
+                "Rows of tokens start or end with padding, and no mask says so."
+                if shared
+                else "Rows of tokens have padding ids inside, and no mask says which of them are padding.",
+                given=f"{int(unsure.sum())} of {len(rows)} rows with "
+                + (f"token {pad} twice or more at an end" if not named else f"pad token {pad} ")
+                + ("" if not named else "at an end, which is another special token too" if shared else "between tokens"),
+                expected="an attention mask beside the tokens",
+                do="{'input_ids': tokens, 'attention_mask': mask}, or probe.mask = mask in attach; ones count the pads",
+            )
+        if not shared:
+            mask &= ~ends
+    return None if bool(mask.all()) else mask
+
+
+def masked_warning(pads: Sequence[int]) -> str:
+    """What is said where a mask was made of padding ids."""
+    ids = " and ".join(map(str, sorted(set(pads))))
+    return (
+        f"Tokens came without an attention mask: the padding, id {ids} at the ends of rows, is left out as if masked. Pass "
+        "{'input_ids': tokens, 'attention_mask': mask} to say it yourself."
+    )

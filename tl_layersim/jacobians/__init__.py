@@ -1,0 +1,1 @@
+"""Jacobians of blocks: products, singular vectors, coupling."""

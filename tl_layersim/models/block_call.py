@@ -1,0 +1,336 @@
+"""A block's own call, made again: for another residual, in float32, or for a few tokens beside the others' keys and values.
+
+All of it travels to NDIF servers by value, as source: torch and the standard library alone, and no decorator that matters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Names under which blocks take a cache of keys and values: most of Hugging Face's; GPT-NeoX, GPT-J, Bloom, Falcon; older ones.
+CACHES = ("past_key_values", "layer_past", "past_key_value")
+# What has a position on its second axis, and is cut to the tokens that are left.
+BY_POSITION = ("position_embeddings", "position_ids")
+Block = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of one block in a forward pass: all that it was given, and the residual that it gave.
+
+    Attributes:
+        block: the module, or nnsight's handle on it.
+        args: its positional arguments.
+        kwargs: the others.
+        key: where among them the residual stands: an index of `args` or a name in `kwargs`.
+        output: `batch pos d_model`, the residual after the block.
+
+    `hidden` is what it was given; `again(call, hidden)` calls it with another one.
+    """
+
+    block: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: int | str
+    output: Tensor
+
+    @property
+    def hidden(self) -> Tensor:
+        """`batch pos d_model`, the residual that it was given."""
+        found: Tensor = self.args[self.key] if isinstance(self.key, int) else self.kwargs[self.key]
+        return found
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The residual in what a block takes or gives: itself, or the first tensor of a tuple, list or mapping."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    raise ValueError(f"a block gave {type(output).__name__} without a tensor in it, where its residual was expected")
+
+
+def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> BlockCall:
+    """The record of a call; the residual is the first tensor of its arguments."""
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    key = next(place for place, value in places if isinstance(value, Tensor))
+    return BlockCall(block, tuple(args), dict(kwargs), key, first_tensor(output).detach())
+
+
+def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = None) -> Tensor:
+    """The residual that the block gives for another one; its floating-point arguments take the dtype of that.
+
+    Args:
+        call: the block with its own arguments.
+        hidden: `batch pos d_model`.
+        kwargs: all arguments but the residual, by name, where they are not the call's own.
+    """
+    args, named = list(call.args), dict(call.kwargs)
+    if kwargs is not None:
+        args, named = [], dict(kwargs)
+    if isinstance(call.key, int) and kwargs is None:
+        args[call.key] = hidden
+    elif isinstance(call.key, int):
+        args.insert(0, hidden)
+    else:
+        named[call.key] = hidden
+    args, named = in_dtype(args, hidden.dtype), in_dtype(named, hidden.dtype)
+    # A model over several devices moves what enters a block to its weights, and leaves there what comes out.
+    return first_tensor(call.block(*args, **named)).to(hidden.device)
+
+
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point tensor inside, in that dtype; none that autograd may not keep."""
+    if isinstance(value, Tensor):
+        value = value.clone() if value.is_inference() else value
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (list, tuple):
+        return type(value)(in_dtype(item, dtype) for item in value)
+    if type(value) is dict:
+        return {name: in_dtype(item, dtype) for name, item in value.items()}
+    return value
+
+
+def copied(value: Any, batch: int, times: int) -> Any:
+    """Arguments of a batch for that batch several times over: what has a row for each of its rows is repeated."""
+    if isinstance(value, Tensor):
+        many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
+        return value.repeat(times, *([1] * (value.dim() - 1))) if many else value
+    if type(value) in (list, tuple):
+        return type(value)(copied(item, batch, times) for item in value)
+    if type(value) is dict:
+        return {name: copied(item, batch, times) for name, item in value.items()}
+    return value
+
+
+class Widened:
+    """A context in which a block's weights are of another dtype.
+
+    They are exchanged where modules look them up, and are themselves never touched: gradients, their hooks and optimisers do
+    not notice. Weights that are elsewhere, or no floating-point numbers, stay as they are.
+    """
+
+    def __init__(self, block: Any, dtype: torch.dtype) -> None:
+        module = getattr(block, "_module", block)
+        self.dtype, self.places = dtype, list[tuple[dict[str, Any], str, Tensor]]()
+        for part in module.modules() if isinstance(module, torch.nn.Module) else ():
+            for store in (part._parameters, part._buffers):
+                for name, x in store.items():
+                    if x is not None and x.is_floating_point() and not x.is_meta and x.dtype != dtype:
+                        self.places.append((store, name, x))
+
+    def __enter__(self) -> None:
+        wide: dict[int, Tensor] = {}
+        try:
+            for store, name, x in self.places:
+                if id(x) not in wide:
+                    found = x.detach().to(self.dtype)
+                    wide[id(x)] = torch.nn.Parameter(found, False) if isinstance(x, torch.nn.Parameter) else found
+                store[name] = wide[id(x)]
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_error: Any) -> None:
+        for store, name, x in self.places:
+            store[name] = x
+
+
+class Written:
+    """Stands where a cache would, and keeps the keys and values that a block writes."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.kept.append((key, value))
+        return key, value
+
+    def get_seq_length(self, *_args: Any, **_kwargs: Any) -> int:
+        return 0
+
+
+class Beside(Written):
+    """Stands where a cache would, and gives the keys and values of all tokens, with those of new ones behind them.
+
+    Args:
+        key: `sample head pos d_head`.
+        value: `sample head pos d_head`.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.key, self.value = key, value
+
+    def update(self, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
+
+
+def has_hooks(block: Any) -> bool:
+    """Whether somebody's hooks stand in the block: they may look at positions, which single tokens do not have."""
+    module = getattr(block, "_module", block)
+    known = ("nnsight", "accelerate", "transformer_lens.model_bridge")
+    return isinstance(module, torch.nn.Module) and any(
+        not str(getattr(hook, "__module__", "")).startswith(known)
+        for part in module.modules()
+        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values())
+    )
+
+
+def by_name(call: BlockCall) -> dict[str, Any]:
+    """All arguments but the residual by their names.
+
+    Raises:
+        ValueError: the block's signature does not say them.
+    """
+    if not call.args:
+        return {name: value for name, value in call.kwargs.items() if name != call.key}
+    module = getattr(call.block, "_module", call.block)
+    # TransformerBridge's blocks take anything, and hand it to the block that they wrap.
+    owner = type(getattr(module, "original_component", module))
+    names = [p.name for p in inspect.signature(owner.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    if call.key != 0 or len(call.args) > len(names):
+        raise ValueError("arguments without names")
+    return dict(zip(names[1:], call.args[1:], strict=False)) | dict(call.kwargs)
+
+
+class FewTokens:
+    """A block as a function of one token of a row, all other tokens' keys and values held as they are; many copies at once.
+
+    What attention mixes is all that tokens see of each other, so its derivatives are the block's own, for the work of that one
+    token. Copies of a token stand side by side as one row in which each sees the other tokens and itself, and no other copy.
+    Where the token that is read is another one, copies of it follow, each of which sees its own copy of the first.
+
+    Args:
+        call: the block with its own arguments.
+        dtype: to compute in.
+        row: `sample`, which row of the batch each sample stands in.
+        t_in: `sample`, the token that may change.
+        t_out: `sample`, the token that is read: for all samples the same one, or for none.
+
+    Attributes:
+        x: `sample d_model`, the tokens as they are.
+        whole: `batch pos d_model`, what the block gives for the batch.
+
+    Raises:
+        ValueError: the block has no such form: it takes no cache of keys and values, uses it more than once, or takes arguments
+            of positions that are not known.
+    """
+
+    def __init__(self, call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor) -> None:
+        if has_hooks(call.block):
+            raise ValueError("hooks inside")
+        named = by_name(call)
+        caches = [name for name in CACHES if name in named]
+        if not caches:
+            raise ValueError("no cache among its arguments")
+        self.call, self.row, self.cache, self.named = call, row, caches[0], named
+        self.hidden = call.hidden.to(dtype)
+        self.pos = self.hidden.shape[1]
+        self.same = bool((t_in == t_out).all())
+        # The tokens that run through the block, each in as many copies as are asked for.
+        self.at = t_in[:, None] if self.same else torch.stack([t_in, t_out], 1)
+        self.x, self.out = self.hidden[row, t_in], self.hidden[row, t_out]
+        written = Written()
+        self.whole = again(call, self.hidden, named | {self.cache: written})
+        if len(written.kept) != 1 or any(x.dim() != 4 or x.shape[2] != self.pos for x in written.kept[0]):
+            raise ValueError("its keys and values have another form")
+        self.key, self.value = (self._rows(x) for x in written.kept[0])
+        self.mask = self._mask(named.get("attention_mask"))
+
+    def _rows(self, value: Tensor) -> Tensor:
+        """The samples' rows of an argument that has one for each row of the batch, or one for all."""
+        if value.shape[0] == len(self.hidden):
+            return value.index_select(0, self.row.to(value.device))
+        return value.expand(len(self.row), *value.shape[1:])
+
+    def _mask(self, given: Any) -> Tensor:
+        """`sample head token pos`, what each of the tokens sees: True, or what is added to scores."""
+        pos, at = self.pos, self.at
+        if given is None:
+            later = torch.arange(pos, device=at.device) > at[:, :, None]
+            zeros = torch.zeros(later.shape, dtype=self.hidden.dtype, device=at.device)
+            return zeros.masked_fill(later, self._never())[:, None]
+        if not isinstance(given, Tensor) or given.dim() != 4 or given.shape[2:] != (pos, pos):
+            raise ValueError("its mask has another form")
+        mask: Tensor = in_dtype(self._rows(given), self.hidden.dtype).to(at.device)
+        return mask.gather(2, at[:, None, :, None].expand(-1, mask.shape[1], -1, pos))
+
+    def _never(self) -> float:
+        return torch.finfo(self.hidden.dtype).min
+
+    def _mask_of(self, n: int) -> Tensor:
+        """`sample head (token copy) (pos token copy)`."""
+        never = False if self.mask.dtype == torch.bool else self._never()
+        first = self.at[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
+        # What each token says of the first one moves from that one's column to the column of its own copy.
+        own = self.mask.gather(3, first)
+        seen = self.mask.scatter(3, first, never)
+        tokens = self.mask.shape[2]
+        copies = torch.eye(n, dtype=torch.bool, device=seen.device)
+        new = torch.where(copies[:, None, :], own[:, :, :, None, None, :], never)
+        none = torch.full_like(new, never).expand(-1, -1, -1, -1, tokens - 1, -1)
+        columns = torch.cat([new, none], -2).flatten(-2)
+        return torch.cat([seen[:, :, :, None].expand(-1, -1, -1, n, -1), columns], -1).flatten(2, 3)
+
+    def block(self, n: int) -> Block:
+        """The function of `sample n d_model`, n variants of each sample's token, that gives `sample n d_model`."""
+        at = self.at.repeat_interleave(n, 1)
+        arguments: dict[str, Any] = {"attention_mask": self._mask_of(n)}
+        for name, value in self.named.items():
+            parts = value if type(value) in (list, tuple) else (value,)
+            if name in BY_POSITION and all(isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == self.pos for x in parts):
+                taken = []
+                for x in parts:
+                    mine = self._rows(x)
+                    index = at.reshape(*at.shape, *([1] * (mine.dim() - 2))).expand(-1, -1, *mine.shape[2:])
+                    taken.append(mine.gather(1, index.to(mine.device)))
+                arguments[name] = type(value)(taken) if type(value) in (list, tuple) else taken[0]
+            elif name != "attention_mask":
+                if any(isinstance(x, Tensor) and self.pos in x.shape for x in parts):
+                    raise ValueError(f"{name} has positions")
+                arguments[name] = value
+        arguments[self.cache] = Beside(self.key, self.value)
+
+        def call(x: Tensor) -> Tensor:
+            if self.same:
+                return again(self.call, x, arguments)
+            last = self.out[:, None].expand(-1, n, -1)
+            return again(self.call, torch.cat([x, last], 1), arguments)[:, n:]
+
+        return call
+
+
+def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor, copies: int = 1) -> Block:
+    """The block as a function of one token of each sample, run on whole rows.
+
+    Args:
+        call: the block with its own arguments.
+        dtype: to compute in.
+        row: `sample`, which row of the batch each sample stands in, none twice.
+        t_in: `sample`, the position that may change.
+        t_out: `sample`, the position that is read.
+        copies: how many batches at once; the function then takes and gives `copies * sample`, copy by copy.
+
+    Returns:
+        A function of `sample d_model` that gives `sample d_model`.
+    """
+    batch = len(call.hidden)
+    hidden = call.hidden.to(dtype).repeat(copies, 1, 1)
+    many = copied(list(call.args), batch, copies), copied(dict(call.kwargs), batch, copies)
+    many[0 if isinstance(call.key, int) else 1][call.key] = hidden
+    own = BlockCall(call.block, tuple(many[0]), many[1], call.key, call.output)
+    rows = (row + batch * torch.arange(copies, device=row.device)[:, None]).reshape(-1)
+    t_in, t_out = t_in.repeat(copies), t_out.repeat(copies)
+
+    def block(x: Tensor) -> Tensor:
+        return again(own, hidden.index_put((rows, t_in), x))[rows, t_out]
+
+    return block

@@ -1,0 +1,344 @@
+"""Models whose modules run here: TransformerLens's HookedTransformer and TransformerBridge, and plain Hugging Face models.
+
+All are read by torch forward hooks, on TransformerLens hook points where there are any: nothing of the model changes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.distributed import weight_peers
+from ..core.errors import LayersimError
+from ..data.batches import Batch
+from .block_call import BlockCall, first_tensor, record_call
+from .hooks import Hook, Quiet, eval_mode, in_kernel, in_this_thread, kernels_alone
+from .layout import (
+    call_options,
+    describe,
+    find_blocks,
+    find_embedding,
+    head_dtype,
+    no_forward,
+    refuse_no_weights,
+    same_stream,
+    settled,
+)
+from .model_info import Model
+from .recorder import Call, Choice, LastLayer, Recorder, Tap, stack_side
+from .source import Source
+from .transformer_lens import is_transformer_lens, open_transformer_lens
+from .unembed import Unembed, plain_linear, tensor_of, unembed_gap
+from .view import Kernel, Reduced, View, reduce, tokens_alone
+
+
+def taps(blocks: list[torch.nn.Module]) -> list[Tap]:
+    """Every residual layer of blocks that follow one another: what enters the first, and what each gives."""
+    return [Tap(blocks[0], True), *(Tap(block, False) for block in blocks)]
+
+
+class HookedSource(Source):
+    """A model whose blocks are modules of this process.
+
+    Args:
+        model: HookedTransformer, TransformerBridge, or a Hugging Face model.
+        layers: paths of the blocks of a plain model, where they are not found by themselves.
+        unembed: paths of its final norm and head, where they are not found by themselves.
+    """
+
+    def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
+        self.module = model
+        self._embed: torch.nn.Module | None
+        self.blocks: list[torch.nn.Module]
+        self._is_transformer_lens = is_transformer_lens(model)
+        self._open(layers, unembed)
+        self.head, self.unembed = self._open_head()
+
+    def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
+        """Find the blocks, where the residual is read, the embedding, and what is known of the model."""
+        model = self.module
+        if self._is_transformer_lens:
+            if layers is not None or unembed is not None:
+                raise LayersimError(
+                    "TransformerLens models have their own layers.",
+                    given=f"layers={layers}" if unembed is None else f"unembed={unembed}",
+                    expected="layers=None and unembed=None for HookedTransformer and TransformerBridge",
+                    do="leave them out, or pass the Hugging Face model",
+                )
+            points, self._embed, self._model = open_transformer_lens(model)
+            self._taps = [Tap(point, False) for point in points]
+            self.blocks = list(model.blocks)  # type: ignore[arg-type]  # its list of blocks
+        else:
+            refuse_no_weights(model)
+            self._paths, self._named = find_blocks(model, layers), layers is not None
+            self.blocks = [model.get_submodule(path) for path in self._paths]
+            self._taps = taps(self.blocks)
+            self._embed = find_embedding(model)
+            tokenizer = getattr(model, "tokenizer", None)
+            self._model = describe(model, self._paths, type(model).__name__, tokenizer, unembed, self._named)
+
+    def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
+        """The module that gives logits, before scale and soft-cap, and the lens."""
+        head = self._model.head
+        if head is None:
+            return None, None
+        parts = [self.module.get_submodule(path) for path in head.parts]
+        # What accelerate placed moves its inputs by itself; elsewhere a head may still live on another device than its norm.
+        weight = next(parts[-1].parameters(), None)
+        return parts[-1], Unembed(
+            norm=Quiet(self.module.get_submodule(head.norm)) if head.norm else None,
+            parts=tuple(Quiet(part) for part in parts),
+            reads=head.reads,
+            scale=head.scale,
+            soft_cap=head.soft_cap,
+            dtype=head_dtype(parts),
+            device=None if weight is None or weight.is_meta else weight.device,
+            linear=plain_linear(parts[-1]),
+            norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,
+        )
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    def aside(self) -> bool:
+        """Whether what runs now is no part of what is measured."""
+        return False
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        return eval_mode(self.module)
+
+    def settle(self, batch: Batch) -> None:
+        if self._model.stream == "unknown":
+            with self.settling(stop=True), torch.no_grad(), suppress(LastLayer):
+                self._forward(batch.first_row)
+
+    @contextmanager
+    def settling(self, stop: bool = False, on_error: Callable[[Exception], None] | None = None) -> Iterator[None]:
+        """A context whose first forward pass shows, where that is not known, whether the modules hand on one stream.
+
+        Args:
+            stop: end that forward pass with `LastLayer` once it has.
+            on_error: as in `tapped`.
+        """
+        if self._model.stream != "unknown":
+            yield
+            return
+        # Each thread runs a forward pass of its own.
+        seen = threading.local()
+        handles: list[Any] = []
+
+        def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            last: Tensor | None = getattr(seen, "last", None)
+            if last is None or not same_stream(first_tensor((*args, *(kwargs or {}).values())).detach()[:1], last):
+                seen.strangers = [*getattr(seen, "strangers", ()), path]
+
+        def after(number: int, output: Any) -> None:
+            if number == 0:
+                seen.strangers = []
+            # A copy, which additions in place do not change; detached first, as checkpointing counts what is saved.
+            seen.last = first_tensor(output).detach()[:1].clone()
+            if number == len(self.blocks) - 1 and self._model.stream == "unknown":
+                for handle in handles:
+                    handle.remove()
+                self._model = settled(self._model, self.module, self._paths, self._named, getattr(seen, "strangers", []))
+                if stop:
+                    raise LastLayer
+
+        def guarded(call: Callable[..., None]) -> Callable[..., None]:
+            def hook(*given: Any) -> None:
+                if in_kernel() or torch._C._current_graph_task_id() != -1 or self._model.stream != "unknown":
+                    return
+                try:
+                    call(*given)
+                except LastLayer:
+                    raise
+                except Exception as error:
+                    if on_error is None:
+                        raise
+                    on_error(error)
+
+            return hook if on_error is not None else in_this_thread(hook)
+
+        try:
+            for number, (path, block) in enumerate(zip(self._paths, self.blocks, strict=True)):
+                if number:
+                    enter = guarded(lambda _m, args, kwargs=None, path=path: before(path, args, kwargs))
+                    handles.append(block.register_forward_pre_hook(Hook(block, enter), with_kwargs=True))
+                leave = guarded(lambda _m, _a, output, number=number: after(number, output))
+                handles.append(block.register_forward_hook(Hook(block, leave)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def peers(self) -> frozenset[int]:
+        return weight_peers(self.module)
+
+    def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        view = self.collect(batch)
+        with kernels_alone():
+            return reduce(kernels, view)
+
+    def collect(self, batch: Batch) -> View:
+        views: list[View] = []
+
+        def stop(view: View) -> None:
+            views.append(view)
+            if not self.calling:
+                raise LastLayer
+
+        calls: list[BlockCall] = []
+        with (
+            torch.no_grad(),
+            _noting(self.blocks if self.calling else [], calls, self.aside),
+            self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)),
+            suppress(LastLayer),
+        ):
+            self._forward(batch)
+        if views:
+            view = views[0]
+            # The batch knows them all, also where the model's embedding is not known and cannot be watched.
+            known, device = tokens_alone(batch), view.residual.device
+            names = ("tokens", "next_token", "row", "column", "labels")
+            given = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
+            if self.calling and len(calls) != len(self.blocks):
+                raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
+            return replace(view, calls=tuple(calls) if self.calling else None, **given)
+        raise self._not_in_order(f"{len(self._taps)} residual layers")
+
+    def _not_in_order(self, given: str) -> LayersimError:
+        return LayersimError(
+            f"The forward pass of {self.model.name} did not go through its layers in order.",
+            given=given,
+            expected="each block to run once, first to last",
+            do="pass layers=[...] with the blocks in the order in which they run",
+        )
+
+    def unembed_gap(self, batch: Batch) -> Tensor:
+        assert self.unembed is not None
+        row = batch.first_row
+        seen: list[Tensor] = []
+        note = in_this_thread(lambda _m, _a, output: seen.append(first_tensor(output)))
+        top = self._taps[-1].module
+        last = top.register_forward_hook(Hook(top, note))
+        try:
+            with torch.no_grad():
+                logits = tensor_of(self.call(row))
+                return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
+        finally:
+            last.remove()
+
+    def _forward(self, batch: Batch) -> None:
+        """One forward pass; a model that cannot be run on tokens like this is refused."""
+        try:
+            self.call(batch)
+        except (LayersimError, torch.OutOfMemoryError, LastLayer):
+            raise
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise no_forward(self.module, error) from error
+
+    def call(self, batch: Batch) -> Any:
+        """One forward pass, with what the model needs besides tokens."""
+        device = next(self.module.parameters()).device
+        if self._embed is not None:
+            device = next(self._embed.parameters(), torch.empty(0, device=device)).device
+        # What accelerate keeps elsewhere is brought, and its inputs are moved, by hooks of its own.
+        device = torch.device("cpu") if device.type == "meta" else device
+        options = call_options(self.module, batch)
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+        return self.module(batch.tokens.to(device), **options)
+
+    @contextmanager
+    def tapped(
+        self,
+        on_view: Callable[[View], None],
+        choose: Callable[[Call], Choice],
+        compare: Callable[[Tensor, torch.dtype], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> Iterator[None]:
+        """Hooks on every residual layer; each whole forward pass gives one view. None is left behind, whatever happens.
+
+        Args:
+            on_view: called when the last layer is read.
+            choose: which positions of a call to count.
+            compare: called once, when the head has run, with the lens beside its logits (`unembed_gap`) and their dtype.
+            on_error: takes what goes wrong in these hooks, of whose forward passes all are read, from any thread. None: errors
+                are raised, and only forward passes that this thread starts itself are read.
+        """
+        recorder = Recorder(
+            layers=self._model.layers,
+            on_view=on_view,
+            choose=choose,
+            compare=compare,
+            on_error=on_error,
+            # Asked for at each forward pass: weights may change their dtype, place or module in a loop.
+            lens=lambda: self._open_head()[1],
+            # TransformerLens's run_with_hooks and generate call the model's `forward` past its own hooks.
+            direct=self._is_transformer_lens,
+            aside=self.aside,
+            stack=stack_side(self.module, self.blocks),
+        )
+        handles: list[Any] = []
+        try:
+            for level, module in enumerate(self.stacks()):
+                handles += recorder.watch(module, level)
+            if self._embed is not None:
+                handles.append(recorder.watch_embedding(self._embed))
+            if self._is_transformer_lens:
+                handles.append(recorder.watch_mask(self.blocks[0]))
+            for layer, tap in enumerate(self._taps):
+                handles.append(recorder.watch_layer(tap, layer))
+            if compare is not None and self.head is not None:
+                handles.append(recorder.watch_head(self.head))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def stacks(self) -> list[torch.nn.Module]:
+        """The model and the modules inside it that hold all blocks, from the outside in: a caller may run each of them."""
+        modules = [self.module]
+        inner = vars(self.module).get("original_model")
+        for root in (self.module, inner):
+            names = {id(sub): name for name, sub in root.named_modules()} if isinstance(root, torch.nn.Module) else {}
+            paths = [names.get(id(block)) for block in self.blocks]
+            if root is None or None in paths:
+                continue
+            common: list[str] = []
+            for parts in zip(*(str(path).split(".")[:-1] for path in paths), strict=False):
+                if len(set(parts)) > 1:
+                    break
+                common.append(parts[0])
+            modules += [root, *(root.get_submodule(".".join(common[: i + 1])) for i in range(len(common)))]
+        return list(dict.fromkeys(modules))
+
+
+@contextmanager
+def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall], aside: Callable[[], bool]) -> Iterator[None]:
+    """Hooks that note each block's call, with all its arguments, into the list."""
+    given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
+    handles: list[Any] = []
+
+    def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given[block] = (args, kwargs)
+
+    def after(block: torch.nn.Module, _args: Any, output: Any) -> None:
+        if not aside():
+            calls.append(record_call(block, *given.pop(block), output))
+
+    try:
+        for block in blocks:
+            # Before anybody else's, which will change the arguments once more when the block is called again.
+            handles.append(block.register_forward_pre_hook(Hook(block, in_this_thread(before)), with_kwargs=True, prepend=True))
+            handles.append(block.register_forward_hook(Hook(block, in_this_thread(after))))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,79 @@
+"""Open a model that is in this process: the one place that looks at what kind of model it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.addresses import shown
+from ..core.errors import LayersimError
+from .source import Source
+
+ACCEPTED = (
+    "a TransformerLens HookedTransformer or TransformerBridge, an nnsight TransformersModel or NNsight(module), "
+    "a Hugging Face model or another torch module with layers=[...]"
+)
+
+
+def open_local(
+    model: Any,
+    *,
+    layers: list[str] | None = None,
+    unembed: list[str] | None = None,
+    remote: bool | str = False,
+) -> Source:
+    """The source for a model that is already loaded.
+
+    Raises:
+        LayersimError: the model is of no kind that can be read, or cannot be reached as asked.
+    """
+    import torch
+
+    if isinstance(model, Source):
+        if layers is not None or unembed is not None or remote:
+            raise LayersimError(
+                "A source has its own layers and its own place.",
+                given=f"{type(model).__name__} with layers={layers}, unembed={unembed} and remote={shown(remote)}",
+                expected="none of them",
+                do="leave them out",
+            )
+        return model
+    if isinstance(remote, str) and not remote.strip():
+        # What an unset variable of the environment gives would otherwise run here.
+        raise LayersimError(
+            "`remote` is an empty text.",
+            given=f"remote={remote!r}",
+            expected='True, the address of an NDIF server, or "local"; False to run here',
+            do="remote=True for the server that nnsight is set to",
+        )
+    if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
+        from .nnsight import NNsightSource
+
+        return NNsightSource(model, layers, unembed, remote)
+    if remote:
+        raise LayersimError(
+            "Only nnsight models can be run elsewhere.",
+            given=f"{type(model).__name__} with remote={shown(remote)}",
+            expected="an nnsight TransformersModel",
+            do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
+        )
+    if isinstance(model, torch.nn.Module):
+        from .hooked import HookedSource
+
+        # A model made of others says itself how it is read.
+        opens_itself: Any = getattr(model, "open_source", None)
+        if opens_itself is not None:
+            source: Source = opens_itself(layers, unembed)
+            return source
+        return HookedSource(model, layers, unembed)
+    raise no_model(model)
+
+
+def no_model(model: Any) -> LayersimError:
+    """The refusal of what is no model."""
+    given = f"the text {model!r}" if isinstance(model, str) else type(model).__name__
+    return LayersimError(
+        "This is no model that can be read.",
+        given=given,
+        expected=ACCEPTED,
+        do="load the model first: AutoModelForCausalLM.from_pretrained(name), or AutoModelForMaskedLM for an encoder",
+    )

@@ -1,0 +1,87 @@
+"""What TransformerLens says of its models: where their residual stream is, what it is written in, and their head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.errors import LayersimError
+from .layout import POST_NORM, PRE_NORM, data_fields, find_blocks, hash_config, hash_weights, is_post_norm, logit_scaling
+from .model_info import Model, layer_names
+from .unembed import Head
+
+
+def is_transformer_lens(model: Any) -> bool:
+    """Whether a model is TransformerLens's, without importing it."""
+    return any(
+        cls.__module__.split(".")[0] == "transformer_lens" and cls.__name__ in ("HookedTransformer", "TransformerBridge")
+        for cls in type(model).__mro__
+    )
+
+
+def open_transformer_lens(model: Any) -> tuple[list[torch.nn.Module], torch.nn.Module, Model]:
+    """Where its residual layers are read, its embedding, and what is known of it."""
+    cfg = model.cfg
+    names = layer_names(cfg.n_layers)
+    missing = [name for name in names if name not in model.hook_dict]
+    if missing:
+        raise LayersimError(
+            f"{cfg.model_name} has no residual stream that TransformerLens names.",
+            given=f"no hook point {missing[0]}",
+            expected="blocks.{i}.hook_resid_pre and hook_resid_post",
+            do="pass the Hugging Face model itself, with layers=[...] if its layout is not known",
+        )
+    plain = {
+        key: value for key, value in cfg.to_dict().items() if key not in ("model_name", "device", "dtype", "tokenizer_name")
+    }
+    described = Model(
+        name=str(cfg.model_name),
+        config_hash=hash_config(plain),
+        weights_hash=hash_weights(model),
+        source=type(model).__name__,
+        basis=_transformer_lens_basis(model),
+        dtype=str(cfg.dtype),
+        layers=names,
+        d_model=cfg.d_model,
+        vocabulary=cfg.d_vocab,
+        context=cfg.n_ctx,
+        tokenizer=model.tokenizer,
+        head=_transformer_lens_head(model),
+        calls="gradients",
+        **_transformer_lens_data(model),
+    )
+    return [model.hook_dict[name] for name in names], model.embed, described
+
+
+def _transformer_lens_data(model: Any) -> dict[str, Any]:
+    """How data is read: a bridge passes on what its Hugging Face model takes, a HookedTransformer takes tokens alone."""
+    if type(model).__name__ != "TransformerBridge":
+        return {}
+    wrapped = model.original_model
+    return data_fields(wrapped, find_blocks(wrapped, None)[0])
+
+
+def _transformer_lens_head(model: Any) -> Head | None:
+    """TransformerLens's own final norm and unembedding; a bridge's logits are scaled as its Hugging Face model scales them."""
+    names = {name for name, _ in model.named_children()}
+    if "unembed" not in names:
+        return None
+    scale, soft_cap = logit_scaling(getattr(getattr(model, "original_model", None), "config", None))
+    own = getattr(model.cfg, "output_logits_soft_cap", None)
+    # HookedTransformer writes -1 for none.
+    soft_cap = soft_cap or (own if own and own > 0 else None)
+    return Head("ln_final" if "ln_final" in names else "", ("unembed",), "every", scale, soft_cap)
+
+
+def _transformer_lens_basis(model: Any) -> str:
+    """What weight processing did to the residual stream: it changes every number that is not invariant to it."""
+    if type(model).__name__ == "TransformerBridge":
+        wrapped = model.original_model
+        if is_post_norm(wrapped.get_submodule(find_blocks(wrapped, None)[0]), wrapped.config):
+            return POST_NORM
+        return "TransformerBridge, compatibility mode" if model.compatibility_mode else PRE_NORM
+    folded = "layer norms folded" if str(model.cfg.normalization_type).endswith("Pre") else "layer norms not folded"
+    scale = model.W_E.abs().mean()
+    centred = "centred" if bool(model.W_E.mean(-1).abs().max() < 1e-4 * scale) else "not centred"
+    return f"HookedTransformer, {folded}, writing weights {centred}"

@@ -1,0 +1,1 @@
+"""Models on NDIF servers: requests, failures, and what is shipped with them."""

@@ -1,0 +1,50 @@
+"""The address and the key of an NDIF server: read from nnsight's settings, kept out of logs and messages."""
+
+from __future__ import annotations
+
+import logging
+from urllib.parse import urlsplit
+
+from ..core.addresses import is_address, shown, without_login
+from ..core.errors import LayersimError, without_secrets
+
+
+def host_of(remote: bool | str) -> str:
+    """The server's address: nnsight's own setting (NDIF_HOST), or the one given; the key is nnsight's in either case."""
+    from nnsight.schema.config import CONFIG
+
+    host = str(CONFIG.API.HOST if remote is True else remote).rstrip("/")
+    if not is_address(host):
+        raise LayersimError(
+            "This is no address of a server.",
+            given=f"remote={shown(remote)}",
+            expected="True, for the server that nnsight is set to; 'local'; or http://host:port, https://host",
+            do="remote='http://127.0.0.1:8001'; a key goes into NDIF_API_KEY, not into an address",
+        )
+    return host
+
+
+class WithoutSecrets(logging.Filter):
+    """Takes logins and signatures out of the addresses that a logger is about to print."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = without_secrets(record.getMessage()), None
+        return True
+
+
+def keep_logins_out_of_logs() -> None:
+    """Put the filter on httpx, which prints the address of each request at level INFO."""
+    logger = logging.getLogger("httpx")
+    if not any(isinstance(known, WithoutSecrets) for known in logger.filters):
+        logger.addFilter(WithoutSecrets())
+
+
+def redacted(text: str, host: str = "") -> str:
+    """A server's words without the key: some servers repeat what they were sent."""
+    from nnsight.schema.config import CONFIG
+
+    for secret in (CONFIG.API.APIKEY, urlsplit(host).password):
+        # Of a few letters nothing could be told from words.
+        if secret and len(secret) >= 6:
+            text = text.replace(secret, "***")
+    return without_secrets(text.replace(host, without_login(host)) if host else text)

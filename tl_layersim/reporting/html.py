@@ -1,0 +1,58 @@
+"""One self-contained HTML page of a report: what was measured on what, a table, every plot and what it means."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment
+
+from ..core.results import Report
+from ..core.storage import replacing
+from .figures import FONT
+
+
+def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
+    """Write the page; it opens from disk and needs no network.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import plotly.io
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    sections = []
+    for name, result in report.items():
+        plots = [
+            {
+                "html": Markup(
+                    plotly.io.to_html(
+                        result.plot(p.field), include_plotlyjs=False, full_html=False, config={"displaylogo": False}
+                    )
+                ),
+                "meaning": p.meaning,
+            }
+            for p in result.pictures
+            if result.to_frame(p.field).size
+        ]
+        provenance = {key: value for key, value in vars(result.provenance).items() if value is not None}
+        provenance["seconds"] = round(result.provenance.seconds, 2)
+        for key in ("options", "versions"):
+            provenance[key] = ", ".join(f"{k}={v}" for k, v in provenance[key].items() if v is not None)
+        headline = [(key, f"{value:.4g}") for key, value in result.headline().items()]
+        sections.append({"name": name, "headline": headline, "plots": plots, "provenance": provenance.items()})
+    first = next(iter(report.values()), None)
+    title = f"Layers of {Path(first.provenance.model).name if first else 'no model'}"
+    template = Environment(autoescape=True).from_string((files(__package__) / "page.html.j2").read_text(encoding="utf-8"))
+    html = template.render(
+        title=title,
+        first=first.provenance if first else None,
+        font=Markup(FONT),
+        sections=sections,
+        plotly=Markup(get_plotlyjs()),
+    )
+    with replacing(path) as file:
+        file.write(html.encode())
+    return Path(path)

@@ -1,0 +1,281 @@
+"""Fitting an adapter: in closed form from sums, by the back's own loss, or by one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..core.errors import LayersimError, warn
+from ..core.sums import Sums
+from ..core.typed import typed
+from ..models.adapter import Adapter, features, mapped, own_moments, skips, solve, typical_size
+from ..models.split_model import SplitModel, attended
+from .activation_store import ActivationStore
+
+Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
+# Steps whose mean loss counts as one look at the adapter.
+WINDOW = 25
+# Batches of the fit on which the end of a training is compared with its start.
+LOOK = 8
+
+
+@typed
+@dataclass(frozen=True)
+class StitchTraining:
+    """How an adapter is trained by gradients; the defaults are those of Brown et al. 2023, appendix C.1.
+
+    Attributes:
+        steps: optimiser steps, each on one batch.
+        lr: learning rate as tuned-lens counts it: what torch's SGD is given is `lr * (1 - momentum)`, since torch adds up
+            gradients without averaging them. A bare 1.0 is ten times as much, and diverges on some models.
+        momentum: of Nesterov's method.
+        warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step; default a tenth of them.
+        clip: largest Euclidean norm of a step's gradient, as in tuned-lens.
+        relative: whether weights and biases are learnt in units of the back's own residual (a weight: divided by the front's
+            features; sizes are geometric means over tokens of root mean squares). Residual streams of models differ in size a
+            hundredfold, and steps in plain numbers are then a hundredfold too small or too large. False for plain numbers, as
+            in the paper.
+    """
+
+    steps: int = 2000
+    lr: int | float = 1.0
+    momentum: int | float = 0.9
+    warmup: int | None = None
+    clip: int | float = 1.0
+    relative: bool = True
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "steps": self.steps < 1,
+            "lr": not 0 < self.lr < math.inf,
+            "momentum": not 0 < self.momentum < 1,
+            "warmup": self.warmup is not None and not 0 <= self.warmup < self.steps,
+            "clip": not self.clip > 0,
+        }
+        for name in (name for name, bad in wrong.items() if bad):
+            raise LayersimError(
+                f"{name} is out of range.",
+                given=f"{name}={getattr(self, name)}",
+                expected="steps of 1 or more, lr and clip above 0, momentum between 0 and 1, warmup below steps",
+                do="StitchTraining(), the settings of the paper",
+            )
+
+    def rate(self, step: int) -> float:
+        """What torch's SGD is given at a step, counted from 0.
+
+        >>> rates = [StitchTraining(steps=10, warmup=2).rate(step) for step in (0, 1, 2, 9)]
+        >>> [round(rate, 4) for rate in rates]
+        [0.05, 0.1, 0.1, 0.0125]
+        """
+        warmup = self.steps // 10 if self.warmup is None else self.warmup
+        share = (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
+        return self.lr * (1 - self.momentum) * share
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Where a training stands: all that it needs to go on with the same numbers.
+
+    Attributes:
+        step: how many steps were made.
+        tensors: what has been learnt, the optimiser's momentum, and the best adapter so far.
+        curve: loss of each step.
+        best: the lowest mean loss over a window of steps.
+        stopped: the step, from 0, at which the loss exploded; -1 where it did not.
+    """
+
+    step: int = 0
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    curve: tuple[float, ...] = ()
+    best: float = math.inf
+    stopped: int = -1
+
+
+def least_squares(kind: str, acts: ActivationStore, back: SplitModel, layer: int, ridge: float) -> tuple[Adapter, float]:
+    """The adapter whose output is nearest to the back's own residual, over attended tokens; and R² of the fit."""
+    total = Sums()
+    for index in tqdm(range(len(acts)), desc="least squares", unit="batch", disable=None, leave=False):
+        batch, h = acts.batches[index], acts[index]
+        found = own_moments(kind, attended(batch, h).cpu()) | back.moments(batch, layer, kind, h)
+        total = total + Sums.of(found)
+    for name, half, number in (("u", acts.front, acts.layer), ("tt", back, layer)):
+        if not bool(total[name].isfinite().all()):
+            raise LayersimError(
+                f"Activations of {half.model.name} are not finite, so nothing can be fitted.",
+                given=half.model.layers[number],
+                expected="finite activations at every attended position",
+                do="load the model in float32 or bfloat16",
+            )
+    tokens, width = int(total["count"]), len(total["u"])
+    if tokens < 2 * width:
+        warn(
+            f"Least squares has {tokens} tokens for {width} features: it fits these tokens and not the model. Give it more "
+            "data, or ridge=."
+        )
+    weight, bias, explained = solve(kind, total.fields, ridge)
+    return Adapter(kind, weight, bias), explained
+
+
+def start_of(kind: str, d_front: int, d_back: int) -> Adapter:
+    """The map that changes nothing.
+
+    Raises:
+        LayersimError: the widths differ.
+    """
+    if d_front != d_back:
+        raise LayersimError(
+            "Gradients have nothing to start from: between streams of different widths there is no identity.",
+            given=f"widths {d_front} and {d_back} with fit='sgd'",
+            expected="equal widths, or a start in closed form",
+            do="fit='lstsq+sgd'",
+        )
+    weight = torch.zeros(d_back, d_front) if skips(kind, d_front, d_back) else torch.eye(d_back)
+    return Adapter(kind, weight.double(), None if kind == "linear" else torch.zeros(d_back).double())
+
+
+def descend(
+    start: Adapter,
+    acts: ActivationStore,
+    back: SplitModel,
+    layer: int,
+    wanted: list[Tensor],
+    training: StitchTraining,
+    seed: int,
+    state: Trained,
+    save: Callable[[Trained], None],
+    title: str,
+) -> tuple[Adapter, Trained]:
+    """Train an adapter by the back's own loss; only the back's layers above the seam run in a step.
+
+    What is learnt is added to the start, in the units of `StitchTraining.relative`.
+
+    Args:
+        start: where it begins.
+        acts: the front's activations.
+        back: the model that says how good they are.
+        layer: of the back, that is entered.
+        wanted: right answers of each batch.
+        training: how.
+        seed: of the order of the batches.
+        state: where an earlier attempt stands.
+        save: told after each step where this one stands.
+        title: of the progress bar.
+    """
+    assert start.weight is not None
+    device, dtype = back.device, start.weight.dtype
+    fixed = [part.to(device) for part in (start.weight, start.bias) if part is not None]
+    names = ("weight", "bias")[: len(fixed)]
+    units = _units(start.kind, acts, back, layer, training)
+    learnt = [
+        torch.nn.Parameter(state.tensors.get(name, torch.zeros(part.shape)).to(device, dtype))
+        for name, part in zip(names, fixed, strict=True)
+    ]
+    optimiser = torch.optim.SGD(learnt, lr=training.rate(0), momentum=training.momentum, nesterov=True)
+    for name, parameter in zip(names, learnt, strict=True):
+        if f"{name} momentum" in state.tensors:
+            optimiser.state[parameter]["momentum_buffer"] = state.tensors[f"{name} momentum"].to(device, dtype)
+
+    def parts_of(found: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        whole = [part + more * unit for part, more, unit in zip(fixed, found, units, strict=False)]
+        return whole[0], whole[1] if len(whole) > 1 else None
+
+    with tqdm(total=training.steps, initial=state.step, desc=title, unit="step", disable=None, leave=False) as bar:
+        while state.step < training.steps and state.stopped < 0:
+            index = _batch_of(state.step, len(acts), seed)
+            with torch.enable_grad():
+                x = mapped(start.kind, acts[index].to(device, dtype), *parts_of(learnt))
+                loss, slope = back.loss_and_gradient(acts.batches[index], wanted[index], layer, x)
+                curve = (*state.curve, loss)
+                if not loss <= 1.5 * curve[0] + 3:
+                    state = replace(state, curve=curve, stopped=state.step)
+                    save(state)
+                    break
+                optimiser.zero_grad()
+                torch.autograd.backward(x, slope.to(device, dtype))
+            torch.nn.utils.clip_grad_norm_(learnt, training.clip)
+            for group in optimiser.param_groups:
+                group["lr"] = training.rate(state.step)
+            optimiser.step()
+            # Copies: what is saved when somebody interrupts the next step is the end of this one.
+            held = {name: parameter.detach().clone() for name, parameter in zip(names, learnt, strict=True)}
+            held |= {
+                f"{name} momentum": optimiser.state[parameter]["momentum_buffer"].clone()
+                for name, parameter in zip(names, learnt, strict=True)
+            }
+            top = {key: value for key, value in state.tensors.items() if key.startswith("best")}
+            lowest = state.best
+            if len(curve) % WINDOW == 0:
+                recent = sum(curve[-WINDOW:]) / WINDOW
+                bar.set_postfix_str(f"loss {recent:.3f}")
+                if recent < lowest:
+                    lowest, top = recent, {f"best {name}": held[name] for name in names}
+            state = Trained(state.step + 1, held | top, curve, lowest)
+            bar.update()
+            save(state)
+    ends: dict[str, list[Tensor]] = {}
+    if state.stopped < 0:
+        ends["the last one"] = [parameter.detach() for parameter in learnt]
+    if state.best < math.inf:
+        ends["the best one on the way"] = [state.tensors[f"best {n}"].to(x) for n, x in zip(names, fixed, strict=True)]
+    ends["the one that it started from"] = [torch.zeros_like(part) for part in fixed]
+
+    def loss_of(name: str) -> float:
+        return _loss(start.kind, parts_of(ends[name]), acts, back, layer, wanted)
+
+    weight, bias = parts_of(ends[_choose(list(ends), loss_of, state, training)])
+    return Adapter(start.kind, weight.cpu(), None if bias is None else bias.cpu()), state
+
+
+def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, training: StitchTraining) -> str:
+    """The last adapter, unless training exploded or ended above its start: then, with a warning, the best that there was."""
+    last, start = ends[0], ends[-1]
+    losses: dict[str, float] = {}
+    if state.stopped < 0:
+        losses = {name: loss_of(name) for name in (last, start)}
+        if losses[last] <= losses[start]:
+            return last
+        what = "Training ended with a higher loss than it began with"
+    else:
+        what = f"The loss exploded at step {state.stopped + 1} of {training.steps}"
+    losses = {name: losses.get(name, loss_of(name)) for name in ends}
+    chosen = min(ends, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
+    said = ", ".join(f"{losses[name]:.4g} of {name}" for name in ends)
+    rate = min(1.0, training.lr / 10)
+    warn(f"{what}. On batches of the fit: {said}. The adapter is {chosen}; StitchTraining(lr={rate:g}) may get further.")
+    return chosen
+
+
+def _loss(
+    kind: str, parts: tuple[Tensor, Tensor | None], acts: ActivationStore, back: SplitModel, layer: int, wanted: list[Tensor]
+) -> float:
+    """Loss with an adapter on a few batches of the fit, spread over it."""
+    total, count = 0.0, 0.0
+    for index in range(0, len(acts), max(1, len(acts) // LOOK)):
+        with torch.no_grad():
+            x = mapped(kind, acts[index].to(parts[0]), *parts)
+        found = back.score(acts.batches[index], wanted[index], layer, x)
+        total, count = total + float(found["loss"]), count + float(found["count"])
+    return total / count
+
+
+def _units(kind: str, acts: ActivationStore, back: SplitModel, layer: int, training: StitchTraining) -> tuple[float, float]:
+    """What one unit of the weight and of the bias is, see `StitchTraining.relative`; measured on the first batch."""
+    if not training.relative:
+        return 1.0, 1.0
+    batch = acts.batches[0]
+    # Apple's GPUs have no float64.
+    u = features(kind, attended(batch, acts[0]).cpu())
+    there = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
+    return there / typical_size(u), there
+
+
+def _batch_of(step: int, count: int, seed: int) -> int:
+    """Which batch a step takes: all of them in a new order each time round."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + step // count))
+    return int(order[step % count])

@@ -1,0 +1,247 @@
+"""evaluate_layers: what a fine-tune made of the layers of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..analysis.engine import analyze
+from ..analyzers.cosine import Cosine
+from ..analyzers.exit_curve import THRESHOLDS, ExitCurve
+from ..analyzers.logit_lens import LogitLens
+from ..analyzers.neural_collapse import NeuralCollapse
+from ..analyzers.saturation import Saturation
+from ..core.errors import LayersimError, as_fraction, warn
+from ..core.provenance import Provenance
+from ..core.results import Report, Result
+from ..core.typed import refuse_keywords, typed
+from ..early_exit.api import EarlyExit
+from ..models.targets import usual_labels
+from ..remote.open import open_source
+from .comparison_results import GenerationQuality, LayerChange, coherence, diversity
+from .training_data import has_images
+
+SHORTEST = 4
+
+
+@typed
+def evaluate_layers(
+    before: Any,
+    after: Any,
+    data: Any,
+    *,
+    names: tuple[str, str] = ("before", "after"),
+    labels: Any = None,
+    threshold: int | float = 0.9,
+    eps: int | float = 0.1,
+    center: Literal["dataset", "none"] = "dataset",
+    prompts: Sequence[str] | None = None,
+    new_tokens: int = 64,
+    top_p: int | float = 0.95,
+    embed: Callable[[list[str]], Any] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Report:
+    """What became of the layers: lens, saturation, cosine, exits, effective depth and collapse of two models side by side.
+
+    Args:
+        before: a model, kinds as in `analyze`; one with as many layers as the other.
+        after: the other model.
+        data: as in `analyze`; not what it was trained on.
+        names: what the two are called.
+        labels: what counts as right, see `LogitLens`. Default: next tokens, for a classifier the data's own.
+        threshold: of early exit.
+        eps: of the effective depth, see `LogitLensResult.effective_depth`.
+        center: see `Cosine`.
+        prompts: texts to go on with from each layer of each model (Hugging Face language models); None to leave that out.
+        new_tokens: how many tokens at most.
+        top_p: of nucleus sampling.
+        embed: turns texts into a table of embeddings `text dimension`, such as `SentenceTransformer(...).encode`; without it no
+            coherence is measured.
+        seed: of the sampling.
+        **options: further options of `analyze`: `batch_size`, `seq_len`, `pack`, `max_tokens`, `tokenizer`, ...
+
+    Returns:
+        A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"`, and `"generation"`
+        (`GenerationQuality`) where prompts are given. `to_html` writes the page.
+
+    Raises:
+        LayersimError: the models differ in depth, or read different tokens.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), figures 5 to 9, 16, appendix C.2.
+
+    Example:
+        >>> import tl_layersim as lsim
+        >>> report = lsim.evaluate_layers(lsim.demo_model(), lsim.demo_model(aligned=True), lsim.demo_text()[:8])
+        >>> first, second = report["layers"].early_share
+        >>> bool(second > first)
+        True
+    """
+    refuse_keywords("evaluate_layers", options, evaluate_layers, analyze)
+    if not 0 <= threshold <= 1:
+        raise LayersimError(
+            "`threshold` must be between 0 and 1.",
+            given=f"threshold={threshold:g}",
+            expected="a probability",
+            do=as_fraction("threshold", threshold) or "threshold=0.9",
+        )
+    if not 0 < top_p <= 1 or new_tokens < 1 or not 0 <= eps < math.inf:
+        raise LayersimError(
+            "`top_p`, `new_tokens` or `eps` is out of range.",
+            given=f"top_p={top_p:g}, new_tokens={new_tokens}, eps={eps:g}",
+            expected="top_p above 0 and at most 1, new_tokens of 1 or more, eps of 0 or more",
+            do="leave them out for the defaults",
+        )
+    models = (before, after)
+    if has_images(data):
+        raise LayersimError(
+            "Images are not measured here.",
+            given="data with pixel_values",
+            expected="texts or tokens",
+            do="result.values and result.accuracy of finetune_aligned, which judges each layer on eval_data",
+        )
+    pair = [open_source(model, layers=options.get("layers"), unembed=options.get("unembed")).model for model in models]
+    if len(pair[0].layers) != len(pair[1].layers):
+        raise LayersimError(
+            "Models of different depth have no layers to be laid side by side.",
+            given=f"{len(pair[0].layers) - 1} and {len(pair[1].layers) - 1} blocks",
+            expected="a model and its fine-tune",
+            do="compare(before, after, data, CKA()) takes models of any depth",
+        )
+    wanted = usual_labels(labels, list(zip(pair, models, strict=True)))
+    analyzers = [
+        LogitLens(labels=wanted),
+        Saturation(),
+        Cosine(center=center, positions="head"),
+        ExitCurve(thresholds=tuple(sorted({*THRESHOLDS, float(threshold)})), labels=wanted),
+    ]
+    reports = [analyze(model, data, analyzers, **options) for model in models]
+    runs = [report["logit_lens"].provenance for report in reports]
+    if runs[0].data != runs[1].data:
+        raise LayersimError(
+            "The two models did not read the same tokens.",
+            given="tokenizers that differ",
+            expected="a model and its fine-tune",
+            do="tokenizer=..., the one that both were trained with",
+        )
+    # Of a row, what the head reads: the last token by default.
+    pool: Literal["first", "last"] = "first" if pair[0].head is not None and pair[0].head.reads == "first" else "last"
+    collapse = [_collapse(model, data, NeuralCollapse(labels=wanted, pool=pool), options) for model in models]
+    both = replace(runs[0], **{name: _both(runs, name) for name in ("model", "config_hash", "weights_hash", "source")})
+    change = _change(reports, collapse, both, names, float(threshold), float(eps), center)
+    found: dict[str, Result] = {"layers": change}
+    found |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
+    if prompts is not None:
+        found["generation"] = _quality(models, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
+    return Report(found)
+
+
+def _both(runs: list[Provenance], name: str) -> str:
+    return " | ".join(getattr(run, name) for run in runs)
+
+
+def _collapse(model: Any, data: Any, analyzer: NeuralCollapse, options: dict[str, Any]) -> Tensor | None:
+    """NC1 by layer; None where the data has no two classes that it could be measured between."""
+    try:
+        found: Tensor = analyze(model, data, [analyzer], **options)["neural_collapse"].values
+    except LayersimError as error:
+        if "class" not in error.what:
+            raise
+        warn(f"NC1 is left out: {error.what}")
+        return None
+    return found
+
+
+def _change(
+    reports: list[Report],
+    collapse: list[Tensor | None],
+    run: Provenance,
+    names: tuple[str, str],
+    threshold: float,
+    eps: float,
+    center: str,
+) -> LayerChange:
+    lenses = [report["logit_lens"] for report in reports]
+    curves = [report["exit_curve"] for report in reports]
+    points = [curve.at(threshold) for curve in curves]
+
+    def both(values: list[Any]) -> Tensor:
+        return torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values])
+
+    size = len(lenses[0].layers)
+    return LayerChange(
+        values=both([lens.values for lens in lenses]),
+        perplexity=both([lens.perplexity for lens in lenses]),
+        accuracy=both([lens.accuracy for lens in lenses]),
+        agreement=both([lens.agreement for lens in lenses]),
+        saturated=both([r["saturation"].cumulative / r["saturation"].cumulative[-1] for r in reports]),
+        cosine_to_last=both([report["cosine"].values[:, -1] for report in reports]),
+        exits=both([point.exits / point.exits.sum() for point in points]),
+        nc1=both([torch.full((size,), torch.nan) if nc1 is None else nc1 for nc1 in collapse]),
+        early_share=both([report["saturation"].early_share for report in reports]),
+        exit_accuracy=both([point.accuracy for point in points]),
+        exit_agreement=both([point.agreement for point in points]),
+        speedup=both([point.speedup for point in points]),
+        speedup_at_agreement=both([curve.at(curve.threshold_for(agreement=0.95)).speedup for curve in curves]),
+        effective_depth=both([float(lens.effective_depth(eps)) for lens in lenses]),
+        models=names,
+        threshold=threshold,
+        eps=eps,
+        center=center,
+        layers=lenses[0].layers,
+        provenance=run,
+    )
+
+
+def _quality(
+    models: tuple[Any, Any],
+    prompts: list[str],
+    new_tokens: int,
+    top_p: float,
+    embed: Callable[[list[str]], Any] | None,
+    seed: int,
+    like: LayerChange,
+    options: dict[str, Any],
+) -> GenerationQuality:
+    """Continuations from each layer, judged."""
+    depth = like.values.shape[1]
+    varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))
+    with tqdm(total=2 * depth, desc="generating", unit="layer", disable=None) as bar:
+        for number, model in enumerate(models):
+            for layer in range(depth):
+                # At threshold 0 everything exits at the first check; the last layer is the whole model.
+                threshold, at = (0.0, (layer + 1,)) if layer + 1 < depth else (1.0, ())
+                speaker = EarlyExit(model, threshold, at=at, layers=options.get("layers"), unembed=options.get("unembed"))
+                said = speaker.generate(
+                    prompts,
+                    max_new_tokens=new_tokens,
+                    do_sample=True,
+                    top_p=top_p,
+                    seed=seed,
+                    tokenizer=options.get("tokenizer"),
+                )
+                kept = [i for i, tokens in enumerate(said.tokens) if len(tokens) >= SHORTEST]
+                counted[number, layer] = len(kept)
+                if kept:
+                    varied[number, layer] = float(np.mean([diversity(said.tokens[i].tolist()) for i in kept]))
+                if kept and embed is not None:
+                    tables = [embed([texts[i] for i in kept]) for texts in (prompts, said.texts)]
+                    coherent[number, layer] = coherence(*(torch.as_tensor(np.asarray(table)) for table in tables))
+                bar.update()
+    settings = {"new_tokens": new_tokens, "top_p": top_p, "prompts": len(prompts)}
+    return GenerationQuality(
+        values=varied,
+        coherence=coherent,
+        texts=counted,
+        models=like.models,
+        layers=like.layers,
+        provenance=replace(like.provenance, options=settings, seed=seed),
+    )

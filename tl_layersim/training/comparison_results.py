@@ -1,0 +1,150 @@
+"""What became of the layers of a model: results of two models side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.results import Picture, Result, axes
+from ..core.typed import typed
+
+SOURCE = " (Jiang, Zhou and Zhu 2024, {})."
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LayerChange(Result):
+    """Two models of the same layers on the same data, such as before and after a fine-tune. Tensors are float64.
+
+    Attributes:
+        values: `model layer`, the same as `cross_entropy`, of the lens in nats.
+        perplexity: `model layer`, exp of it.
+        accuracy: `model layer`, share of answers at which the layer's first choice is right.
+        agreement: `model layer`, share of positions at which it is the last layer's.
+        saturated: `model layer`, share of positions whose first choice no longer changes from this layer on, or from one below.
+        cosine_to_last: `model residual`, mean cosine to what leaves the last block, centred as `center` says, at the positions
+            that the head reads: [CLS] or the last token of a classifier of rows, every token of a language model.
+        exits: `model layer`, share of positions that exit after each block at `threshold`.
+        nc1: `model residual`, collapse within classes, see `NeuralCollapse`, of a classifier of rows at the position that the
+            head reads; NaN where the data has fewer than two classes, or all classes have the same mean.
+        early_share: `model`, share saturated before the last layer.
+        exit_accuracy: `model`, accuracy of what early exit at `threshold` says.
+        exit_agreement: `model`, its agreement with the last layer.
+        speedup: `model`, blocks of the whole model over blocks run at `threshold`; checks are not counted.
+        speedup_at_agreement: `model`, the same at the lowest measured threshold from which on the agreement is 95 %.
+        effective_depth: `model`, the least number of blocks with accuracy 1 - `eps`, all of them if there is none.
+        models: what the two are called.
+        threshold: of the top probability.
+        eps: of the effective depth.
+        center: what cosines are measured from, see `Cosine`.
+    """
+
+    values_name = "cross_entropy"
+    values: Float64[Tensor, "model layer"] = axes("model", "layer")
+    perplexity: Float64[Tensor, "model layer"] = axes("model", "layer")
+    accuracy: Float64[Tensor, "model layer"] = axes("model", "layer")
+    agreement: Float64[Tensor, "model layer"] = axes("model", "layer")
+    saturated: Float64[Tensor, "model layer"] = axes("model", "layer")
+    cosine_to_last: Float64[Tensor, "model residual"] = axes("model", "residual")
+    exits: Float64[Tensor, "model layer"] = axes("model", "layer")
+    nc1: Float64[Tensor, "model residual"] = axes("model", "residual")
+    early_share: Float64[Tensor, " model"] = axes("model")
+    exit_accuracy: Float64[Tensor, " model"] = axes("model")
+    exit_agreement: Float64[Tensor, " model"] = axes("model")
+    speedup: Float64[Tensor, " model"] = axes("model")
+    speedup_at_agreement: Float64[Tensor, " model"] = axes("model")
+    effective_depth: Float64[Tensor, " model"] = axes("model")
+    models: tuple[str, ...]
+    threshold: float
+    eps: float
+    center: str
+
+    pictures = (
+        Picture(
+            "cross_entropy", "Cross-entropy of each layer", "What the lens loses at each layer" + SOURCE.format("figure 9")
+        ),
+        Picture("accuracy", "Accuracy of each layer", "Of the lens's first choice" + SOURCE.format("equation 2, figure 5")),
+        Picture("agreement", "Agreement with the last layer", "Of the lens's first choice."),
+        Picture("saturated", "Positions that have saturated", "By layer, cumulative" + SOURCE.format("figure 6")),
+        Picture("cosine_to_last", "Cosine to the last layer", "Mean over positions" + SOURCE.format("figure 5")),
+        Picture("exits", "Where positions exit", "Share of positions, at one threshold" + SOURCE.format("figure 7")),
+        Picture("nc1", "Collapse within classes", "NC1, lower is more collapsed" + SOURCE.format("figure 16")),
+    )
+
+    @property
+    def cross_entropy(self) -> Tensor:
+        """`model layer`, the same as `values`."""
+        return self.values
+
+    def headline(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for number, name in enumerate(self.models):
+            found |= {
+                f"{name}: perplexity of the last layer": float(self.perplexity[number, -1]),
+                f"{name}: accuracy of the last layer": float(self.accuracy[number, -1]),
+                f"{name}: saturated before the last layer": float(self.early_share[number]),
+                f"{name}: cosine of the first block to the last": float(self.cosine_to_last[number, 1]),
+                f"{name}: speed-up in blocks at 95 % agreement": float(self.speedup_at_agreement[number]),
+            }
+        return found
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerationQuality(Result):
+    """What is written when the text ends in each layer in turn: nucleus sampling from its lens. Tensors are float64.
+
+    Attributes:
+        values: `model layer`, the same as `diversity`: mean over texts of the product over n = 2, 3, 4 of different n-grams of
+            tokens over all n-grams; 1 where nothing is said twice.
+        coherence: `model layer`, mean cosine of the embeddings of prompt and continuation; NaN without an embedder.
+        texts: `model layer`, how many continuations are long enough to count.
+        models: what the two are called.
+    """
+
+    values_name = "diversity"
+    values: Float64[Tensor, "model layer"] = axes("model", "layer")
+    coherence: Float64[Tensor, "model layer"] = axes("model", "layer")
+    texts: Float64[Tensor, "model layer"] = axes("model", "layer")
+    models: tuple[str, ...]
+
+    pictures = (
+        Picture("diversity", "Diversity of what each layer writes", "1 where nothing is said twice" + SOURCE.format("C.2")),
+        Picture("coherence", "Coherence with the prompt", "Cosine of sentence embeddings" + SOURCE.format("C.2, figure 9")),
+    )
+
+    def headline(self) -> dict[str, float]:
+        middle = self.values.shape[1] // 2
+        return {
+            f"{name}: diversity from block {layer}": float(self.values[number, layer])
+            for number, name in enumerate(self.models)
+            for layer in (middle, self.values.shape[1] - 1)
+        }
+
+
+def diversity(tokens: list[int]) -> float:
+    """Product over n = 2, 3, 4 of the share of different ones among the n-grams of a text of four tokens or more.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.
+
+    >>> round(diversity([1, 2, 1, 2, 1]), 4)
+    0.3333
+    """
+    product = 1.0
+    for n in (2, 3, 4):
+        grams = list(zip(*(tokens[start:] for start in range(n)), strict=False))
+        product *= len(set(grams)) / len(grams)
+    return product
+
+
+def coherence(before: Tensor, after: Tensor) -> float:
+    """Mean cosine of the embeddings `text dimension` of prompts and continuations.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.
+    """
+    return float(torch.nn.functional.cosine_similarity(before.double(), after.double(), dim=-1).mean())

@@ -1,0 +1,208 @@
+"""A trained model as a folder that `from_pretrained` loads, whatever it was trained as."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ..core.errors import LayersimError, warn
+from ..core.storage import write
+from ..models.hooks import eval_mode
+from ..models.split_model import logits_of
+from ..models.unembed import rounding
+from .residual_stream import TrainingBatch
+
+ORIGINAL = "_original_component"
+
+
+def check_savable(model: Any) -> None:
+    """Refuse, before anything is trained, a model that no folder can be written of.
+
+    Raises:
+        LayersimError: it is of another kind.
+    """
+    if hasattr(model, "peft_config"):
+        raise LayersimError(
+            "This model carries adapters of peft, and a folder of it would hold these alone.",
+            given=type(model).__name__,
+            expected="a model without adapters",
+            do="model = model.merge_and_unload() first, or leave save_to= out and save it with peft",
+        )
+    if any(bool(parameter.detach().any()) for parameter in additions(model)):
+        raise LayersimError(
+            "This TransformerBridge holds weights of its model in parts that cannot be put together again.",
+            given=f"a bridge of {type(model.original_model).__name__}",
+            expected="whole weights, or a fused query, key and value",
+            do="fine-tune the Hugging Face model, and bridge the result",
+        )
+    if _hugging_face(model) is None:
+        raise LayersimError(
+            "This model cannot be written as a Hugging Face folder.",
+            given=type(model).__name__,
+            expected="a Hugging Face model or a TransformerBridge",
+            do="fine-tune the Hugging Face model and load the result into TransformerLens; or leave save_to= out and keep "
+            "model.state_dict()",
+        )
+
+
+def _hugging_face(model: Any) -> nn.Module | None:
+    """The Hugging Face model, or the one inside a TransformerBridge."""
+    inner = getattr(model, "original_model", model)
+    return inner if hasattr(inner, "save_pretrained") else None
+
+
+def save_model(
+    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: nn.ParameterList | None, piece: TrainingBatch
+) -> Path:
+    """Write model and tokenizer.
+
+    Args:
+        model: as it was trained.
+        folder: where; made if there is none.
+        tokenizer: that goes with it, None where it has none.
+        heads: of layers below the last, written to `heads.safetensors`.
+        piece: on which the written model must say what the trained one says.
+
+    Raises:
+        LayersimError: it does not.
+    """
+    plain: Any = model if _hugging_face(model) is model else export_bridge(model, piece)
+    folder = Path(folder)
+    plain.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / "heads.safetensors").unlink(missing_ok=True)
+    if heads is not None:
+        write(folder / "heads.safetensors", "heads", {}, {f"layer {i}": head for i, head in enumerate(heads, 1)})
+    return folder
+
+
+def save_or_warn(
+    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: nn.ParameterList | None, piece: TrainingBatch
+) -> None:
+    """`save_model`, with a warning where the disk refuses: the trained model and its curves are still in memory."""
+    try:
+        save_model(model, folder, tokenizer, heads, piece)
+    except (OSError, SafetensorError) as error:
+        lost = ", without the heads of the layers below the last" if heads is not None else ""
+        warn(
+            f"The trained model could not be written to {folder}: {error}. It is still in memory{lost}: free some space and "
+            "call model.save_pretrained(folder), with a folder on another disk if need be."
+        )
+
+
+@contextmanager
+def without_additions(model: Any) -> Iterator[None]:
+    """Keep from learning what TransformerBridge adds to the model it wraps, such as a bias of zeros after the unembedding.
+
+    The plain model has no place for it.
+    """
+    held = [parameter for parameter in additions(model) if not bool(parameter.detach().any())]
+    try:
+        for parameter in held:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)
+
+
+def additions(model: Any) -> list[nn.Parameter]:
+    """Parameters that learn in a TransformerBridge and have no place in the model that it wraps."""
+    inner = getattr(model, "original_model", None)
+    if inner is not None and hasattr(inner, "save_pretrained"):
+        with torch.device("meta"):
+            own = {name for name, _ in type(inner)(copy.deepcopy(inner.config)).named_parameters(remove_duplicate=False)}
+        split = {
+            id(parameter)
+            for part in inner.modules()
+            if hasattr(part, "split_qkv_matrix")
+            for copies in (part.q, part.k, part.v)
+            for parameter in copies.parameters()
+        }
+        names: dict[nn.Parameter, set[str]] = {}
+        for name, parameter in inner.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, set()).add(plain_name(name))
+        return [p for p, known in names.items() if not known & own and id(p) not in split and p.requires_grad]
+    return []
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter inside a bridge has in the plain model."""
+    return name.replace(f".{ORIGINAL}", "")
+
+
+def export_bridge(bridge: Any, piece: TrainingBatch) -> nn.Module:
+    """A plain Hugging Face model with the weights of a TransformerBridge.
+
+    A bridge splits fused query-key-value weights into copies that learn, and the fused ones that a naive export takes stay
+    as they were. Here they are put together again.
+
+    Raises:
+        LayersimError: the plain model does not say what the bridge says.
+    """
+    inner = bridge.original_model
+    config = copy.deepcopy(inner.config)
+    fresh: nn.Module = type(inner)(config).to(dtype=next(inner.parameters()).dtype)
+    found: dict[str, Tensor] = {}
+    wanted = fresh.state_dict()
+    for name, value in inner.state_dict().items():
+        plain = plain_name(name)
+        if plain in wanted and value.shape == wanted[plain].shape:
+            found[plain] = value.detach()
+    paths = dict(fresh.named_modules())
+    for name, part in inner.named_modules(remove_duplicate=False):
+        path = plain_name(name)
+        if hasattr(part, "split_qkv_matrix") and path in paths:
+            found |= {f"{path}.{key}": value for key, value in _joined(part, paths[path]).items()}
+    missing, _ = fresh.load_state_dict(found, strict=False)
+    device = next(inner.parameters()).device
+    fresh = fresh.to(device).eval()
+    one = piece.first_row.to(device)
+    with torch.no_grad(), eval_mode(bridge):
+        theirs = logits_of(bridge(one.main)).double()
+        ours = logits_of(fresh(one.main)).double()
+    off = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
+    if missing or not off <= rounding(next(inner.parameters()).dtype):
+        raise LayersimError(
+            "The model inside this TransformerBridge cannot be written as it is.",
+            given=f"logits off by {off:.2g} of their size" + (f", no weights for {missing[:3]}" if missing else ""),
+            expected="raw Hugging Face weights, as a bridge has before enable_compatibility_mode()",
+            do="fine-tune the Hugging Face model, and bridge the result",
+        )
+    return fresh
+
+
+def _joined(part: Any, fresh: nn.Module) -> dict[str, Tensor]:
+    """Fused weights from their split copies, by the name of the parameter in the fresh attention.
+
+    Where each number goes is found out by splitting the numbers 0, 1, 2, ... in the place of weights.
+    """
+    marked = copy.deepcopy(fresh).double()
+    places: dict[str, tuple[int, int]] = {}
+    start = 0
+    with torch.no_grad():
+        for name, parameter in marked.named_parameters():
+            count = parameter.numel()
+            parameter.copy_(torch.arange(start, start + count, dtype=torch.float64).view(parameter.shape))
+            places[name] = (start, start + count)
+            start += count
+        flat = torch.full((start,), torch.nan, dtype=torch.float64)
+        for marks, trained in zip(part.split_qkv_matrix(marked), (part.q, part.k, part.v), strict=True):
+            for name, values in marks.named_parameters():
+                own = getattr(getattr(trained, ORIGINAL, trained), name)
+                flat[values.detach().flatten().long()] = own.detach().double().cpu().flatten()
+    out = {}
+    for name, (begin, end) in places.items():
+        values = flat[begin:end]
+        if bool(values.isfinite().any()):
+            out[name] = values.view(dict(marked.named_parameters())[name].shape)
+    return out
