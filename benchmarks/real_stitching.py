@@ -12,13 +12,14 @@ from pathlib import Path
 from real_models import load
 
 import tl_layersim as lsim
+from tl_layersim.stitching import StitchGrid
 
 
 def cell(value: float, low: float, high: float) -> str:
     return f"{value:.3f} ± {(high - low) / 2:.3f}"
 
 
-def show(grid: lsim.StitchGrid) -> None:
+def show(grid: StitchGrid) -> None:
     """Penalties by direction and seam, and the asymmetry of each pair."""
     seams = [f"layer {number}" for number in range(1, len(grid.seams) + 1)]
     print(f"\n| {grid.kind}{', ' + grid.fit if grid.fit else ''} | " + " | ".join(seams) + " |")

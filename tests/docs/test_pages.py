@@ -22,7 +22,8 @@ ELSEWHERE = ("ndif.md",)
 def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # The code is what is tested here, on every sixth text: numbers on the pages are of all texts.
-    monkeypatch.setattr(lsim, "demo_text", lambda texts=lsim.demo_text(): texts[::6])
+    texts = lsim.demo_text()[::6]
+    monkeypatch.setattr(lsim, "demo_text", lambda: texts)
     # Dataclasses look their module up by name.
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)

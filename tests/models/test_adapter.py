@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.core import Sums
 from tl_layersim.models.adapter import cross_moments, own_moments, solve
 
 
@@ -16,10 +17,10 @@ class TestAdapter:
     def test_closed_form_is_least_squares(self, kind, widths):
         rng = np.random.default_rng(0)
         x, y = (rng.normal(size=(50, d)) * (1 + np.arange(d)) + 3 for d in widths)
-        total = lsim.Sums()
+        total = Sums()
         for part in (slice(0, 7), slice(7, 50)):
             h, t = torch.as_tensor(x[part]), torch.as_tensor(y[part])
-            total = total + lsim.Sums.of(own_moments(kind, h) | cross_moments(kind, h, t))
+            total = total + Sums.of(own_moments(kind, h) | cross_moments(kind, h, t))
         weight, bias, explained = solve(kind, total.fields, 0.0)
 
         u = x

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import Source
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import QUICK, gpt2_of_kind, rows
@@ -238,7 +239,7 @@ class TestTrouble:
     def test_a_source_of_ones_own(self):
         from tl_layersim.remote.open import open_source
 
-        class Own(lsim.Source):
+        class Own(Source):
             model = open_source(tiny_llama()).model
 
             def run(self, batch, kernels): ...
