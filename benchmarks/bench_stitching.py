@@ -103,7 +103,7 @@ class Steps:
         front, back = self.halves
         ends: list[float] = []
         with front.evaluating(), back.evaluating(), self.acts.keep(None):
-            start = start_of("affine", *self.weight.shape).float()
+            start = start_of(adapter_kind("affine"), *self.weight.shape).float()
             settings = lsim.StitchTraining(steps=2, relative=False)
             wanted = [self.acts.batches[0].next_tokens]
             note = lambda _: ends.append(time.perf_counter())  # noqa: E731
@@ -159,7 +159,7 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
     with halves[0].evaluating(), halves[1].evaluating():
         acts = ActivationStore(halves[0], layer, batches)
         start = time.perf_counter()
-        adapter, explained = least_squares("affine", acts, halves[1], layer, 0.0)
+        adapter, explained = least_squares(adapter_kind("affine"), acts, halves[1], layer, 0.0)
         closed = time.perf_counter() - start
         adapter = adapter.float()
 
@@ -183,7 +183,8 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
             try:
                 wanted = [b.next_tokens for b in batches]
                 settings = lsim.StitchTraining(steps=100_000, warmup=50)
-                descend(start_of("affine", d, d).float(), acts, halves[1], layer, wanted, settings, 0, Trained(), watch, "race")
+                start = start_of(adapter_kind("affine"), d, d).float()
+                descend(start, acts, halves[1], layer, wanted, settings, 0, Trained(), watch, "race")
             except Reached:
                 pass
         trained = time.perf_counter() - start

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from .early_exit.frequent_tokens import frequent_tokens
     from .early_exit.results import ExitLogits, Generated
     from .early_exit.truncate import truncate
-    from .models.adapter import Adapter
     from .models.block_call import BlockCall
     from .models.hooks import eval_mode
     from .models.model_info import Model, ServerOffer, layer_names
     from .models.source import PartialSums, Source
     from .models.unembed import Head, Unembed
     from .models.view import Kernel, View, place, reduce
+    from .stitching.adapter import Adapter
     from .stitching.api import stitch, stitch_grid
     from .stitching.fitting import StitchTraining
     from .stitching.results import Interval, StitchGrid, StitchResult
@@ -135,7 +135,6 @@ _HOME = {
         "Generated",
     ),
     "early_exit.truncate": ("truncate",),
-    "models.adapter": ("Adapter",),
     "models.block_call": ("BlockCall",),
     "models.hooks": ("eval_mode",),
     "models.model_info": (
@@ -157,6 +156,7 @@ _HOME = {
         "place",
         "reduce",
     ),
+    "stitching.adapter": ("Adapter",),
     "stitching.api": (
         "stitch",
         "stitch_grid",

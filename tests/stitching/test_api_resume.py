@@ -115,7 +115,7 @@ class TestInterrupts:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(StitchExperiment, "_judge", interrupted)
+            patch.setattr(StitchExperiment, "_evaluate", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
         from tl_layersim.models.split_model import LocalSplitModel

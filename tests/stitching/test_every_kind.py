@@ -72,7 +72,7 @@ class TestEveryKind:
         np.testing.assert_allclose(found.curve, here.curve, atol=1e-6)
         mixed = lsim.stitch(tiny_gpt2(0), there[1], rows(), remote=(False, "local"), **options)
         assert mixed.loss == pytest.approx(here.loss, abs=1e-6)
-        with pytest.raises(lsim.LayersimError, match="not at hand"):
+        with pytest.raises(lsim.LayersimError, match="`model` needs both models"):
             _ = mixed.model
 
     def test_the_end_of_a_remote_back(self):

@@ -31,7 +31,7 @@ class TestResult:
         assert again.penalty_interval(0.9) == found.penalty_interval(0.9)
         assert torch.equal(again.adapter.weight, found.adapter.weight)
         assert again.provenance == found.provenance
-        with pytest.raises(lsim.LayersimError, match="not at hand"):
+        with pytest.raises(lsim.LayersimError, match="`model` needs both models"):
             _ = again.model
         tokens = rows(3, 8)
         joined = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(2, 1), adapter=again.adapter)

@@ -133,7 +133,7 @@ class TestStitchedModel:
         with torch.no_grad():
             logits = found.model(rows(4))
         assert next_token_loss(logits, rows(4)) == pytest.approx(found.loss, abs=1e-5)
-        with pytest.raises(lsim.LayersimError, match="does not generate"):
+        with pytest.raises(lsim.LayersimError, match="cannot generate"):
             found.model.generate(rows(1))
 
     def test_a_bridge_generates(self):
@@ -189,6 +189,6 @@ class TestStitchedModel:
 
     def test_gradients_reach_what_comes_before_the_adapter_and_nothing_is_left(self, found):
         back = found.model.back
-        with pytest.raises(lsim.LayersimError, match="reads tokens"):
+        with pytest.raises(lsim.LayersimError, match="needs token ids"):
             found.model(inputs_embeds=torch.zeros(1, 3, 32), input_ids=None)
         assert all("forward" not in vars(module) for module in back.modules())
