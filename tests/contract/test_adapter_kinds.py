@@ -17,13 +17,13 @@ from nnsight.intervention.serialization import dumps
 
 import tl_layersim as lsim
 from tl_layersim.stitching import adapters
-from tl_layersim.stitching.adapters import adapter_kind, adapter_kinds
+from tl_layersim.stitching.adapters import adapter_kind, find_adapter_kinds
 from tl_layersim.stitching.closed_form import cross_moments, own_moments, solve
 
 from ..stitching.helpers import gpt2_of_kind, rows
 from ..tiny_models import tiny_gpt2, tiny_llama
 
-KINDS = sorted(adapter_kinds())
+KINDS = sorted(find_adapter_kinds())
 WIDTHS = [(6, 6), (6, 4), (4, 6)]
 QUICK = lsim.StitchTraining(steps=4, warmup=1)
 each_kind = pytest.mark.parametrize("name", KINDS)
@@ -61,7 +61,7 @@ def wide() -> torch.nn.Module:
 
 @each_kind
 def test_it_declares_what_it_is(name):
-    cls = adapter_kinds()[name]
+    cls = find_adapter_kinds()[name]
     assert cls.name == name
     assert "$" in (cls.__doc__ or ""), "the docstring gives the formula"
     assert cls.has_weight or not cls.has_bias
@@ -149,25 +149,25 @@ def test_half_precision_residuals(name, dtype):
     assert adapter(hidden).dtype == (dtype if weight is None else torch.float32)
     options = {} if weight is None else {"fit": "lstsq"}
     models = tiny_llama(dtype=dtype), tiny_llama(seed=1)
-    found = lsim.stitch(*models, rows(60), at=(2, 2), adapter=name, batch_size=6, **options)
+    result = lsim.stitch(*models, rows(60), at=(2, 2), adapter=name, batch_size=6, **options)
     same = lsim.stitch(tiny_llama(), models[1], rows(60), at=(2, 2), adapter=name, batch_size=6, **options)
-    assert found.penalty == pytest.approx(same.penalty, abs=0.05)
+    assert result.penalty == pytest.approx(same.penalty, abs=0.05)
 
 
 @each_kind
 def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
     options = {"fit": "lstsq+sgd", "training": QUICK} if adapter_kind(name).has_weight else {}
-    found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(60), at=(2, 1), adapter=name, batch_size=6, **options)
-    loaded = lsim.load(found.save(tmp_path / "stitch.safetensors"))
-    for field in found.tensor_fields():
-        assert torch.equal(getattr(loaded, field), getattr(found, field)), field
-    assert (loaded.kind, loaded.fit, loaded.provenance) == (name, found.fit, found.provenance)
-    assert loaded.adapter.digest() == found.adapter.digest()
+    result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(60), at=(2, 1), adapter=name, batch_size=6, **options)
+    loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
+    for field in result.tensor_fields():
+        assert torch.equal(getattr(loaded, field), getattr(result, field)), field
+    assert (loaded.kind, loaded.fit, loaded.provenance) == (name, result.fit, result.provenance)
+    assert loaded.adapter.digest() == result.adapter.digest()
     hidden = residuals(5, 32).float()
-    assert torch.equal(loaded.adapter(hidden), found.adapter(hidden))
+    assert torch.equal(loaded.adapter(hidden), result.adapter(hidden))
     again = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(60)[48:], at=(2, 1), adapter=loaded.adapter)
     with torch.no_grad():
-        assert torch.equal(again.model(rows(2)).logits, found.model(rows(2)).logits)
+        assert torch.equal(again.model(rows(2)).logits, result.model(rows(2)).logits)
 
 
 @each_kind
@@ -179,9 +179,9 @@ def test_widths_that_differ_are_refused_or_work(name):
         with pytest.raises(lsim.LayersimError, match="needs residual streams of equal width"):
             call()
         return
-    found = call()
-    assert found.weight.shape == (32, 48)
-    assert np.isfinite(found.penalty)
+    result = call()
+    assert result.weight.shape == (32, 48)
+    assert np.isfinite(result.penalty)
 
 
 @each_kind
@@ -247,18 +247,18 @@ class TestOneNewFile:
         vars(adapters).pop("linear_rms", None)
 
     def test_is_discovered(self, new):
-        assert sorted(adapter_kinds()) == sorted([*KINDS, new])
+        assert sorted(find_adapter_kinds()) == sorted([*KINDS, new])
 
     def test_is_stitched_saved_and_loaded(self, new, tmp_path):
         options = {"at": (2, 1), "batch_size": 6}
-        found = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60), adapter=new, fit="lstsq+sgd", training=QUICK, **options)
-        assert (found.kind, found.adapter.bias) == (new, None)
+        result = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60), adapter=new, fit="lstsq+sgd", training=QUICK, **options)
+        assert (result.kind, result.adapter.bias) == (new, None)
         hidden = residuals(4, 32).float()
-        by_hand = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()) @ found.adapter.weight.T
-        torch.testing.assert_close(found.adapter(hidden), by_hand)
-        loaded = lsim.load(found.save(tmp_path / "stitch.safetensors"))
+        by_hand = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()) @ result.adapter.weight.T
+        torch.testing.assert_close(result.adapter(hidden), by_hand)
+        loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
         again = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60)[48:], adapter=loaded.adapter, **options)
-        assert again.loss == pytest.approx(found.loss, abs=1e-6)
+        assert again.loss == pytest.approx(result.loss, abs=1e-6)
         grid = lsim.stitch_grid({"a": tiny_gpt2(0), "b": tiny_gpt2(1)}, rows(60), layers=[1], adapter=new, fit="lstsq")
         assert grid.kind == new
 

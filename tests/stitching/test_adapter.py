@@ -1,4 +1,4 @@
-"""Affine adapters in closed form."""
+"""Adapters and their fit in closed form."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tl_layersim.stitching.closed_form import cross_moments, own_moments, solve
 
 def moments(kind: str, h: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:
     """All sums of the closed form, of some tokens."""
-    found = adapter_kind(kind)
-    return own_moments(found.features, h) | cross_moments(found.features, found.adds_residual, h, t)
+    definition = adapter_kind(kind)
+    return own_moments(definition.features, h) | cross_moments(definition.features, definition.adds_residual, h, t)
 
 
 class TestAdapter:
@@ -99,7 +99,7 @@ class TestAdapter:
             ("linear", torch.zeros(2), None),
         ],
     )
-    def test_what_is_none(self, given):
+    def test_parts_that_do_not_belong_to_the_kind(self, given):
         with pytest.raises(lsim.LayersimError, match=r"`kind` must be|as an adapter of kind|must have shapes"):
             lsim.Adapter(*given)
 

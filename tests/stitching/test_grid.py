@@ -83,7 +83,7 @@ class TestGrid:
         assert grid.penalty[0, 0].abs().max() == 0
 
     @pytest.mark.parametrize("layers", [[], {"a": [1]}, {"a": [1, 2], "b": [1]}])
-    def test_seams_that_do_not_fit(self, models, layers):
+    def test_stitch_points_that_do_not_fit(self, models, layers):
         with pytest.raises(lsim.LayersimError, match="`layers` does not fit the models"):
             lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
 

@@ -186,7 +186,7 @@ class StitchExperiment:
         acts: tuple[ActivationStore, ActivationStore],
         keep: Progress,
     ) -> StitchRun:
-        """Fit and judge one stitch, or take it from the file."""
+        """Fit and evaluate one stitch, or read it from the file."""
         if keep.done(key) and (whole := keep.get(key, StitchRun.read)) is not None:
             return whole
         self._check(back, at[1])

@@ -12,7 +12,7 @@ from ..models.model_info import Model, entering
 from ..models.source import refuse_inference_weights
 from ..models.split_model import SplitModel
 from .adapter import Adapter
-from .adapters import adapter_kind, adapter_kinds
+from .adapters import adapter_kind, find_adapter_kinds
 from .adapters.base import AdapterKind
 from .fitting import StitchTraining
 
@@ -104,7 +104,7 @@ class StitchSpec:
     def _refuse_widths(self, front: Model, back: Model) -> None:
         widths = (front.d_model, back.d_model)
         if self.kind.needs_equal_widths and None not in widths and widths[0] != widths[1]:
-            others = sorted(name for name, kind in adapter_kinds().items() if not kind.needs_equal_widths)
+            others = sorted(name for name, kind in find_adapter_kinds().items() if not kind.needs_equal_widths)
             raise LayersimError(
                 f"`adapter={self.kind.name!r}` needs residual streams of equal width.",
                 given=f"{front.name} of width {widths[0]} and {back.name} of width {widths[1]}",

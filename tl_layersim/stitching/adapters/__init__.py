@@ -11,10 +11,10 @@ from ...core.typed import brief
 from .base import AdapterKind
 
 
-def adapter_kinds() -> dict[str, type[AdapterKind]]:
-    """The classes of all kinds of adapters, by name.
+def find_adapter_kinds() -> dict[str, type[AdapterKind]]:
+    """All kinds of adapters by name.
 
-    >>> sorted(adapter_kinds())
+    >>> sorted(find_adapter_kinds())
     ['affine', 'affine-norm', 'identity', 'linear']
     """
     return _kinds_in(tuple(__path__))
@@ -35,7 +35,7 @@ def adapter_kind(name: object, argument: str = "kind") -> AdapterKind:
     Raises:
         LayersimError: no kind has this name.
     """
-    kinds = adapter_kinds()
+    kinds = find_adapter_kinds()
     if isinstance(name, str) and name in kinds:
         return kinds[name]()
     near = difflib.get_close_matches(str(name), kinds, n=1)
