@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.core import storage
 
 from ..tiny_models import tiny_llama
 from .helpers import rows
@@ -37,6 +40,13 @@ class TestResult:
         joined = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(2, 1), adapter=again.adapter)
         with torch.no_grad():
             assert torch.equal(joined.model(tokens).logits, result.model(tokens).logits)
+
+    def test_the_models_are_joined_once_and_stay_out_of_files_and_text(self, result, tmp_path):
+        assert result.model is result.model
+        assert "join" not in repr(result)
+        assert "join" not in {field.name for field in dataclasses.fields(result)}
+        header, _ = storage.read(result.save(tmp_path / "stitch.safetensors"), ("result",))
+        assert "join" not in header["fields"]
 
     def test_tables_and_plots(self, result):
         table = result.to_frame()

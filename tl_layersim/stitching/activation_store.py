@@ -58,10 +58,10 @@ class StitchData:
         Raises:
             LayersimError: the data has no targets, or too few rows to split.
         """
-        own = _read(batches, "data", labels, model)
+        own = _batches_with_targets(batches, "data", labels, model)
         size = batches.options.batch_size
         if held_out is not None:
-            other = _read(held_out, "eval_data", labels, model)
+            other = _batches_with_targets(held_out, "eval_data", labels, model)
             if fitted:
                 _warn_of_common_rows(own, other)
             return StitchData(tuple(own) if fitted else (), _in_small_batches(other, size, labels, model), labels)
@@ -84,7 +84,7 @@ def _has_targets(batch: Batch, labels: str | Tensor, model: Model) -> bool:
     return bool((answers(batch, labels, model) != NO_LABEL).any())
 
 
-def _read(source: Batches, argument: str, labels: str | Tensor, model: Model) -> list[Batch]:
+def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, model: Model) -> list[Batch]:
     """The batches with targets.
 
     Raises:

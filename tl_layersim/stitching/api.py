@@ -22,7 +22,7 @@ from .fitting import Fit, StitchTraining
 from .progress import Progress
 from .result_assembly import Cells, grid_of, joining, result_of
 from .results import StitchGrid, StitchResult
-from .spec import StitchSpec, kind_of, layer_number, stitch_point_label, stitch_points_of
+from .spec import StitchSpec, kind_of_adapter, layer_number, stitch_point_label, stitch_points_of
 
 Place = bool | str
 Layer = int | str
@@ -112,7 +112,7 @@ def stitch(
     """
     refuse_unwritable(checkpoint, "checkpoint")
     # A name that no kind has is refused before models are opened.
-    kind_of(adapter)
+    kind_of_adapter(adapter)
     places = remote if isinstance(remote, tuple) else (remote, remote)
     models = [
         open_split_model(m, layers=paths, remote=place) for m, paths, place in zip((front, back), layers, places, strict=True)
@@ -205,7 +205,7 @@ def stitch_grid(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    kind_of(adapter)
+    kind_of_adapter(adapter)
     if not isinstance(models, Mapping) or not models or not all(isinstance(name, str) for name in models):
         raise LayersimError(
             "`models` must be a mapping from names to models.",

@@ -26,10 +26,10 @@ Join = Callable[[Adapter], StitchedModel]
 def joining(front: SplitModel, back: SplitModel, at: tuple[int, int], tokenizer: Any) -> Join | None:
     """The function that makes the stitched model with an adapter; None where a model is on a server."""
     lower, upper = front.local, back.local
-    return None if lower is None or upper is None else partial(_joined, lower, upper, at, tokenizer)
+    return None if lower is None or upper is None else partial(_stitched_model, lower, upper, at, tokenizer)
 
 
-def _joined(
+def _stitched_model(
     front: LocalSplitModel, back: LocalSplitModel, at: tuple[int, int], tokenizer: Any, adapter: Adapter
 ) -> StitchedModel:
     with_tokenizer = LocalSplitModel(back.source, replace(back.model, tokenizer=tokenizer))

@@ -52,7 +52,7 @@ class StitchSpec:
             LayersimError: the arguments contradict one another.
         """
         given = adapter if isinstance(adapter, Adapter) else None
-        kind = kind_of(adapter)
+        kind = kind_of_adapter(adapter)
         fitted = given is None and kind.has_weight
         if not fitted and (fit is not None or training is not None or ridge):
             raise LayersimError(
@@ -139,7 +139,7 @@ class StitchSpec:
             )
 
 
-def kind_of(adapter: str | Adapter) -> AdapterKind:
+def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
     """The kind of the argument `adapter`.
 
     Raises:
