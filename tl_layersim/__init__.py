@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from .early_exit.costs import ExitCosts
     from .early_exit.frequent_tokens import frequent_tokens
     from .early_exit.truncate import truncate
-    from .models.adapter import Adapter
     from .models.hooks import eval_mode
+    from .stitching.adapter import Adapter
     from .stitching.api import stitch, stitch_grid
     from .stitching.fitting import StitchTraining
     from .training.adapter_api import train_adapters
@@ -61,7 +61,6 @@ _HOME = {
     "early_exit.costs": ("ExitCosts",),
     "early_exit.frequent_tokens": ("frequent_tokens",),
     "early_exit.truncate": ("truncate",),
-    "models.adapter": ("Adapter",),
     "models.hooks": ("eval_mode",),
     "stitching.api": ("stitch", "stitch_grid"),
     "stitching.fitting": ("StitchTraining",),

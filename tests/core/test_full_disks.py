@@ -77,7 +77,7 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
 
     for name in (
         "analysis.data_pass.settle",
-        "stitching.experiment.StitchExperiment._judge",
+        "stitching.experiment.StitchExperiment._evaluate",
         "training.loop.Loop._accumulate",
         "training.adapter_api._Work._refuse_not_finite",
     ):

@@ -1,6 +1,5 @@
 """Models of this process: where their activations are read, their blocks, their final norm and unembedding."""
 
-from .adapter import Adapter
 from .block_call import BlockCall
 from .hooks import eval_mode
 from .model_info import Model, ServerOffer, layer_names
@@ -9,7 +8,6 @@ from .unembed import Head, Unembed
 from .view import Kernel, View, place, reduce
 
 __all__ = [
-    "Adapter",
     "BlockCall",
     "Head",
     "Kernel",
