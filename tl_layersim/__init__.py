@@ -62,6 +62,7 @@ _HOME = {
     "early_exit.frequent_tokens": ("frequent_tokens",),
     "early_exit.truncate": ("truncate",),
     "models.hooks": ("eval_mode",),
+    "stitching.adapter": ("Adapter",),
     "stitching.api": ("stitch", "stitch_grid"),
     "stitching.fitting": ("StitchTraining",),
     "training.adapter_api": ("train_adapters",),

@@ -16,7 +16,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_layersim as lsim
-from tl_layersim.core import LayerCurve, LayerMatrix
 from tl_layersim.stitching.experiment import StitchExperiment
 from tl_layersim.training.export import write as write_heads
 
@@ -69,8 +68,8 @@ def results() -> dict[str, lsim.Result]:
     found = dict(lsim.analyze(one, data, layers))
     same = {"layers": LAYERS, "provenance": provenance()}
     square = torch.arange(9, dtype=torch.float64).view(3, 3)
-    found["layer_matrix"] = LayerMatrix(values=square, column_layers=LAYERS, **same)
-    found["layer_curve"] = LayerCurve(values=torch.tensor([0.0, torch.nan, -torch.inf]).double(), **same)
+    found["layer_matrix"] = lsim.LayerMatrix(values=square, column_layers=LAYERS, **same)
+    found["layer_curve"] = lsim.LayerCurve(values=torch.tensor([0.0, torch.nan, -torch.inf]).double(), **same)
     found["prediction_grid"] = lsim.prediction_grid(one, "w3 w4 w5")
     found["trajectory_pca"] = lsim.trajectory_pca(one, "w3 w4 w5 w6")
     found["block_jacobians"] = lsim.block_jacobians(one, data[0])
