@@ -15,13 +15,11 @@ class TestWhatWasOnceWrong:
 
     @pytest.mark.parametrize("rule", ["max-prob", "margin", "patience", "cosine"])
     def test_costs_of_several_rows_are_of_several_rows(self, rule, monkeypatch):
-        from tl_layersim.early_exit import rules
+        from tl_layersim.early_exit.exit_check import ExitCheck
 
         seen = []
-        original = rules.ConfidenceCheck.__call__
-        monkeypatch.setattr(
-            rules.ConfidenceCheck, "__call__", lambda self, x, *rest: seen.append(len(x)) or original(self, x, *rest)
-        )
+        original = ExitCheck.__call__
+        monkeypatch.setattr(ExitCheck, "__call__", lambda self, x, *rest: seen.append(len(x)) or original(self, x, *rest))
         costs = lsim.ExitCosts.measure(tiny_llama(), batch=8, rule=rule, repeats=3, context=4)
         assert set(seen) == {8, 1}
         assert costs.batch == 8

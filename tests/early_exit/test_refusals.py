@@ -26,7 +26,7 @@ class TestRefusals:
             ({"at": "some"}, "counted"),
             ({"rule": "entropy"}, "rule"),
             ({"curve": "x"}, "no exit curve"),
-            ({"curve": "x", "rule": "margin"}, "largest probability"),
+            ({"curve": "x", "rule": "margin"}, "does not measure"),
             ({"shortlist": [1]}, "no shortlist"),
             ({"shortlist": [1, 1]}, "no shortlist"),
             ({"shortlist": [1, VOCABULARY]}, "no shortlist"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,11 +12,13 @@ from ..core.errors import LayersimError, warn
 from ..core.typed import typed
 from ..models.split_model import LocalSplitModel
 from .costs import ExitCosts, ExitPlan, plan_for, shares_of, spread, warn_if_slower
+from .exit_check import ExitCheck
 from .full_sequence import FullSequence, Rows
 from .generation import Counts, Decoding
 from .prompts import Choice, Ends, end_ids, rows_of
 from .results import ExitLogits, Generated
-from .rules import ConfidenceCheck, Rule, RuleName
+from .rules import exit_rule, exit_rules
+from .rules.base import ExitRule
 from .supported_models import note_tuples, opened, reads_pixels, takes_cache
 from .verification import check_decoding, check_whole, is_causal, no_crash, read_position
 
@@ -74,20 +75,13 @@ class EarlyExit:
         *,
         at: tuple[int, ...] | list[int] | str | None = None,
         min_layer: int = 1,
-        rule: RuleName = "max-prob",
+        rule: str = "max-prob",
         curve: Any = None,
         costs: ExitCosts | None = None,
         shortlist: Any = None,
         layers: list[str] | None = None,
         unembed: list[str] | None = None,
     ) -> None:
-        if not math.isfinite(threshold):
-            raise LayersimError(
-                "`threshold` must be a finite number.",
-                given=f"threshold={threshold}",
-                expected="a finite number",
-                do="threshold=1 for no exit",
-            )
         if min_layer < 1:
             raise LayersimError(
                 "`min_layer` must be at least 1.",
@@ -95,17 +89,19 @@ class EarlyExit:
                 expected="a count of blocks that have run",
                 do="min_layer=1",
             )
+        kind = exit_rule(rule)
         self.half, self.unembed = opened(model, layers, unembed)
         self._head = self._head_now()
         self.model = model
-        ids = None if shortlist is None else self._shortlist(shortlist, rule)
-        self.rule = Rule(rule, float(threshold), ids)
+        ids = None if shortlist is None else self._shortlist(shortlist, kind)
+        self.rule = kind(float(threshold), ids)
         blocks = len(self.half.blocks)
-        if curve is not None and rule != "max-prob":
+        if curve is not None and not kind.has_exit_curve:
+            measured = [name for name, other in exit_rules().items() if other.has_exit_curve]
             raise LayersimError(
-                "An exit curve is measured by the largest probability.",
+                f"`curve` cannot be used with rule={rule!r}, whose exits an exit curve does not measure.",
                 given=f"curve= with rule={rule!r}",
-                expected='rule="max-prob", or no curve',
+                expected=f"rule={' or '.join(map(repr, measured))}, or no curve",
                 do="at=(...)",
             )
         counted = costs or ExitCosts.count(model, rule=rule, shortlist=ids, layers=layers, unembed=unembed)
@@ -175,7 +171,7 @@ class EarlyExit:
             )
         return layers
 
-    def _shortlist(self, shortlist: Any, rule: str) -> Tensor:
+    def _shortlist(self, shortlist: Any, rule: type[ExitRule]) -> Tensor:
         try:
             ids = torch.as_tensor(shortlist).detach().cpu()
         except (RuntimeError, TypeError, ValueError):
@@ -194,10 +190,10 @@ class EarlyExit:
                 expected=f"two or more different token ids from 0 to {vocabulary - 1}",
                 do="frequent_tokens(model, texts, 1000)",
             )
-        if rule == "cosine" or self.unembed.linear is None or len(self.unembed.parts) > 1:
+        if not rule.reads_logits or self.unembed.linear is None or len(self.unembed.parts) > 1:
             raise LayersimError(
                 "A shortlist has no use here.",
-                given=f"rule={rule!r}, a head {self.half.source.model.head}",
+                given=f"rule={rule.name!r}, a head {self.half.source.model.head}",
                 expected="a rule that unembeds, and a head that is one plain linear layer",
                 do="leave shortlist= out",
             )
@@ -336,7 +332,7 @@ class _Run:
         self.counts = Counts()
         half: LocalSplitModel = early.half
         self.state = Decoding(half, early.ends, tokens, attended, tokens.shape[1] + new, self.counts)
-        self.judge = ConfidenceCheck(early.rule, early.unembed, len(tokens))
+        self.judge = ExitCheck(early.rule, early.unembed, len(tokens))
         self.rows = list(range(len(tokens)))
         self.tokens: list[list[int]] = [[] for _ in self.rows]
         self.exits: list[list[int]] = [[] for _ in self.rows]
@@ -350,7 +346,7 @@ class _Run:
         with state.watched(self.decide) as run:
             while True:
                 self.said, self.left = [torch.empty(0)] * len(self.rows), [0] * len(self.rows)
-                self.judge.fresh(len(self.rows))
+                self.judge.restart(len(self.rows))
                 self.full += blocks * len(self.rows) * (state.tokens.shape[1] if self.steps == 0 else 1)
                 run()
                 self.steps += 1

@@ -11,7 +11,7 @@ import torch
 
 from ..core.errors import LayersimError, warn
 from ..core.typed import brief, named, typed
-from .rules import RuleName
+from .rules import exit_rule
 from .supported_models import opened
 from .timing import timed_costs
 
@@ -65,7 +65,7 @@ class ExitCosts:
     def count(
         model: Any,
         *,
-        rule: RuleName = "max-prob",
+        rule: str = "max-prob",
         shortlist: Any = None,
         batch: int = 1,
         layers: list[str] | None = None,
@@ -82,12 +82,13 @@ class ExitCosts:
             unembed: see `EarlyExit`.
         """
         _check(batch, shortlist)
+        kind = exit_rule(rule)
         half, _ = opened(model, layers, unembed)
         sizes = [sum(p.numel() for p in block.parameters()) for block in half.blocks]
         known = half.model.head
         paths = known.parts if known is not None else ()
         head = sum(p.numel() for path in paths for p in half.module.get_submodule(path).parameters())
-        if rule == "cosine":
+        if not kind.reads_logits:
             check = 0.0
         elif shortlist is not None:
             check = float(len(shortlist) * (half.model.d_model or 0))
@@ -99,7 +100,7 @@ class ExitCosts:
             head=float(head),
             blocks=len(sizes),
             batch=batch,
-            full_check=rule != "cosine" and shortlist is None,
+            full_check=kind.reads_logits and shortlist is None,
         )
 
     @staticmethod
@@ -108,7 +109,7 @@ class ExitCosts:
         model: Any,
         *,
         batch: int = 1,
-        rule: RuleName = "max-prob",
+        rule: str = "max-prob",
         shortlist: Any = None,
         context: int = 64,
         repeats: int = 15,

@@ -13,8 +13,9 @@ from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.split_model import Enough, LocalSplitModel
 from ..models.unembed import Unembed
+from .exit_check import ExitCheck
 from .generation import Counts, entered
-from .rules import ConfidenceCheck, Rule
+from .rules.base import ExitRule
 from .supported_models import no_cache
 
 
@@ -45,12 +46,17 @@ class FullSequence:
         half: the model.
         unembed: the lens.
         ends: counts of blocks after which is asked; the last is all blocks.
-        rule: what is asked.
+        rule: what is asked; None where nothing is decided by it.
         forced: `row pos`, at which of these checks (counted from 0) a position leaves whatever the rule says; for a self-check.
     """
 
     def __init__(
-        self, half: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...], rule: Rule, forced: Tensor | None = None
+        self,
+        half: LocalSplitModel,
+        unembed: Unembed,
+        ends: tuple[int, ...],
+        rule: ExitRule | None,
+        forced: Tensor | None = None,
     ) -> None:
         self.half, self.unembed, self.ends, self.rule, self.forced = half, unembed, ends, rule, forced
         self.counts = Counts()
@@ -61,7 +67,7 @@ class FullSequence:
         self.left = given.asked.clone()
         self.exits = torch.zeros(self.left.shape, dtype=torch.int64)
         self.logits: Tensor | None = None
-        self.judge = ConfidenceCheck(self.rule, self.unembed, self.left.numel())
+        self.check = None if self.rule is None else ExitCheck(self.rule, self.unembed, self.left.numel())
         self.first_tokens = 0
         self.rows, self.length = torch.arange(len(self.left), device=self.left.device), self.left.shape[1]
         self.stage, self.hidden = 0, torch.empty(0)
@@ -125,7 +131,8 @@ class FullSequence:
     def _ask(self, number: int, x: Tensor, entering: Tensor, which: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.forced is not None:
             return (self.forced.flatten()[which] == number), None
-        return self.judge(x, entering, which)
+        assert self.check is not None
+        return self.check(x, entering, which)
 
     def _leave(self, layer: int, which: Tensor, logits: Tensor) -> None:
         if self.logits is None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from .exit_check import ExitCheck
 from .generation import Counts, Decoding
-from .rules import ConfidenceCheck, Rule
+from .rules import exit_rule
 from .supported_models import opened, synthetic
 
 MORE = 8
@@ -43,7 +44,8 @@ def timed_costs(
     context = min(context, (half.model.context or 1 << 20) - (MORE + 1) * (repeats + 3))
     room = context + (MORE + 1) * (repeats + 3)
     ids = None if shortlist is None else torch.as_tensor(shortlist)
-    judge = ConfidenceCheck(Rule(rule, 1.0 if rule != "patience" else 1_000_000.0, ids), lens, batch)
+    kind = exit_rule(rule)
+    judge = ExitCheck(kind(kind.unreachable, ids), lens, batch)
     with half.evaluating(), torch.no_grad():
         half.tuples()
         prompt = synthetic(half, batch, context)["input_ids"]
@@ -127,7 +129,7 @@ def timed_costs(
         again=again,
         blocks=blocks,
         batch=batch,
-        full_check=judge.rule.unembeds,
+        full_check=judge.rule.gives_logits,
     )
 
 

@@ -14,7 +14,6 @@ from ..core.typed import typed
 from ..models.split_model import logits_of
 from ..models.unembed import rounding
 from .full_sequence import FullSequence, Rows
-from .rules import Rule
 from .supported_models import opened, synthetic
 from .verification import read_position
 
@@ -131,7 +130,7 @@ def _check(half: Any, unembed: Any, short: Any, n_layers: int) -> None:
     small, _ = opened(short, None, None)
     with half.evaluating(), small.evaluating(), torch.no_grad():
         found = logits_of(short(**given))
-        lens, _ = FullSequence(half, unembed, (n_layers,), Rule("max-prob", 1.0))(Rows(given, asked, False))
+        lens, _ = FullSequence(half, unembed, (n_layers,), None)(Rows(given, asked, False))
         lens = lens if every else lens[asked]
     gap = float((found.double() - lens.double()).norm() / lens.double().norm().clamp(min=1e-30))
     if not gap <= rounding(lens.dtype):

@@ -13,7 +13,6 @@ from ..models.split_model import LocalSplitModel, logits_of
 from ..models.unembed import Unembed, rounding
 from .full_sequence import FullSequence, Rows
 from .generation import Counts, Decoding
-from .rules import Rule
 from .supported_models import no_cache, reads_pixels, synthetic
 
 PROMPT, PAD, NEW = 5, 2, 6
@@ -95,7 +94,7 @@ def check_whole(half: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...], 
         asked = read_position(half, unembed.reads, given)
         forced = torch.zeros(asked.shape, dtype=torch.int64, device=half.device)
         forced[1] = len(ends)
-    found, _ = FullSequence(half, unembed, ends, Rule("max-prob", 1.0), forced)(Rows(given, asked, causal))
+    found, _ = FullSequence(half, unembed, ends, None, forced)(Rows(given, asked, causal))
     own = logits_of(half.module(**given, **no_cache(half)))[1]
     ours = found[1][asked[1]][-1 if unembed.reads != "every" else 3]
     _refuse_if_other(half, ours, own if own.dim() == 1 else own[3], "when rows leave it early")
