@@ -20,8 +20,8 @@ class CheckedTokens:
     """The tokens at one check, the point after a block at which an exit rule is evaluated.
 
     Attributes:
-        logits: `token vocabulary`, the model's own final norm and head applied to `leaving`; `token candidate` over the ids of a
-            shortlist; `token 0` for a rule that does not read logits.
+        logits: `token vocabulary`, the model's own final norm and head applied to `leaving`; `token candidate` over the ids of
+            a shortlist; `token 0` for a rule that does not read logits.
         entering: `token d_model`, the residual that entered the block.
         leaving: `token d_model`, the residual that left the block.
         index: `token`, the position of each token in the rule's state.
@@ -87,7 +87,7 @@ class ExitRule(ABC):
             raise LayersimError(
                 f"`threshold` of rule={self.name!r} must be between {self.lowest:g} and {self.unreachable:g}.",
                 given=f"threshold={self.threshold:g}",
-                expected=f"{self.lowest:g} to {self.unreachable:g}; at {self.unreachable:g} every token runs through all layers",
+                expected=f"{self.lowest:g} to {self.unreachable:g}; at {self.unreachable:g} no token exits early",
                 do=as_fraction("threshold", self.threshold) or "threshold=0.9",
             )
 
@@ -98,7 +98,7 @@ class ExitRule(ABC):
 
     @property
     def gives_logits(self) -> bool:
-        """Whether a check computes logits over the whole vocabulary, which then are the logits of the tokens that exit there."""
+        """Whether a check computes logits over the whole vocabulary, which the tokens that exit there keep."""
         return self.reads_logits and self.shortlist is None
 
     def new_state(self, count: int) -> RuleState:

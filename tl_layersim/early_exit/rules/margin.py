@@ -9,7 +9,7 @@ from .base import CheckedTokens, ExitRule, RuleState
 
 
 class MarginRule(ExitRule):
-    r"""A token exits when its largest probability exceeds its second largest by more than the threshold, $p_{(1)} - p_{(2)} > t$.
+    r"""A token exits when its two largest probabilities differ by more than the threshold, $p_{(1)} - p_{(2)} > t$.
 
     Probabilities are computed in float64: float32 rounds both $1 - p$ and the threshold near 1.
 
