@@ -61,7 +61,7 @@ def ways(model: Any, curve: Any, costs: dict[str, ExitCosts], short: Tensor) -> 
     for threshold in THRESHOLDS:
         early = EarlyExit(model, threshold, curve=curve, costs=costs["full"])
         found[f"max-prob > {threshold:g}, chosen layers"] = early
-    middle = (len(early.half.blocks) // 2, len(early.half.blocks) - 1)
+    middle = (len(early.split_model.blocks) // 2, len(early.split_model.blocks) - 1)
     found["max-prob > 0.9, every layer"] = EarlyExit(model, 0.9, at="all")
     found["max-prob > 0.9, default layers"] = EarlyExit(model, 0.9)
     found[f"max-prob > 0.9 over {len(short)} tokens, chosen layers"] = EarlyExit(
