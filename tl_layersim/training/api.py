@@ -25,7 +25,7 @@ from ..models.model_info import Model
 from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
 from .loop import Loop
-from .objective import Objective
+from .objectives import objective_named
 from .residual_stream import ResidualStream, open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
@@ -118,7 +118,7 @@ def finetune_aligned(
         reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
         feed, judged = open_feeds(data, eval_data, labels, reading, told, model, usual)
         stream.check(feed.take([0]).to(stream.device))
-        objective = Objective(stream, training)
+        objective = objective_named(training.objective)(stream, training)
         digests = {"data": feed.digest(), "judged": judged.digest()}
         identity = {
             "model": [known.name, known.config_hash, known.weights_hash, known.dtype, known.source],
@@ -127,11 +127,11 @@ def finetune_aligned(
             "training": training.options(),
             "batch_size": batch_size,
             "pad": told.tokenizer.pad_token_id if told.tokenizer is not None else None,
-            "learns": hashlib.sha256(" ".join(sorted(objective.learning())).encode()).hexdigest(),
+            "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
             **digests,
         }
         loop = Loop(objective, feed, judged, training, batch_size, Saved(checkpoint, identity))
-        learnt = sum(parameter.numel() for parameter in objective.learning().values())
+        learnt = sum(parameter.numel() for parameter in objective.trained_parameters().values())
         state = loop.run()
         finish()
     if training.save_to is not None and loop.accelerator.is_main_process:

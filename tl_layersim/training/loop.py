@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError
 from ..models.hooks import eval_mode
-from .objective import Objective
+from .objectives.base import Objective
 from .residual_stream import TrainingBatch, learning
 from .settings import AlignedTraining
 from .state import Saved, State
@@ -59,7 +59,7 @@ class Loop:
             # At a standard step the heads of other layers learn nothing, above the highest drawn layer no block does.
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         )
-        self.names = objective.learning()
+        self.names = objective.trained_parameters()
         if not self.names:
             raise LayersimError(
                 "Nothing in this model learns.",
@@ -205,7 +205,7 @@ class Loop:
         with eval_mode(self.objective.module):
             for start in tqdm(starts, desc="held out", unit="batch", leave=False, disable=bar.disable or None):
                 numbers = range(start, min(start + self.batch_size, len(self.judged)))
-                total += self.objective.judge(self.judged.take(numbers).to(self.device))
+                total += self.objective.evaluate(self.judged.take(numbers).to(self.device))
         total = self.accelerator.reduce(total.to(self.device), "sum").cpu() if ranks > 1 else total
         whole = float(total[0].sum() / total[2].sum())
         self._refuse_not_finite(whole, f"The held-out loss is {whole} after {state.step} steps.", state.step)

@@ -160,7 +160,7 @@ class ResidualStream:
         """What the head reads of a layer; the last one always has its norm."""
         return self.unembed.normed(x) if norm or layer == self.n_layers else x
 
-    def at_answers(self, piece: TrainingBatch, found: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+    def at_targets(self, piece: TrainingBatch, found: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
         """`token d_model` of each layer where the head answers, and the right answers there."""
         shape = next(iter(found.values())).shape
         index, wanted = answered(self.reads, piece.targets, self._read_from(piece), shape[1])
@@ -191,7 +191,7 @@ class ResidualStream:
             whole: see `residuals`.
         """
         found = self.residuals(terms, run or (lambda: self.call(piece)), whole)
-        rows, wanted = self.at_answers(piece, found)
+        rows, wanted = self.at_targets(piece, found)
         return self.weighted(rows, wanted, terms, norm), len(wanted)
 
     def weighted(self, rows: Mapping[int, Tensor], wanted: Tensor, terms: Mapping[int, float], norm: bool) -> Tensor:

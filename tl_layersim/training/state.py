@@ -27,7 +27,7 @@ class State:
     Attributes:
         step: how many optimiser steps were made.
         curve: loss of each.
-        looks: by step, `3 layer` of the held-out data as `Objective.judge` gives it.
+        looks: by step, `3 layer` of the held-out data as `Objective.evaluate` gives it.
     """
 
     step: int = 0
