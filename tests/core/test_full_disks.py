@@ -9,12 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tl_layersim as lsim
-from tl_layersim.analysis import data_pass as passes
 from tl_layersim.cli import app
-from tl_layersim.core import resumable as checkpoint
-from tl_layersim.core import storage
-from tl_layersim.stitching import progress
-from tl_layersim.training import state
+from tl_layersim.core import resumable, storage
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -52,8 +48,7 @@ def full_disk(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(storage.os, "fsync", full)
-    for module in (passes, progress, state, checkpoint):
-        monkeypatch.setattr(module, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(resumable, "SECONDS_BETWEEN_SAVES", 0.0)
 
 
 @each_call

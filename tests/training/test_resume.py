@@ -22,8 +22,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import tl_layersim as lsim
 from tests.tiny_models import random_tokens, tiny_gpt2
 from tests.training.helpers import dropping
-from tl_layersim.training import state, loop
-state.SECONDS_BETWEEN_SAVES = 0
+from tl_layersim.core import resumable
+from tl_layersim.training import loop
+resumable.SECONDS_BETWEEN_SAVES = 0
 step = loop.Loop._accumulate
 # At the tenth step it waits to be killed.
 loop.Loop._accumulate = lambda self, n: (print(n, flush=True), time.sleep(120 if n == 10 else 0.05), step(self, n))[-1]

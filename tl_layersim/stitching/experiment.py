@@ -20,8 +20,8 @@ from ..analysis.report_assembly import record
 from ..analysis.validation import shared_tokens, with_tokenizer
 from ..core.errors import LayersimError, in_words, warn
 from ..core.provenance import Provenance
-from ..core.resumable import Tally, saved_or_warned
 from ..core.storage import refuse_unwritable_folder
+from ..core.tally import Tally
 from ..data.batches import Batches, found_in
 from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -178,7 +178,7 @@ class StitchExperiment:
         # Trouble with the data that judges ought to come before the work.
         self._own_scores(back)
         state, start, explained = keep.get(key, _read_training) or (Trained(), None, float("nan"))
-        try:
+        with keep.file.saved_on_interrupt(keep.snapshot, lambda: "What was learnt"):
             with ExitStack() as stack:
                 if "sgd" in self.task.fit:
                     stack.enter_context(acts[0].keep(self.cache))
@@ -189,7 +189,9 @@ class StitchExperiment:
                     kept, known = start, explained
 
                     def save(now: Trained) -> None:
-                        keep.put(key, *_note_training(now, kept, known), now=False)
+                        keep.put(key, *_note_training(now, kept, known))
+                        if keep.file.due:
+                            keep.save()
 
                     wanted = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
                     title = f"{front.model.layers[at[0]]} into {back.model.layers[at[1]]}"
@@ -197,13 +199,9 @@ class StitchExperiment:
                         start, acts[0], back, at[1], wanted, self.task.training, self.task.seed, state, save, title
                     )
             judged = self._judge(back, at[1], acts[1], adapter)
-        except BaseException as error:
-            # An interrupt too: what was learnt so far is kept.
-            if saved_or_warned(keep.save):
-                error.add_note(f"What was learnt is in {keep.path}; the same call goes on from there.")
-            raise
         cell = StitchRun(judged, state.curve, adapter, explained, state.stopped)
-        keep.put(key, *cell.note(), now=True)
+        keep.put(key, *cell.note())
+        keep.save()
         return cell
 
     def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:

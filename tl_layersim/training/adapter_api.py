@@ -17,8 +17,9 @@ from tqdm.auto import tqdm
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.errors import LayersimError, in_words, warn
-from ..core.resumable import Tally
+from ..core.resumable import ResumableFile, Snapshot
 from ..core.storage import refuse_unwritable
+from ..core.tally import Tally
 from ..core.typed import typed
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -34,7 +35,7 @@ from ..remote.open import open_source
 from ..remote.source import RemoteSource
 from .adapters import AlignedAdapters
 from .losses import Weights, answered, layer_weights
-from .state import Saved, State
+from .state import State, open_training_file, state_of, state_snapshot
 from .training_data import TrainingData, found_in_feeds, has_images, open_feeds
 
 
@@ -155,11 +156,11 @@ def train_adapters(
         "version": version("tl_layersim"),
         **digests,
     }
-    saved = Saved(checkpoint, identity)
+    saved = open_training_file(checkpoint, identity)
     work = _Work(RemoteDescent(source, blocks, shares), feeds, known.head.reads, steps, float(lr), batch_size, seed)
     begun = time.perf_counter()
     start = _start(known, len(blocks), rank, seed)
-    held = saved.load(lambda state, tensors: _held(state, tensors, start, len(known.layers) - 1))
+    held = saved.resume(lambda notes, tensors: _held(*state_of(notes, tensors), start, len(known.layers) - 1))
     _say_what_crosses(source, work, start)
     with work.descent.evaluating():
         row = _row(feeds[1])
@@ -255,7 +256,7 @@ class _Work:
                 bar.update(len(found))
         return losses / asked
 
-    def train(self, start: Parts, saved: Saved, held: tuple[Parts, State, list[Tensor]] | None) -> tuple[Parts, Tensor]:
+    def train(self, start: Parts, saved: ResumableFile, held: tuple[Parts, State, list[Tensor]] | None) -> tuple[Parts, Tensor]:
         """The adapters at the end, and `step layer` the losses on the way.
 
         Args:
@@ -268,26 +269,25 @@ class _Work:
             now = held
         shares = torch.tensor(self.descent.weights, dtype=torch.float64)
 
-        def save() -> bool:
+        def snapshot() -> Snapshot | None:
             parts, state, curves = now
-            return bool(curves) and saved.save(state, parts | {"curves": torch.stack(curves)})
+            return state_snapshot(state, parts | {"curves": torch.stack(curves)}) if curves else None
 
-        try:
-            with tqdm(total=self.steps, initial=now[1].step, desc="adapters", unit="step", disable=None) as bar:
-                for found, after in self.descent.run(self.steps, self.step, now[0], now[1].step, bar.set_postfix_str):
-                    _, state, curves = now
-                    means = [loss / count for loss, count in found]
-                    self._refuse_not_finite(means, after, state.step + len(means))
-                    # At once, so that an interrupt finds all of it or nothing.
-                    now = (after, _further(state, means, shares), curves + means)
-                    if saved.due:
-                        save()
-                    bar.update(len(means))
-        except BaseException as error:
-            # An interrupt too: what was learnt so far is kept.
-            if save():
-                error.add_note(f"What was learnt is in {saved.path}; the same call goes on from there.")
-            raise
+        def save() -> None:
+            if (found := snapshot()) is not None:
+                saved.save(*found)
+
+        bar = tqdm(total=self.steps, initial=now[1].step, desc="adapters", unit="step", disable=None)
+        with saved.saved_on_interrupt(snapshot, lambda: "What was learnt"), bar:
+            for found, after in self.descent.run(self.steps, self.step, now[0], now[1].step, bar.set_postfix_str):
+                _, state, curves = now
+                means = [loss / count for loss, count in found]
+                self._refuse_not_finite(means, after, state.step + len(means))
+                # At once, so that an interrupt finds all of it or nothing.
+                now = (after, _further(state, means, shares), curves + means)
+                if saved.due:
+                    save()
+                bar.update(len(means))
         save()
         return now[0], torch.stack(now[2])
 

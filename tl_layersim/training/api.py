@@ -16,8 +16,8 @@ from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
-from ..core.resumable import Tally
 from ..core.storage import refuse_unwritable
+from ..core.tally import Tally
 from ..core.typed import typed
 from ..data.labels import warn_of_unused
 from ..data.options import DataOptions
@@ -29,7 +29,7 @@ from .objectives import objective_named
 from .residual_stream import ResidualStream, open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
-from .state import Saved
+from .state import open_training_file
 from .training_data import TrainingData, found_in_feeds, open_feeds
 
 
@@ -130,7 +130,7 @@ def finetune_aligned(
             "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
             **digests,
         }
-        loop = Loop(objective, feed, judged, training, batch_size, Saved(checkpoint, identity))
+        loop = Loop(objective, feed, judged, training, batch_size, open_training_file(checkpoint, identity))
         learnt = sum(parameter.numel() for parameter in objective.trained_parameters().values())
         state = loop.run()
         finish()

@@ -14,11 +14,12 @@ from tqdm.auto import tqdm
 
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError
+from ..core.resumable import ResumableFile, Snapshot
 from ..models.hooks import eval_mode
 from .objectives.base import Objective
 from .residual_stream import TrainingBatch, learning
 from .settings import AlignedTraining
-from .state import Saved, State
+from .state import State, state_of, state_snapshot
 from .training_data import TrainingData
 
 BETAS = (0.9, 0.999)
@@ -44,7 +45,7 @@ class Loop:
         judged: TrainingData,
         training: AlignedTraining,
         batch_size: int,
-        saved: Saved,
+        saved: ResumableFile,
     ) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DistributedDataParallelKwargs
@@ -84,7 +85,7 @@ class Loop:
         Raises:
             LayersimError: the loss is not finite, or the file is another run's.
         """
-        state = self.saved.load(self._restored) or State()
+        state = self.saved.resume(lambda notes, tensors: self._restored(*state_of(notes, tensors))) or State()
         if state.step:
             self._say(f"Goes on after step {state.step} of {self.training.steps}.")
         whole = True
@@ -97,35 +98,35 @@ class Loop:
         )
         # What somebody else left there is no part of the first step.
         self.optimiser.zero_grad(set_to_none=True)
+        kept = self.saved.saved_on_interrupt(
+            # One in the middle of the optimiser's step leaves the older file.
+            lambda: self._snapshot(state) if whole and self.sound and self.accelerator.is_main_process else None,
+            lambda: f"What was learnt, {state.step} of {self.training.steps} steps,",
+        )
         with bar, learning(self.objective.module):
             try:
-                while state.step < self.training.steps:
-                    self._look(state, bar)
-                    loss = self._accumulate(state.step)
-                    whole = False
-                    for group in self.optimiser.param_groups:
-                        group["lr"] = self.training.rate(state.step)
-                    self.optimiser.step()
-                    self.optimiser.zero_grad()
-                    state.step += 1
-                    state.curve.append(loss)
-                    whole = True
-                    recent = state.curve[-RECENT:]
-                    bar.set_postfix_str(f"loss {sum(recent) / len(recent):.3f}{self._held_out(state)}", refresh=False)
-                    bar.update()
-                    if self.saved.due and self.accelerator.is_main_process:
-                        self.saved.save(state, self._tensors())
-                self._look(state, bar, last=True)
-            except BaseException:
-                # An interrupt too; one in the middle of the optimiser's step leaves the older file.
-                keep = whole and self.sound and self.accelerator.is_main_process
-                if keep and self.saved.save(state, self._tensors()):
-                    self._say(f"Stopped after step {state.step} of {self.training.steps}, which is kept: {self.saved.path}")
-                raise
+                with kept:
+                    while state.step < self.training.steps:
+                        self._look(state, bar)
+                        loss = self._accumulate(state.step)
+                        whole = False
+                        for group in self.optimiser.param_groups:
+                            group["lr"] = self.training.rate(state.step)
+                        self.optimiser.step()
+                        self.optimiser.zero_grad()
+                        state.step += 1
+                        state.curve.append(loss)
+                        whole = True
+                        recent = state.curve[-RECENT:]
+                        bar.set_postfix_str(f"loss {sum(recent) / len(recent):.3f}{self._held_out(state)}", refresh=False)
+                        bar.update()
+                        if self.saved.due and self.accelerator.is_main_process:
+                            self.saved.save(*self._snapshot(state))
+                    self._look(state, bar, last=True)
             finally:
                 self.optimiser.zero_grad(set_to_none=True)
         if self.accelerator.is_main_process:
-            self.saved.save(state, self._tensors())
+            self.saved.save(*self._snapshot(state))
         return state
 
     def _say(self, text: str) -> None:
@@ -197,7 +198,7 @@ class Loop:
         """Judge the held-out rows, where it is time to."""
         every = self.training.eval_every
         wanted = last or state.step == 0 or (every is not None and state.step % every == 0)
-        if not wanted or state.step in state.looks:
+        if not wanted or state.step in state.evaluations:
             return
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         total = torch.zeros(3, self.objective.stream.n_layers, dtype=torch.float64)
@@ -209,20 +210,20 @@ class Loop:
         total = self.accelerator.reduce(total.to(self.device), "sum").cpu() if ranks > 1 else total
         whole = float(total[0].sum() / total[2].sum())
         self._refuse_not_finite(whole, f"The held-out loss is {whole} after {state.step} steps.", state.step)
-        state.looks[state.step] = total
+        state.evaluations[state.step] = total
 
     def _held_out(self, state: State) -> str:
-        look = list(state.looks.values())[-1]
+        look = list(state.evaluations.values())[-1]
         return ", held out by layer " + " ".join(f"{loss:.2f}" for loss in (look[0] / look[2]).tolist())
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Weights that learn, and what the optimiser knows of each."""
+    def _snapshot(self, state: State) -> Snapshot:
+        """The state, the trained weights and the optimiser's moments."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.names.items():
             found[f"weight/{name}"] = parameter.detach()
             for key, value in self.optimiser.state.get(parameter, {}).items():
                 found[f"{key}/{name}"] = value
-        return found
+        return state_snapshot(state, found)
 
     def _restored(self, state: State, tensors: dict[str, Tensor]) -> State:
         """Where a file stands, once its weights are in the model."""
