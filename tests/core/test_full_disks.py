@@ -72,8 +72,8 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
     for name in (
         "analysis.data_pass.settle",
         "stitching.experiment.StitchExperiment._judge",
-        "training.loop.Loop._accumulate",
-        "training.adapter_api._Work._refuse_not_finite",
+        "training.fine_tuning.FineTuning._loss_and_gradients",
+        "training.adapter_steps.AdapterSteps.apply",
     ):
         monkeypatch.setattr(f"tl_layersim.{name}", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -33,7 +33,7 @@ def test_no_path_keeps_nothing():
     assert not file.write(NOTES, TENSORS)
     assert not file.save(NOTES, TENSORS)
     assert not file.due
-    with pytest.raises(KeyboardInterrupt) as caught, file.saved_on_interrupt(lambda: (NOTES, TENSORS), lambda: "All"):
+    with pytest.raises(KeyboardInterrupt) as caught, file.saved_on_interrupt(lambda: (NOTES, TENSORS), lambda: "All is"):
         raise KeyboardInterrupt
     assert not hasattr(caught.value, "__notes__")
 
@@ -51,11 +51,11 @@ def test_another_run_and_another_kind_are_refused(tmp_path):
 
 def test_an_interrupt_writes_the_state_and_says_where(tmp_path):
     file = ResumableFile(tmp_path / "run", "training", {})
-    with pytest.raises(KeyboardInterrupt) as caught, file.saved_on_interrupt(lambda: (NOTES, TENSORS), lambda: "What was made"):
+    with pytest.raises(KeyboardInterrupt) as caught, file.saved_on_interrupt(lambda: (NOTES, TENSORS), lambda: "The state is"):
         raise KeyboardInterrupt
-    assert caught.value.__notes__ == [f"What was made is in {file.path}; the same call goes on from there."]
+    assert caught.value.__notes__ == [f"The state is in {file.path}; the same call continues from there."]
     assert file.resume(parse)[0] == 3
-    with pytest.raises(ValueError, match="x") as other, file.saved_on_interrupt(lambda: None, lambda: "What was made"):
+    with pytest.raises(ValueError, match="x") as other, file.saved_on_interrupt(lambda: None, lambda: "The state is"):
         raise ValueError("x")
     assert not hasattr(other.value, "__notes__")
 
@@ -68,7 +68,7 @@ def test_a_full_disk_is_a_warning_and_on_an_interrupt_a_note(tmp_path, monkeypat
     file = ResumableFile(tmp_path / "run", "training", {})
     with pytest.warns(lsim.LayersimWarning, match="goes on without a new checkpoint"):
         assert not file.save(NOTES, TENSORS)
-    with pytest.raises(KeyboardInterrupt) as caught, file.saved_on_interrupt(lambda: (NOTES, TENSORS), lambda: "All"):
+    with pytest.raises(KeyboardInterrupt) as caught, file.saved_on_interrupt(lambda: (NOTES, TENSORS), lambda: "All is"):
         raise KeyboardInterrupt
     assert "No space left" in caught.value.__notes__[0]
     assert list(tmp_path.iterdir()) == []

@@ -83,7 +83,7 @@ def one_pass(
     block = max((source.sum_group for source in sources), default=1) if len(sources) == 1 else 1
     clock = time.monotonic()
     kept = checkpoint.saved_on_interrupt(
-        lambda: tallies_snapshot(tallies), lambda: f"What was summed, {tallies[label].tokens} tokens,"
+        lambda: tallies_snapshot(tallies), lambda: f"The sums of {tallies[label].tokens} tokens are"
     )
     with kept, bar:
         unsettled = [source for source in sources if source.model.stream == "unknown"]

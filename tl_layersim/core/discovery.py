@@ -1,4 +1,4 @@
-"""Discovery of extension classes: the subclasses of a base class in the modules of one package."""
+"""Discovery of the classes that the modules of a package define, so that an extension is one new file."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
 def discovered(package: str, path: Iterable[str], base: type[T]) -> dict[str, type[T]]:
-    """The concrete subclasses of `base` that the modules of a package define, by their class attribute `name`.
+    """The concrete subclasses of a class that the modules of a package define, by their class attribute `name`.
 
     Args:
         package: dotted name of the package.
         path: its `__path__`.
-        base: the abstract base class.
+        base: their abstract class, which has a class attribute `name`.
     """
     classes: dict[str, type[T]] = {}
     for info in pkgutil.iter_modules(path):
         module = importlib.import_module(f"{package}.{info.name}")
-        cls: Any
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if issubclass(cls, base) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
-                classes[cls.name] = cls
+                classes[cls.name] = cls  # type: ignore[attr-defined]  # every base of an extension has a name
     return classes

@@ -144,8 +144,8 @@ class ResumableFile:
         The exception gets a note of where the run can be resumed, or of why it cannot.
 
         Args:
-            snapshot: the state at that moment; None where there is none to keep.
-            kept: what the state holds, in words, such as "What was summed, 1024 tokens,".
+            snapshot: the state at that moment; None where it cannot be kept.
+            kept: subject and verb of the note, such as "The sums of 1024 tokens are".
         """
         try:
             yield
@@ -153,7 +153,7 @@ class ResumableFile:
             try:
                 state = None if self.path is None else snapshot()
                 if state is not None and self.write(*state):
-                    error.add_note(f"{kept()} is in {self.path}; the same call goes on from there.")
+                    error.add_note(f"{kept()} in {self.path}; the same call continues from there.")
             except OSError as full:
                 error.add_note(str(full))
             raise

@@ -30,7 +30,7 @@ from ..models.adapter import Adapter
 from ..models.split_model import SplitModel
 from ..models.targets import answers, usual_labels
 from .activation_store import ActivationStore, StitchData
-from .fitting import Trained, descend, least_squares, start_of
+from .fitting import BackLoss, Trained, descend, least_squares, start_of
 from .progress import Progress
 from .spec import StitchSpec
 
@@ -178,26 +178,23 @@ class StitchExperiment:
         # Trouble with the data that judges ought to come before the work.
         self._own_scores(back)
         state, start, explained = keep.get(key, _read_training) or (Trained(), None, float("nan"))
-        with keep.file.saved_on_interrupt(keep.snapshot, lambda: "What was learnt"):
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            with keep.saved_on_interrupt():
                 if "sgd" in self.task.fit:
                     stack.enter_context(acts[0].keep(self.cache))
                 if start is None:
                     start, explained = self._start(back, at[1], acts[0])
-                adapter = start
-                if "sgd" in self.task.fit:
-                    kept, known = start, explained
+            adapter = start
+            if "sgd" in self.task.fit:
+                kept, known = start, explained
 
-                    def save(now: Trained) -> None:
-                        keep.put(key, *_note_training(now, kept, known))
-                        if keep.file.due:
-                            keep.save()
+                def record(now: Trained) -> None:
+                    keep.put(key, *_note_training(now, kept, known))
 
-                    wanted = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
-                    title = f"{front.model.layers[at[0]]} into {back.model.layers[at[1]]}"
-                    adapter, state = descend(
-                        start, acts[0], back, at[1], wanted, self.task.training, self.task.seed, state, save, title
-                    )
+                targets = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
+                data = BackLoss(acts[0], back, at[1], targets)
+                adapter, state = descend(start, data, self.task.training, self.task.seed, state, record, keep)
+        with keep.saved_on_interrupt():
             judged = self._judge(back, at[1], acts[1], adapter)
         cell = StitchRun(judged, state.curve, adapter, explained, state.stopped)
         keep.put(key, *cell.note())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -11,9 +12,8 @@ from torch import Tensor
 from ..core.resumable import ResumableFile, Snapshot
 
 T = TypeVar("T")
-# By stitch.
-Notes = dict[str, dict[str, Any]]
-Tensors = dict[str, Mapping[str, Tensor]]
+# Notes and tensors, each by stitch.
+States = tuple[dict[str, dict[str, Any]], dict[str, Mapping[str, Tensor]]]
 
 
 class Progress:
@@ -53,18 +53,22 @@ class Progress:
         if (state := self.snapshot()) is not None:
             self.file.save(*state)
 
+    def saved_on_interrupt(self) -> AbstractContextManager[None]:
+        """A context that writes all states where an exception, Ctrl-C included, ends the block."""
+        return self.file.saved_on_interrupt(self.snapshot, lambda: "The state of the stitches is")
+
     def snapshot(self) -> Snapshot | None:
         """All states, for the file; None where nothing is known yet."""
         tensors = {f"{key}/{name}": value for key, own in self._tensors.items() for name, value in own.items()}
         return ({"stitches": self._notes}, tensors) if self._notes else None
 
 
-def _states_of(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Notes, Tensors]:
-    notes: Notes = {key: dict(note) for key, note in header["stitches"].items()}
+def _states_of(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> States:
+    notes: dict[str, dict[str, Any]] = {key: dict(note) for key, note in header["stitches"].items()}
     for note in notes.values():
         if type(note["done"]) is not bool:
             raise TypeError(f"done is {note['done']!r}")
-    own: Tensors = {
+    own: dict[str, Mapping[str, Tensor]] = {
         key: {name.split("/", 1)[1]: value for name, value in tensors.items() if name.split("/", 1)[0] == key} for key in notes
     }
     return notes, own

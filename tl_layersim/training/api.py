@@ -24,7 +24,7 @@ from ..data.options import DataOptions
 from ..models.model_info import Model
 from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
-from .loop import Loop
+from .fine_tuning import FineTuning
 from .objectives import objective_named
 from .residual_stream import ResidualStream, open_residual_stream
 from .results import AlignedResult
@@ -130,13 +130,13 @@ def finetune_aligned(
             "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
             **digests,
         }
-        loop = Loop(objective, feed, judged, training, batch_size, open_training_file(checkpoint, identity))
+        tuning = FineTuning(objective, feed, judged, training, batch_size)
         learnt = sum(parameter.numel() for parameter in objective.trained_parameters().values())
-        state = loop.run()
+        state = tuning.run(open_training_file(checkpoint, identity))
         finish()
-    if training.save_to is not None and loop.accelerator.is_main_process:
+    if training.save_to is not None and tuning.accelerator.is_main_process:
         save_or_warn(model, training.save_to, told.tokenizer, objective.heads, feed.take([0]))
-    loop.accelerator.wait_for_everyone()
+    tuning.accelerator.wait_for_everyone()
     found = found_in_feeds(feed, judged) | {"parameters": learnt}
     run = _record(stream, feed, judged, training, reading.record() | found, digests, time.perf_counter() - start)
     if not isinstance(usual, str):
