@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.errors import LayersimError, in_words, warn
+from ..core.resumable import ResumableFile
 from ..core.storage import refuse_unwritable
 from ..core.typed import typed
 from ..data.labels import warn_of_unused
@@ -22,8 +23,8 @@ from ..models.nnsight import NNsightSource
 from ..models.source import refuse_inference_weights
 from ..models.targets import usual_labels
 from ..models.validation import lens_gap, need_stream, refuse_other_logits
-from ..remote.adapter_training import Parts, RemoteDescent, open_traced
-from .adapter_steps import AdapterSettings, AdapterSteps, first_row, start_of_adapters
+from ..remote.adapter_training import RemoteDescent, open_traced
+from .adapter_steps import AdapterSettings, AdapterSteps, first_row
 from .adapter_validation import block_numbers, no_traced_model, refuse_untrainable
 from .adapters import AlignedAdapters
 from .losses import Weights, layer_weights
@@ -121,7 +122,6 @@ def train_adapters(
     refuse_inference_weights(source.module)
     blocks = block_numbers(known, at)
     weights_by_layer = layer_weights(weights, len(known.layers) - 1)
-    assert known.head is not None
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
     if has_images(data):
         raise LayersimError(
@@ -131,64 +131,61 @@ def train_adapters(
             do="finetune_aligned(model, data), which takes images, for a model that is loaded here",
         )
     usual = usual_labels(labels, [(known, source.module)])
-    feeds = open_feeds(data, eval_data, labels, reading, known, source.module, usual)
-    digests = {"trained_on": feeds[0].digest(), "judged_on": feeds[1].digest()}
-    task = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
-    task |= {"layers": layers, "unembed": unembed}
+    rows = open_feeds(data, eval_data, labels, reading, known, source.module, usual)
+    options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
+    options |= {"layers": layers, "unembed": unembed}
+    digests = {"trained_on": rows[0].digest(), "judged_on": rows[1].digest()}
     identity = {
         "model": [known.name, known.config_hash, known.weights_hash, known.dtype, known.source],
-        "task": task | {"seed": seed, "batch_size": batch_size},
+        "task": options | {"seed": seed, "batch_size": batch_size},
         "pad": known.tokenizer.pad_token_id if known.tokenizer is not None else None,
         "version": version("tl_layersim"),
         **digests,
     }
-    file = open_training_file(checkpoint, identity)
-    begun = time.perf_counter()
-    start = start_of_adapters(known, len(blocks), rank, seed)
-    descent = RemoteDescent(source, blocks, weights_by_layer)
-    training = AdapterSteps(descent, feeds, known.head.reads, settings, start)
+    file, began = open_training_file(checkpoint, identity), time.perf_counter()
+    training = AdapterSteps(RemoteDescent(source, blocks, weights_by_layer), rows, known, settings)
     training.restore(file)
-    _report_traffic(training, start)
-    with descent.evaluating():
-        _check_lens(source, feeds[1])
-        before = training.evaluate(start)
-        if not bool(before.isfinite().all()):
-            raise LayersimError(
-                f"The losses of {known.name} are not finite, before anything is trained.",
-                given=f"{known.dtype} weights",
-                expected="finite logits at every layer",
-                do="load it in float32 or bfloat16",
-            )
-        learnt, curves = training.run(file)
-        after = training.evaluate(learnt)
-    options = (
-        reading.record()
-        | found_in_feeds(*feeds)
-        | task
-        | {"trained_on": digests["trained_on"], "train_rows": len(feeds[0])}
-        | ({"remote": [place]} if (place := source.record()) else {})
-    )
-    run = record([known], training.tally(time.perf_counter() - begun), options, seed)
+    _report_traffic(training)
+    fields = _trained(training, source, file)
+    options = reading.record() | found_in_feeds(*rows) | options
+    options |= {"trained_on": digests["trained_on"], "train_rows": len(rows[0])}
+    options |= {"remote": [place]} if (place := source.record()) else {}
+    run = record([known], training.tally(time.perf_counter() - began), options, seed)
     if not isinstance(usual, str):
         warn_of_unused(usual, run)
-    adapters = AlignedAdapters(
-        values=torch.stack([before, after]),
-        curve=curves @ torch.tensor(weights_by_layer, dtype=torch.float64),
-        curves=curves,
-        down=learnt["down"],
-        up=learnt["up"],
-        weights=tuple(weights_by_layer),
-        blocks=tuple(blocks),
-        paths=tuple(source.paths[block] for block in blocks),
-        layers=known.layers,
-        provenance=run,
-    )
+    paths = tuple(source.paths[block] for block in blocks)
+    adapters = AlignedAdapters(**fields, blocks=tuple(blocks), paths=paths, layers=known.layers, provenance=run)
     if not adapters.aligned("after") <= adapters.aligned("before"):
         warn(
             f"On held-out data the aligned loss rose from {adapters.aligned('before'):.4g} to {adapters.aligned('after'):.4g}. "
             f"Take more data, fewer steps, or lr={lr / 10:g}."
         )
     return adapters
+
+
+def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile) -> dict[str, Any]:
+    """Evaluate, train and evaluate again: the adapters, their curves and held-out losses, as fields of `AlignedAdapters`."""
+    with training.descent.evaluating():
+        _check_lens(source, training.eval_data)
+        before = training.evaluate(training.start)
+        if not bool(before.isfinite().all()):
+            raise LayersimError(
+                f"The losses of {source.model.name} are not finite, before anything is trained.",
+                given=f"{source.model.dtype} weights",
+                expected="finite logits at every layer",
+                do="load it in float32 or bfloat16",
+            )
+        learnt, curves = training.run(file)
+        after = training.evaluate(learnt)
+    weights = training.descent.weights
+    return {
+        "values": torch.stack([before, after]),
+        "curve": curves @ torch.tensor(weights, dtype=torch.float64),
+        "curves": curves,
+        "down": learnt["down"],
+        "up": learnt["up"],
+        "weights": tuple(weights),
+    }
 
 
 def _check_lens(source: NNsightSource, data: TrainingData) -> None:
@@ -199,11 +196,11 @@ def _check_lens(source: NNsightSource, data: TrainingData) -> None:
     refuse_other_logits(lens_gap(source.model, lambda: source.unembed_gap(row)), source.model)
 
 
-def _report_traffic(training: AdapterSteps, parts: Parts) -> None:
+def _report_traffic(training: AdapterSteps) -> None:
     """Print the number and size of the requests to a server, before they are sent."""
     if training.descent.server is None:
         return
-    size = sum(part.numel() * part.element_size() for part in parts.values())
+    size = sum(part.numel() * part.element_size() for part in training.start.values())
     tqdm.write(
         f"{training.descent.server}: {training.steps:,} steps in at most as many requests, fewer where steps are fast. Each "
         f"request carries {in_words(size)} of adapters in each direction, and the tokens of its steps. Before and after, the "

@@ -64,9 +64,12 @@ class AdapterSteps(TrainingSteps):
     Args:
         descent: makes steps and evaluations where the model is.
         data: rows to train on, and rows to evaluate on.
-        head_reads: see `Head.reads`.
+        model: description of the model.
         settings: of the training.
-        start: adapters and moments before the first step.
+
+    Attributes:
+        start: adapters that do not change the model yet, and moments, with which the training begins.
+        state: adapters and moments, the progress with the curve of the aligned loss, and of each step the loss `layer`.
     """
 
     title = "adapters"
@@ -75,14 +78,14 @@ class AdapterSteps(TrainingSteps):
         self,
         descent: RemoteDescent,
         data: tuple[TrainingData, TrainingData],
-        head_reads: str,
+        model: Model,
         settings: AdapterSettings,
-        start: Parts,
     ) -> None:
-        self.descent, self.head_reads, self.settings, self.steps = descent, head_reads, settings, settings.steps
+        assert model.head is not None
+        self.descent, self.head_reads, self.settings, self.steps = descent, model.head.reads, settings, settings.steps
         self.training_data, self.eval_data = data
-        # Adapters and moments, the curve of the aligned loss, and of each step the loss of each layer.
-        self.state: tuple[Parts, State, list[Tensor]] = (start, State(), [])
+        self.start = _start(model, len(descent.at), settings.rank, settings.seed)
+        self.state: tuple[Parts, State, list[Tensor]] = (self.start, State(), [])
         self._shuffle = Shuffle(len(self.training_data), settings.seed)
         self._weights = torch.tensor(descent.weights, dtype=torch.float64)
 
@@ -180,7 +183,7 @@ class AdapterSteps(TrainingSteps):
 
     def _state_of(self, state: State, tensors: Parts) -> tuple[Parts, State, list[Tensor]]:
         """The state in a file, if its tensors have the shapes that the training begins with."""
-        start, layers = self.state[0], len(self._weights)
+        start, layers = self.start, len(self._weights)
         parts = {name: tensors[name] for name in start}
         wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
         if wrong or tensors["curves"].shape != (state.step, layers):
@@ -188,15 +191,8 @@ class AdapterSteps(TrainingSteps):
         return parts, state, list(tensors["curves"])
 
 
-def start_of_adapters(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """Adapters that do not change the model yet, and the moments of the optimiser.
-
-    Args:
-        model: its width and dtype.
-        count: number of adapters.
-        rank: of each.
-        seed: of A, normal numbers of variance 1 / d_model; B is zero.
-    """
+def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
+    """A as normal numbers of variance 1 / d_model, B as zeros, and moments of zero; of so many adapters of one rank."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32
