@@ -16,8 +16,8 @@ NAN = float("nan")
     ("options", "says"),
     [
         ({"weight_decay": NAN}, "weight_decay is out of range"),
-        ({"objective": "cosine-reg", "beta": NAN}, "beta is out of range"),
-        ({"objective": "multi-head", "kl": NAN}, "kl is out of range"),
+        ({"objective": "cosine-reg", "beta": NAN}, "`beta` is out of range"),
+        ({"objective": "multi-head", "kl": NAN}, "`kl` is out of range"),
         ({"weights": []}, "weights do not belong"),
         ({"weights": [0.5, NAN]}, "weights do not belong"),
         ({"weights": ""}, "`weights` cannot be ''"),

@@ -94,7 +94,7 @@ class TestRun:
         before = model.model.embed_tokens.weight.clone()
         lsim.finetune_aligned(model, random_tokens(10, 6), SHORT, batch_size=2)
         assert torch.equal(model.model.embed_tokens.weight, before)
-        with pytest.raises(lsim.LayersimError, match="Nothing in this model learns"):
+        with pytest.raises(lsim.LayersimError, match="`model` has no parameters to train"):
             lsim.finetune_aligned(tiny_llama().requires_grad_(False), random_tokens(10, 6), SHORT, batch_size=2)
 
     def test_a_loss_that_is_not_finite_ends_the_run(self):

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
 from ..core.results import Report
-from ..core.resumable import Tally
 from ..core.sums import Sums
+from ..core.tally import Tally
 from ..core.typed import named, typed
 from ..data.digest import new_digest
 from ..data.padding import mask_of

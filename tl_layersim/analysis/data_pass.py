@@ -15,8 +15,9 @@ from ..analyzers.base import Analyzer
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import fold, push
-from ..core.resumable import SECONDS_BETWEEN_SAVES, Checkpoint, Tally, saved_or_warned
+from ..core.resumable import ResumableFile
 from ..core.sums import Sums
+from ..core.tally import Tally
 from ..data.batches import Batch, Batches
 from ..data.digest import fingerprint, new_digest
 from ..models.hooks import kernels_alone
@@ -24,6 +25,7 @@ from ..models.model_info import Model
 from ..models.source import PartialSums, Source
 from ..models.validation import lens_gap, refuse_not_finite, refuse_other_logits
 from ..models.view import Kernel, reduce, tokens_alone
+from .checkpoint import tallies_snapshot
 from .cross_model import exchange
 
 
@@ -45,7 +47,7 @@ def one_pass(
     analyzers: Mapping[str, Analyzer],
     kernels: Mapping[str, Kernel],
     tallies: dict[str, Tally],
-    checkpoint: Checkpoint,
+    checkpoint: ResumableFile,
     total: int | None = None,
     deal: Deal = ALONE,
 ) -> None:
@@ -59,7 +61,7 @@ def one_pass(
         analyzers: those whose kernels run, by name.
         kernels: theirs.
         tallies: of all passes; this one's is read and written.
-        checkpoint: where they are kept.
+        checkpoint: file that keeps them.
         total: how many tokens there will be, where that is known.
         deal: which batches this process takes.
     """
@@ -79,36 +81,28 @@ def one_pass(
     )
     is_remote = any(source.is_remote for source in sources)
     block = max((source.sum_group for source in sources), default=1) if len(sources) == 1 else 1
-    saved = clock = time.monotonic()
-    try:
-        with bar:
-            unsettled = [source for source in sources if source.model.stream == "unknown"]
-            reading = read(batches, analyzers, tally, steps, sources[0] if unsure else None, unsettled, deal)
-            for parts in _run(sources, reading, analyzers, kernels, tally.measured, bar.set_postfix_str):
-                names = [source.model.layers for source in sources]
-                for part in parts:
-                    refuse_not_finite(part.not_finite, names, _which(tally.measured, part.count))
-                now = time.monotonic()
-                # One assignment: an interrupt finds a batch either counted with all its sums or not at all.
-                tallies[label] = tally = settle(tally, parts, steps, block, now - clock)
-                clock = now
-                bar.update(tally.tokens - bar.n)
-                if is_remote or now - saved > SECONDS_BETWEEN_SAVES:
-                    saved_or_warned(lambda: checkpoint.save(tallies))
-                    saved = now
-            tallies[label] = tally = settle(tally, [], steps, block, time.monotonic() - clock)
+    clock = time.monotonic()
+    kept = checkpoint.saved_on_interrupt(
+        lambda: tallies_snapshot(tallies), lambda: f"The sums of {tallies[label].tokens} tokens are"
+    )
+    with kept, bar:
+        unsettled = [source for source in sources if source.model.stream == "unknown"]
+        reading = read(batches, analyzers, tally, steps, sources[0] if unsure else None, unsettled, deal)
+        for parts in _run(sources, reading, analyzers, kernels, tally.measured, bar.set_postfix_str):
+            names = [source.model.layers for source in sources]
+            for part in parts:
+                refuse_not_finite(part.not_finite, names, _which(tally.measured, part.count))
+            now = time.monotonic()
+            # One assignment: an interrupt finds a batch either counted with all its sums or not at all.
+            tallies[label] = tally = settle(tally, parts, steps, block, now - clock)
+            clock = now
             bar.update(tally.tokens - bar.n)
-    except BaseException as error:
-        try:
-            if checkpoint.save(tallies):
-                error.add_note(
-                    f"What was summed, {tally.tokens} tokens, is in {checkpoint.path}; the same call goes on from there."
-                )
-        except OSError as full:
-            error.add_note(str(full))
-        raise
+            if is_remote or checkpoint.due:
+                checkpoint.save(*tallies_snapshot(tallies))
+        tallies[label] = tally = settle(tally, [], steps, block, time.monotonic() - clock)
+        bar.update(tally.tokens - bar.n)
     tallies[label] = closed(tally)
-    saved_or_warned(lambda: checkpoint.save(tallies))
+    checkpoint.save(*tallies_snapshot(tallies))
 
 
 def read(

@@ -18,7 +18,6 @@ from ..core.addresses import shown
 from ..core.distributed import add_over_ranks, agree, rank_and_size
 from ..core.errors import LayersimError
 from ..core.results import Report
-from ..core.resumable import Checkpoint
 from ..core.sums import Sums
 from ..core.typed import typed
 from ..data.batches import Batches
@@ -26,6 +25,7 @@ from ..data.options import DataOptions
 from ..models.source import Source
 from ..remote.open import open_source
 from ..remote.source import RemoteSource
+from .checkpoint import open_checkpoint
 from .cross_model import crossing
 from .data_pass import batch_sizes, one_pass
 from .remote_run import start
@@ -221,8 +221,7 @@ def _run(
         "version": version("tl_layersim"),
     }
     deal = agree([source.peers() for source in sources])
-    checkpoint = Checkpoint(path, identity, deal)
-    tallies = checkpoint.load()
+    checkpoint, tallies = open_checkpoint(path, identity, deal)
     total = _announce(sources, batches, analyzers, len(first_kernels) > 0)
     with ExitStack() as stack:
         for source in sources:

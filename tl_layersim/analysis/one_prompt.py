@@ -17,7 +17,7 @@ from ..analyzers.base import check_memory, need_head
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
 from ..core.results import Result, axes
-from ..core.resumable import Tally
+from ..core.tally import Tally
 from ..core.typed import typed
 from ..data.batches import Batches
 from ..data.digest import fingerprint, new_digest

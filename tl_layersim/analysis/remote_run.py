@@ -20,10 +20,9 @@ from ..core.addresses import shown
 from ..core.errors import LayersimError, without_secrets
 from ..core.pairwise_summation import BLOCK
 from ..core.results import Report
-from ..core.resumable import Tally
-from ..core.storage import read as read_file
-from ..core.storage import reading, write
+from ..core.resumable import ResumableFile
 from ..core.sums import Sums
+from ..core.tally import Tally
 from ..core.typed import named, typed
 from ..data.batches import Batches
 from ..models.model_info import Model
@@ -33,7 +32,7 @@ from ..remote.client import NdifClient, Passing
 from ..remote.open import open_source
 from ..remote.source import RemoteSource, parts_of
 from .data_pass import Step, closed, read, settle
-from .kept_runs import Job, parsed
+from .kept_runs import Job, KeptRun, parsed
 from .report_assembly import make_report
 from .validation import choose_analyzers
 
@@ -164,7 +163,8 @@ class RemoteRun:
             "record": {**self._record, "before": self._traffic()},
             "version": version("tl_layersim"),
         }
-        return write(path, KIND, header, tensors)
+        ResumableFile(path, KIND).write(header, tensors)
+        return Path(path)
 
     def _look(self, job: Job) -> None:
         """Ask for the server's word on a job, and take its answer if there is one."""
@@ -300,16 +300,18 @@ def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any 
     Raises:
         LayersimError: the file is none, or the analyzers, the model or the server are not those of the run.
     """
-    header, tensors = read_file(path, (KIND,))
-    if header.get("version") != version("tl_layersim"):
-        raise LayersimError(
-            "This run was sent by another tl_layersim, whose sums may mean something else.",
-            given=f"tl_layersim {version('tl_layersim')}",
-            expected=f"tl_layersim {header.get('version')}",
-            do=f"pip install tl_layersim=={header.get('version')}",
-        )
-    with reading(path, "a whole run", "pass the path that was given to save()"):
-        described, first, jobs = parsed(header, tensors)
+
+    def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Mapping[str, Any], KeptRun]:
+        if notes.get("version") != version("tl_layersim"):
+            raise LayersimError(
+                f"{path} was sent by another tl_layersim, whose sums may mean something else.",
+                given=f"tl_layersim {version('tl_layersim')}",
+                expected=f"tl_layersim {notes.get('version')}",
+                do=f"pip install tl_layersim=={notes.get('version')}",
+            )
+        return notes, parsed(notes, tensors)
+
+    header, (described, first, jobs) = ResumableFile(path, KIND).read(parse)
     if analyzers is None:
         chosen = {name: _rebuilt(name, recipe) for name, recipe in header["analyzers"].items()}
     else:

@@ -6,7 +6,7 @@ What runs beside the model is shipped, see `nnsight.py`: it refers to local name
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from ..models.nnsight import NNsightSource
 from ..models.softmax import cross_entropy, cross_entropy_slopes
 from ..models.unembed import Unembed
 from .client import JobTooLong, quiet
+from .open import open_source
 from .shipping import ShippedSource
 from .source import SECONDS_PER_REQUEST, RemoteSource, there
 
@@ -225,6 +226,18 @@ def _session(
     return answer
 
 
+def open_traced(model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> NNsightSource | None:
+    """The source of an nnsight model, or of a source that is one already; None for another model, which is not opened.
+
+    Raises:
+        LayersimError: as `open_source`.
+    """
+    traced = isinstance(model, NNsightSource) or any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__)
+    source = open_source(model, layers=layers, unembed=unembed, remote=remote) if traced else None
+    assert source is None or isinstance(source, NNsightSource)
+    return source
+
+
 class RemoteDescent:
     """Adapters of one model, learnt and judged where it is.
 
@@ -241,6 +254,11 @@ class RemoteDescent:
         self._keeps = "logits_to_keep" in inspect.signature(type(source.module).forward).parameters
         self._most, self._seconds = MOST, float("nan")
         self._frozen = ShippedSource()
+
+    @property
+    def server(self) -> str | None:
+        """The server that makes the steps, None for this process."""
+        return self.source.offer.server if isinstance(self.source, RemoteSource) else None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -282,7 +300,7 @@ class RemoteDescent:
 
     def run(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
-    ) -> Iterator[tuple[list[Found], Parts]]:
+    ) -> Generator[tuple[list[Found], Parts], None, None]:
         """Items one after the other, as many in a request as its time allows; how they are grouped changes no bit.
 
         Args:

@@ -16,20 +16,20 @@ from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
-from ..core.resumable import Tally
 from ..core.storage import refuse_unwritable
+from ..core.tally import Tally
 from ..core.typed import typed
 from ..data.labels import warn_of_unused
 from ..data.options import DataOptions
 from ..models.model_info import Model
 from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
-from .loop import Loop
-from .objective import Objective
+from .fine_tuning import FineTuning
+from .objectives import objective_named
 from .residual_stream import ResidualStream, open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
-from .state import Saved
+from .state import open_training_file
 from .training_data import TrainingData, found_in_feeds, open_feeds
 
 
@@ -118,7 +118,7 @@ def finetune_aligned(
         reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
         feed, judged = open_feeds(data, eval_data, labels, reading, told, model, usual)
         stream.check(feed.take([0]).to(stream.device))
-        objective = Objective(stream, training)
+        objective = objective_named(training.objective)(stream, training)
         digests = {"data": feed.digest(), "judged": judged.digest()}
         identity = {
             "model": [known.name, known.config_hash, known.weights_hash, known.dtype, known.source],
@@ -127,16 +127,16 @@ def finetune_aligned(
             "training": training.options(),
             "batch_size": batch_size,
             "pad": told.tokenizer.pad_token_id if told.tokenizer is not None else None,
-            "learns": hashlib.sha256(" ".join(sorted(objective.learning())).encode()).hexdigest(),
+            "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
             **digests,
         }
-        loop = Loop(objective, feed, judged, training, batch_size, Saved(checkpoint, identity))
-        learnt = sum(parameter.numel() for parameter in objective.learning().values())
-        state = loop.run()
+        tuning = FineTuning(objective, feed, judged, training, batch_size)
+        learnt = sum(parameter.numel() for parameter in objective.trained_parameters().values())
+        state = tuning.run(open_training_file(checkpoint, identity))
         finish()
-    if training.save_to is not None and loop.accelerator.is_main_process:
+    if training.save_to is not None and tuning.accelerator.is_main_process:
         save_or_warn(model, training.save_to, told.tokenizer, objective.heads, feed.take([0]))
-    loop.accelerator.wait_for_everyone()
+    tuning.accelerator.wait_for_everyone()
     found = found_in_feeds(feed, judged) | {"parameters": learnt}
     run = _record(stream, feed, judged, training, reading.record() | found, digests, time.perf_counter() - start)
     if not isinstance(usual, str):

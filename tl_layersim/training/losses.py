@@ -52,7 +52,7 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
     return found
 
 
-def answered(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
+def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
     """Which of the flattened `batch pos` positions the head answers at, and the right answers there.
 
     Args:

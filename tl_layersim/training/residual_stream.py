@@ -20,7 +20,7 @@ from ..models.source import refuse_inference_weights
 from ..models.split_model import Enough, logits_of
 from ..models.validation import lens_gap, need_stream, refuse_other_logits
 from ..remote.open import open_source
-from .losses import answered, summed_loss
+from .losses import positions_with_targets, summed_loss
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ class ResidualStream:
         """What the head reads of a layer; the last one always has its norm."""
         return self.unembed.normed(x) if norm or layer == self.n_layers else x
 
-    def at_answers(self, piece: TrainingBatch, found: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+    def at_targets(self, piece: TrainingBatch, found: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
         """`token d_model` of each layer where the head answers, and the right answers there."""
         shape = next(iter(found.values())).shape
-        index, wanted = answered(self.reads, piece.targets, self._read_from(piece), shape[1])
+        index, wanted = positions_with_targets(self.reads, piece.targets, self._read_from(piece), shape[1])
         return {layer: x.flatten(0, 1).index_select(0, index.to(x.device)) for layer, x in found.items()}, wanted
 
     def _read_from(self, piece: TrainingBatch) -> Tensor | None:
@@ -191,7 +191,7 @@ class ResidualStream:
             whole: see `residuals`.
         """
         found = self.residuals(terms, run or (lambda: self.call(piece)), whole)
-        rows, wanted = self.at_answers(piece, found)
+        rows, wanted = self.at_targets(piece, found)
         return self.weighted(rows, wanted, terms, norm), len(wanted)
 
     def weighted(self, rows: Mapping[int, Tensor], wanted: Tensor, terms: Mapping[int, float], norm: bool) -> Tensor:
@@ -223,7 +223,9 @@ class ResidualStream:
                 theirs = logits[0]
                 ours = self.unembed(seen[-1][0])
             else:
-                index, _ = answered(self.reads, torch.zeros(1, dtype=torch.int64), self._read_from(piece), seen[-1].shape[1])
+                index, _ = positions_with_targets(
+                    self.reads, torch.zeros(1, dtype=torch.int64), self._read_from(piece), seen[-1].shape[1]
+                )
                 theirs, ours = logits[0], self.unembed(seen[-1][0, int(index)])
             if ours.shape != theirs.shape:
                 return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
@@ -256,7 +258,7 @@ def check_once(stream: ResidualStream, piece: TrainingBatch, paths: Any) -> None
 
 
 @contextmanager
-def learning(module: nn.Module) -> Iterator[None]:
+def training_mode(module: nn.Module) -> Iterator[None]:
     """Training mode for a while; each module is then as it was."""
     before = {part: part.training for part in every_module(module)}
     try:

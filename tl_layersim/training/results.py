@@ -58,12 +58,12 @@ class AlignedResult(Result):
     @staticmethod
     def of(state: State, run: Provenance, reads: str, layers: tuple[str, ...]) -> AlignedResult:
         """The result of a training that is done."""
-        loss, hits, count = torch.stack(list(state.looks.values())).unbind(1)
+        loss, hits, count = torch.stack(list(state.evaluations.values())).unbind(1)
         return AlignedResult(
             values=loss / count,
             accuracy=hits / count,
             loss=torch.tensor(state.curve, dtype=torch.float64),
-            looks=tuple(state.looks),
+            looks=tuple(state.evaluations),
             unit="token" if reads == "every" else "row",
             layers=layers,
             provenance=run,

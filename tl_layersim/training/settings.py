@@ -8,15 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable_folder
 from ..core.typed import typed
 from .aligned_loss import Norm
 from .losses import Weights, layer_weights
-
-Objective = Literal["aligned", "cosine-reg", "multi-head", "standard"]
+from .objectives import find_objectives, objective_named
+from .objectives.base import Objective
 
 
 @typed
@@ -67,7 +65,7 @@ class AlignedTraining:
         [True, False, True, False]
     """
 
-    objective: Objective = "aligned"
+    objective: str = "aligned"
     schedule: Literal["alternating", "always"] = "alternating"
     weights: Weights = "linear"
     norm: Norm = "final"
@@ -95,33 +93,36 @@ class AlignedTraining:
             "weight_decay": not 0 <= self.weight_decay < math.inf,
             "clip": not self.clip > 0,
             "accumulation": self.accumulation < 1,
-            "layers_per_step": self.layers_per_step is not None and self.layers_per_step < 1,
             "eval_every": self.eval_every is not None and self.eval_every < 1,
-            "beta": not 0 <= self.beta < math.inf,
-            "kl": not 0 <= self.kl < math.inf,
             "seed": not 0 <= self.seed < 2**31,
         }
         for name in (name for name, bad in wrong.items() if bad):
             raise LayersimError(
                 f"{name} is out of range.",
                 given=f"{name}={getattr(self, name)}",
-                expected="steps, accumulation, layers_per_step and eval_every of 1 or more; lr and clip above 0; warmup below "
-                "steps; weight_decay, beta and kl of 0 or more; a seed of 0 to 2^31",
+                expected="steps, accumulation and eval_every of 1 or more; lr and clip above 0; warmup below steps; "
+                "weight_decay of 0 or more; a seed of 0 to 2^31",
                 do="AlignedTraining(), the settings of the paper",
             )
         if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
             # Whatever the model: as many as there are sum to 1.
             layer_weights(self.weights, max(1, len(self.weights)))
-        owners = {"beta": "cosine-reg", "kl": "multi-head"}
-        unused = [name for name, owner in owners.items() if self._set(name) and self.objective != owner]
-        if self.layers_per_step is not None and self.objective != "aligned":
-            unused.append("layers_per_step")
-        if unused:
+        objective = objective_named(self.objective)
+        self._refuse_unused(objective)
+        objective.check_settings(self)
+
+    def _refuse_unused(self, objective: type[Objective]) -> None:
+        """Refuse settings of other objectives."""
+        owners: dict[str, list[str]] = {}
+        for name, other in find_objectives().items():
+            for setting in other.own_settings:
+                owners.setdefault(setting, []).append(repr(name))
+        for setting in (name for name in owners if name not in objective.own_settings and self._set(name)):
             raise LayersimError(
-                f"{unused[0]} does nothing here.",
-                given=f"{unused[0]}={getattr(self, unused[0])} with objective={self.objective!r}",
-                expected="beta with 'cosine-reg', kl with 'multi-head', layers_per_step with 'aligned'",
-                do=f"leave {unused[0]} out",
+                f"`{setting}` has no effect with objective={self.objective!r}.",
+                given=f"{setting}={getattr(self, setting)}",
+                expected=", ".join(f"{name} with {' or '.join(names)}" for name, names in owners.items()),
+                do=f"leave {setting} out",
             )
 
     def _set(self, name: str) -> bool:
@@ -133,20 +134,13 @@ class AlignedTraining:
         return self.lr * share
 
     def is_standard(self, step: int) -> bool:
-        """Whether a step, counted from 0, is one of the last layer alone."""
-        return self.objective == "standard" or (self.schedule == "alternating" and step % 2 == 0)
+        """Whether a step, counted from 0, trains with the loss of the last layer alone."""
+        return objective_named(self.objective).is_standard(self, step)
 
     def terms(self, step: int, n_layers: int) -> dict[int, float]:
-        """Which layers' cross-entropies a step sums, counted from 1, with their weights."""
-        weights = layer_weights(self.weights, n_layers)
-        if self.is_standard(step) or self.objective == "cosine-reg":
-            return {n_layers: 1.0}
-        if self.layers_per_step is None or self.layers_per_step >= n_layers:
-            return {layer: weight for layer, weight in enumerate(weights, 1) if weight}
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        drawn = torch.randperm(n_layers, generator=generator)[: self.layers_per_step].tolist()
-        # Each layer is drawn with probability k / L.
-        return {layer + 1: weights[layer] * n_layers / self.layers_per_step for layer in sorted(drawn)}
+        """Weights of the layers whose cross-entropies a step sums, by layer from 1."""
+        objective = objective_named(self.objective)
+        return {n_layers: 1.0} if objective.is_standard(self, step) else objective.terms(self, step, n_layers)
 
     def options(self) -> dict[str, Any]:
         """For a record: everything that changes the numbers."""

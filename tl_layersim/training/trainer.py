@@ -16,7 +16,7 @@ from ..core.typed import refuse_keywords
 from ..data.labels import NO_LABEL
 from ..models.hooks import eval_mode
 from ..models.unembed import rounding
-from .objective import Objective
+from .objectives import objective_named
 from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining
 
@@ -65,8 +65,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         refuse_keywords("AlignedTrainer", options, AlignedTrainer, Trainer)
         super().__init__(*args, **options)
         settings = aligned or AlignedTraining()
+        objective = objective_named(settings.objective)
         refused = {
-            "objective='multi-head'": settings.objective == "multi-head",
+            f"objective={settings.objective!r}": objective.has_own_parameters,
             "save_to=": settings.save_to is not None,
             "lora=": settings.lora is not None,
             "gradient_checkpointing=True": settings.gradient_checkpointing,
@@ -98,7 +99,8 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             )
         refuse_parts(model)
         self._opened = model
-        self._objective = Objective(open_residual_stream(inner, *self._paths), self._settings)
+        objective = objective_named(self._settings.objective)
+        self._objective = objective(open_residual_stream(inner, *self._paths), self._settings)
         self._shift: bool | None = None
 
     def compute_loss(
