@@ -79,6 +79,11 @@ def test_names_with_two_meanings_do_not_spread():
     assert len(measure.two_meanings()) <= MOST_TWO_MEANINGS, measure.two_meanings()
 
 
+def test_one_file_registers_hooks_and_stops_forward_passes():
+    assert measure.files_with(r"register_\w*hook\b") == ["models.hooks"]
+    assert measure.exceptions_in(measure.files_with(r"\bon_(enter|leave)\b")) == ["models.hooks.StopForward"]
+
+
 @pytest.mark.parametrize("path", measure.files(), ids=measure.dotted)
 def test_model_libraries_are_imported_when_they_are_needed(path):
     tree = ast.parse(path.read_text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
-from ..models.split_model import Enough, LocalSplitModel
+from ..models.hooks import on_leave, run_until_stopped
+from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
 from .generation import Counts, entered
 from .rules import ConfidenceCheck, Rule
@@ -76,12 +77,12 @@ class FullSequence:
         options: dict[str, Any] = {**self.given.part(self.rows, self.length), **no_cache(self.half)}
         with ExitStack() as stack:
             for number in range(self.stage, len(self.ends)):
-                handle = self.half.blocks[self.ends[number] - 1].register_forward_hook(self._hook(number), with_kwargs=True)
+                handle = on_leave(self.half.blocks[self.ends[number] - 1], self._hook(number), with_kwargs=True)
                 stack.callback(handle.remove)
             if self.stage:
                 x = self.hidden
                 stack.enter_context(entered(self.half, self.ends[self.stage - 1], x))
-            with suppress(Enough):
+            with run_until_stopped() as self.stop:
                 self.half.module(**options)
         if not self.stopped:
             raise LayersimError(
@@ -119,7 +120,7 @@ class FullSequence:
         self._leave(self.ends[number], which[sure], self.unembed(x[sure]) if logits is None else logits[sure])
         if last:
             self.rows, self.stopped = self.rows[:0], True
-            raise Enough
+            self.stop()
         self._go_on(number, all_of_it)
 
     def _ask(self, number: int, x: Tensor, entering: Tensor, which: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -146,4 +147,4 @@ class FullSequence:
             return
         self.hidden = hidden[on, :length] if self.given.causal else hidden[on]
         self.rows, self.length, self.stopped = self.rows[on], length, True
-        raise Enough
+        self.stop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
-from ..models.split_model import Enough, LocalSplitModel
+from ..models.hooks import on_leave, run_until_stopped
+from ..models.split_model import LocalSplitModel
 from .cache import ColumnCache, Columns, grown
 
 # From a layer, the numbers of the rows that ran up to it, and `row d_model` of their newest tokens (what left its last block
@@ -98,8 +99,7 @@ class Decoding:
         """Hooks on the last blocks of all stretches; what is yielded runs the newest tokens of all rows."""
         stretch = _Stretch(self, decide)
         handles = [
-            self.half.blocks[end - 1].register_forward_hook(stretch.hook(number), with_kwargs=True)
-            for number, end in enumerate(self.ends)
+            on_leave(self.half.blocks[end - 1], stretch.hook(number), with_kwargs=True) for number, end in enumerate(self.ends)
         ]
         try:
             yield stretch.step
@@ -144,7 +144,7 @@ class _Stretch:
         self.stopped = False
         state.counts.passes += 1
         ids = part.take(state.tokens, start)
-        with suppress(Enough):
+        with run_until_stopped() as self.stop:
             if self.stage == 0:
                 state.half.module(input_ids=ids, **options)
             else:
@@ -183,7 +183,7 @@ class _Stretch:
         on = self.decide(state.ends[number], self.rows, hidden[:, -1], entered[:, -1])
         if number + 1 == len(state.ends):
             self.rows, self.stopped = [], True
-            raise Enough
+            self.stop()
         self.stage = number + 1
         above = state.ran[self.stage]
         if len(on) == len(self.rows) and all(above[row] == first for row, first in zip(self.rows, self.before, strict=True)):
@@ -194,4 +194,4 @@ class _Stretch:
         state.waiting[self.stage] = waiting = grown(waiting, part.end)
         part.put(waiting, hidden)
         self.rows, self.stopped = on, True
-        raise Enough
+        self.stop()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..models.hooked import HookedSource
+from ..models.hooks import on_leave
 from ..models.layout import classes_with_head
 from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
@@ -119,8 +120,7 @@ def note_tuples(half: LocalSplitModel) -> None:
         return
     found: list[int] = []
     handles = [
-        block.register_forward_hook(lambda _m, _a, out: found.append(len(out) if isinstance(out, tuple) else 0))
-        for block in half.blocks
+        on_leave(block, lambda _m, _a, out: found.append(len(out) if isinstance(out, tuple) else 0)) for block in half.blocks
     ]
     try:
         with torch.no_grad():

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +18,18 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
-from .hooks import Hook, Quiet, eval_mode, in_kernel, in_this_thread, kernels_alone
+from .hookless import Quiet
+from .hooks import (
+    StopForward,
+    eval_mode,
+    in_kernel,
+    in_this_thread,
+    kernels_alone,
+    on_enter,
+    on_leave,
+    run_until_stopped,
+    temporary_hooks,
+)
 from .layout import (
     call_options,
     describe,
@@ -31,7 +42,7 @@ from .layout import (
     settled,
 )
 from .model_info import Model
-from .recorder import Call, Choice, LastLayer, Recorder, Tap, stack_side
+from .recorder import Call, Choice, Recorder, Tap, stack_side
 from .source import Source
 from .transformer_lens import is_transformer_lens, open_transformer_lens
 from .unembed import Unembed, plain_linear, tensor_of, unembed_gap
@@ -116,15 +127,17 @@ class HookedSource(Source):
 
     def settle(self, batch: Batch) -> None:
         if self._model.stream == "unknown":
-            with self.settling(stop=True), torch.no_grad(), suppress(LastLayer):
+            with torch.no_grad(), run_until_stopped() as stop, self.settling(stop):
                 self._forward(batch.first_row)
 
     @contextmanager
-    def settling(self, stop: bool = False, on_error: Callable[[Exception], None] | None = None) -> Iterator[None]:
+    def settling(
+        self, stop: Callable[[], NoReturn] | None = None, on_error: Callable[[Exception], None] | None = None
+    ) -> Iterator[None]:
         """A context whose first forward pass shows, where that is not known, whether the modules hand on one stream.
 
         Args:
-            stop: end that forward pass with `LastLayer` once it has.
+            stop: ends that forward pass once it has, see `run_until_stopped`; None to let it run to its end.
             on_error: as in `tapped`.
         """
         if self._model.stream != "unknown":
@@ -132,7 +145,6 @@ class HookedSource(Source):
             return
         # Each thread runs a forward pass of its own.
         seen = threading.local()
-        handles: list[Any] = []
 
         def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             last: Tensor | None = getattr(seen, "last", None)
@@ -148,8 +160,8 @@ class HookedSource(Source):
                 for handle in handles:
                     handle.remove()
                 self._model = settled(self._model, self.module, self._paths, self._named, getattr(seen, "strangers", []))
-                if stop:
-                    raise LastLayer
+                if stop is not None:
+                    stop()
 
         def guarded(call: Callable[..., None]) -> Callable[..., None]:
             def hook(*given: Any) -> None:
@@ -157,7 +169,7 @@ class HookedSource(Source):
                     return
                 try:
                     call(*given)
-                except LastLayer:
+                except StopForward:
                     raise
                 except Exception as error:
                     if on_error is None:
@@ -166,17 +178,14 @@ class HookedSource(Source):
 
             return hook if on_error is not None else in_this_thread(hook)
 
-        try:
+        with temporary_hooks() as handles:
             for number, (path, block) in enumerate(zip(self._paths, self.blocks, strict=True)):
                 if number:
                     enter = guarded(lambda _m, args, kwargs=None, path=path: before(path, args, kwargs))
-                    handles.append(block.register_forward_pre_hook(Hook(block, enter), with_kwargs=True))
+                    handles.append(on_enter(block, enter))
                 leave = guarded(lambda _m, _a, output, number=number: after(number, output))
-                handles.append(block.register_forward_hook(Hook(block, leave)))
+                handles.append(on_leave(block, leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def peers(self) -> frozenset[int]:
         return weight_peers(self.module)
@@ -189,17 +198,17 @@ class HookedSource(Source):
     def collect(self, batch: Batch) -> View:
         views: list[View] = []
 
-        def stop(view: View) -> None:
+        def keep(view: View) -> None:
             views.append(view)
             if not self.calling:
-                raise LastLayer
+                stop()
 
         calls: list[BlockCall] = []
         with (
             torch.no_grad(),
             _noting(self.blocks if self.calling else [], calls, self.aside),
-            self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)),
-            suppress(LastLayer),
+            self.tapped(keep, lambda _call: Choice(batch.counted, batch.attention)),
+            run_until_stopped() as stop,
         ):
             self._forward(batch)
         if views:
@@ -226,20 +235,16 @@ class HookedSource(Source):
         row = batch.first_row
         seen: list[Tensor] = []
         note = in_this_thread(lambda _m, _a, output: seen.append(first_tensor(output)))
-        top = self._taps[-1].module
-        last = top.register_forward_hook(Hook(top, note))
-        try:
-            with torch.no_grad():
-                logits = tensor_of(self.call(row))
-                return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
-        finally:
-            last.remove()
+        with temporary_hooks() as handles, torch.no_grad():
+            handles.append(on_leave(self._taps[-1].module, note))
+            logits = tensor_of(self.call(row))
+            return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
 
     def _forward(self, batch: Batch) -> None:
         """One forward pass; a model that cannot be run on tokens like this is refused."""
         try:
             self.call(batch)
-        except (LayersimError, torch.OutOfMemoryError, LastLayer):
+        except (LayersimError, torch.OutOfMemoryError, StopForward):
             raise
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise no_forward(self.module, error) from error
@@ -285,8 +290,7 @@ class HookedSource(Source):
             aside=self.aside,
             stack=stack_side(self.module, self.blocks),
         )
-        handles: list[Any] = []
-        try:
+        with temporary_hooks() as handles:
             for level, module in enumerate(self.stacks()):
                 handles += recorder.watch(module, level)
             if self._embed is not None:
@@ -298,9 +302,6 @@ class HookedSource(Source):
             if compare is not None and self.head is not None:
                 handles.append(recorder.watch_head(self.head))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def stacks(self) -> list[torch.nn.Module]:
         """The model and the modules inside it that hold all blocks, from the outside in: a caller may run each of them."""
@@ -324,7 +325,6 @@ class HookedSource(Source):
 def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall], aside: Callable[[], bool]) -> Iterator[None]:
     """Hooks that note each block's call, with all its arguments, into the list."""
     given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
-    handles: list[Any] = []
 
     def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given[block] = (args, kwargs)
@@ -333,12 +333,9 @@ def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall], aside: Callab
         if not aside():
             calls.append(record_call(block, *given.pop(block), output))
 
-    try:
+    with temporary_hooks() as handles:
         for block in blocks:
-            # Before anybody else's, which will change the arguments once more when the block is called again.
-            handles.append(block.register_forward_pre_hook(Hook(block, in_this_thread(before)), with_kwargs=True, prepend=True))
-            handles.append(block.register_forward_hook(Hook(block, in_this_thread(after))))
+            # Before all other hooks, which will change the arguments once more when the block is called again.
+            handles.append(on_enter(block, in_this_thread(before), first=True))
+            handles.append(on_leave(block, in_this_thread(after)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -16,7 +16,7 @@ from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
 from .block_call import CACHES as BLOCK_CACHES
 from .block_call import first_tensor
-from .hooks import Hook, in_kernel
+from .hooks import StopForward, in_kernel, on_enter, on_leave
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import View, place
 
@@ -73,10 +73,6 @@ class Choice:
 
     counted: Tensor
     attended: Tensor
-
-
-class LastLayer(Exception):
-    """Ends a forward pass once the last residual layer is read: neither final norm nor unembedding has to run."""
 
 
 class _Frame:
@@ -147,14 +143,14 @@ class Recorder:
             self._begin(level, module, args, kwargs)
 
         return [
-            module.register_forward_pre_hook(self._hook(module, begin), with_kwargs=True),
+            on_enter(module, self._guarded(begin)),
             # Also after an exception: what a failed call left behind belongs to no later one.
-            module.register_forward_hook(self._hook(module, self._end), always_call=True),
+            on_leave(module, self._guarded(self._end), always=True),
         ]
 
     def watch_embedding(self, module: torch.nn.Module) -> Any:
         """A hook that sees the tokens where they are embedded."""
-        return module.register_forward_pre_hook(self._hook(module, self._see_tokens), with_kwargs=True)
+        return on_enter(module, self._guarded(self._see_tokens))
 
     def watch_mask(self, block: torch.nn.Module) -> Any:
         """A hook that sees the mask that the first block is given, where the model's `forward` is called past its hooks."""
@@ -165,7 +161,7 @@ class Recorder:
                 frame.attention = mask
             frame.cached |= (kwargs or {}).get("past_kv_cache_entry") is not None
 
-        return block.register_forward_pre_hook(self._hook(block, see), with_kwargs=True)
+        return on_enter(block, self._guarded(see))
 
     def watch_layer(self, tap: Tap, layer: int) -> Any:
         """A hook that reads one residual layer."""
@@ -174,18 +170,18 @@ class Recorder:
             def before(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
                 self._see(layer, first_tensor((*args, *(kwargs or {}).values())))
 
-            return tap.module.register_forward_pre_hook(self._hook(tap.module, before), with_kwargs=True)
+            return on_enter(tap.module, self._guarded(before))
 
         def after(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             self._see(layer, first_tensor(output))
 
-        return tap.module.register_forward_hook(self._hook(tap.module, after))
+        return on_leave(tap.module, self._guarded(after))
 
     def watch_head(self, head: torch.nn.Module) -> Any:
         """A hook that sets the lens at the end of the first row beside what the head gives, the first time it runs."""
-        return head.register_forward_hook(self._hook(head, self._see_logits))
+        return on_leave(head, self._guarded(self._see_logits))
 
-    def _hook(self, module: torch.nn.Module, handle: Callable[..., None]) -> Hook:
+    def _guarded(self, handle: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
             # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing asks the same way.
             if self.stopped or in_kernel() or torch._C._current_graph_task_id() != -1:
@@ -194,7 +190,7 @@ class Recorder:
                 return
             try:
                 handle(*args)
-            except LastLayer:
+            except StopForward:
                 raise
             except Exception as error:
                 if self.on_error is None:
@@ -203,7 +199,7 @@ class Recorder:
                 self.stopped = True
                 self.on_error(error)
 
-        return Hook(module, call)
+        return call
 
     # ---- what they do
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..data.labels import NO_LABEL
 from .adapter import cross_moments
 from .block_call import first_tensor
 from .hooked import HookedSource
-from .hooks import eval_mode, in_this_thread
+from .hooks import eval_mode, in_this_thread, on_enter, on_leave, run_until_stopped, temporary_hooks
 from .layout import classes_with_head
 from .model_info import Model
 from .softmax import cross_entropy, cross_entropy_slopes
@@ -181,10 +181,6 @@ def attended(batch: Batch, x: Tensor) -> Tensor:
     return x[batch.attention.to(x.device)]
 
 
-class Enough(Exception):
-    """Ends a forward pass at the layer that was asked for."""
-
-
 class LocalSplitModel(SplitModel):
     """A model of this process.
 
@@ -236,21 +232,17 @@ class LocalSplitModel(SplitModel):
 
         def see(hidden: Tensor) -> None:
             seen.append(hidden)
-            raise Enough
+            stop()
 
-        # Forward passes of other threads go on to their end.
-        if layer == 0:
-            handle = self.blocks[0].register_forward_pre_hook(
-                in_this_thread(lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values())))), with_kwargs=True
-            )
-        else:
-            after = in_this_thread(lambda _m, _a, output: see(first_tensor(output)))
-            handle = self.blocks[layer - 1].register_forward_hook(after)
-        try:
-            with suppress(Enough):
-                call()
-        finally:
-            handle.remove()
+        with temporary_hooks() as handles, run_until_stopped() as stop:
+            # Forward passes of other threads go on to their end.
+            if layer == 0:
+                before = in_this_thread(lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values()))))
+                handles.append(on_enter(self.blocks[0], before))
+            else:
+                after = in_this_thread(lambda _m, _a, output: see(first_tensor(output)))
+                handles.append(on_leave(self.blocks[layer - 1], after))
+            call()
         if not seen:
             raise LayersimError(
                 f"The forward pass of {self.model.name} did not come to {self.model.layers[layer]}.",
@@ -284,20 +276,21 @@ class LocalSplitModel(SplitModel):
             swapped = [x if value is given else value for value in args]
             return tuple(swapped), {name: x if value is given else value for name, value in kwargs.items()}
 
-        handle = self.blocks[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True) if layer == 0 else None
-        try:
-            for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
-                # Straight into the instance: TransformerBridge's components hand attributes on to what they wrap.
-                vars(block)["forward"] = _handing_on(length, put if number == layer - 1 else None)
-            yield
-        finally:
-            if handle is not None:
-                handle.remove()
-            for block, own in zip(below, before, strict=True):
-                if own is None:
-                    vars(block).pop("forward", None)
-                else:
-                    vars(block)["forward"] = own
+        with temporary_hooks() as handles:
+            if layer == 0:
+                handles.append(on_enter(self.blocks[0], enter, first=True))
+            try:
+                for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
+                    # Written into the instance's dict, because the components of a TransformerBridge pass attributes on to the
+                    # modules they wrap.
+                    vars(block)["forward"] = _handing_on(length, put if number == layer - 1 else None)
+                yield
+            finally:
+                for block, own in zip(below, before, strict=True):
+                    if own is None:
+                        vars(block).pop("forward", None)
+                    else:
+                        vars(block)["forward"] = own
 
     def tuples(self) -> list[int]:
         """How many things each block gives in a tuple, 0 where it gives the residual alone. Found out once, on one token."""
@@ -307,14 +300,10 @@ class LocalSplitModel(SplitModel):
             def note(number: int) -> Callable[..., None]:
                 return lambda _m, _a, output: found.update({number: len(output) if isinstance(output, tuple) else 0})
 
-            handles = [block.register_forward_hook(note(number)) for number, block in enumerate(self.blocks)]
             one = torch.ones(1, 1, dtype=torch.bool)
-            try:
-                with torch.no_grad(), eval_mode(self.module):
-                    self.source.call(Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0))
-            finally:
-                for handle in handles:
-                    handle.remove()
+            with temporary_hooks() as handles, torch.no_grad(), eval_mode(self.module):
+                handles += [on_leave(block, note(number)) for number, block in enumerate(self.blocks)]
+                self.source.call(Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0))
             self._tuples = [found.get(number, 0) for number in range(len(self.blocks))]
         return self._tuples
 
