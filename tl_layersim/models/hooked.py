@@ -63,6 +63,8 @@ class HookedSource(Source):
         unembed: paths of its final norm and head, where they are not found by themselves.
     """
 
+    can_hook = True
+
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
         self._embed: torch.nn.Module | None

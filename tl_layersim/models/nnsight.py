@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from .model_info import Model
 from .source import Source
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, place, reduce
+
+T = TypeVar("T")
 
 
 class NNsightSource(Source):
@@ -94,6 +96,10 @@ class NNsightSource(Source):
 
     def peers(self) -> frozenset[int]:
         return weight_peers(self.module)
+
+    def request(self, run: Callable[[dict[str, Any]], T]) -> T:
+        """Call a function that opens one trace with the options that say where a trace of this model runs."""
+        return run(dict(self.where))
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return _trace(

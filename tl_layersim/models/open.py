@@ -45,7 +45,7 @@ def open_local(
             expected='True, the address of an NDIF server, or "local"; False to run here',
             do="remote=True for the server that nnsight is set to",
         )
-    if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
+    if is_nnsight(model):
         from .nnsight import NNsightSource
 
         return NNsightSource(model, layers, unembed, remote)
@@ -66,6 +66,11 @@ def open_local(
             return source
         return HookedSource(model, layers, unembed)
     raise no_model(model)
+
+
+def is_nnsight(model: Any) -> bool:
+    """Whether a model is nnsight's, without importing nnsight."""
+    return any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__)
 
 
 def no_model(model: Any) -> LayersimError:

@@ -43,16 +43,25 @@ class Source(ABC):
 
     Attributes:
         calling: whether an analyzer calls blocks again, so that views must carry `calls`.
-        is_remote: whether the model is on a server, which is sent requests.
+        is_remote: whether the model is on a server, to which requests are sent.
+        can_hook: whether the model's modules run in this process as they are, so that hooks can be placed on them.
+        is_single_model: whether the layers belong to one model; False for a model that is stitched together from two.
     """
 
     calling: bool = False
     is_remote: bool = False
+    can_hook: bool = False
+    is_single_model: bool = True
 
     @property
     @abstractmethod
     def model(self) -> Model:
         """What is known of the model."""
+
+    @property
+    def can_differentiate(self) -> bool:
+        """Whether gradients flow through the model's blocks, which they do not in a server's sandbox."""
+        return self.model.calls == "gradients"
 
     @abstractmethod
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:

@@ -9,7 +9,7 @@ from ..core.addresses import shown
 from ..core.errors import LayersimError
 from ..models.hooked import HookedSource
 from ..models.nnsight import NNsightSource
-from ..models.open import ACCEPTED, open_local
+from ..models.open import ACCEPTED, is_nnsight, open_local
 from ..models.source import Source
 from ..models.split_model import LocalSplitModel, SplitModel
 from ..models.validation import need_stream
@@ -38,7 +38,7 @@ def open_source(
             do="batch_size= for the rows of a forward pass here",
         )
     on_server = remote not in (False, "local")
-    if on_server and any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
+    if on_server and is_nnsight(model):
         return RemoteSource(model, layers, unembed, remote, tokens_per_request)
     return open_local(model, layers=layers, unembed=unembed, remote=remote)
 

@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from .shipping import ShippedSource
 
 # A request may take this long where the operator's limit is not known; a quarter of the limit where it is.
 SECONDS_PER_REQUEST = 10.0
+T = TypeVar("T")
 LOG = logging.getLogger("tl_layersim")
 # Bytes of one analyzer's sums that are not taken without a word.
 MUCH = 8e6
@@ -149,6 +150,9 @@ class RemoteSource(NNsightSource):
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
         return part.not_finite, {name: dict(one) for name, one in part.out.items()}
+
+    def request(self, run: Callable[[dict[str, Any]], T]) -> T:
+        return self.ndif.request(lambda backend: run({"backend": backend}))
 
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None

@@ -18,7 +18,6 @@ from ..models.block_call import first_tensor
 from ..models.layout import call_options
 from ..models.nnsight import NNsightSource
 from ..models.split_model import SplitModel, logits_of, loss_and_slope, score_of
-from .source import RemoteSource
 
 T = TypeVar("T")
 
@@ -65,9 +64,7 @@ class RemoteSplitModel(SplitModel):
         return self.source.envoy, self.source.blocks, self.padded(batch).tokens, options
 
     def _ask(self, run: Callable[[dict[str, Any]], T]) -> T:
-        if isinstance(self.source, RemoteSource):
-            return self.source.ndif.request(lambda backend: run({"backend": backend}))
-        return run(dict(self.source.where))
+        return self.source.request(run)
 
 
 def _hidden(model: Any, blocks: list[Any], tokens: Tensor, options: dict[str, Any], layer: int) -> Tensor:

@@ -198,6 +198,8 @@ class StitchedModel(nn.Module):
 class StitchedSource(HookedSource):
     """A stitched model, whose layers are what the adapter gives and what the back's blocks above it give."""
 
+    is_single_model = False
+
     def aside(self) -> bool:
         # Front and back may be one model, or share blocks.
         return bool(self.module.reading_front)

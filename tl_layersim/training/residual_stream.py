@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -275,11 +275,11 @@ def open_residual_stream(model: Any, layers: list[str] | None, unembed: list[str
         LayersimError: it cannot be.
     """
     source = open_source(model, layers=layers, unembed=unembed)
-    if not isinstance(source, HookedSource) or type(source) is not HookedSource:
+    if not (source.can_hook and source.is_single_model):
         raise LayersimError(
             "Only a model whose weights are modules of this process can be fine-tuned.",
             given=f"{source.model.source}",
             expected="a HookedTransformer, TransformerBridge or Hugging Face model",
             do="finetune_aligned(nnsight_model._model, ...) for the module inside; train_adapters(...) for a model on a server",
         )
-    return ResidualStream(source)
+    return ResidualStream(cast(HookedSource, source))
