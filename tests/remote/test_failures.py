@@ -9,6 +9,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.remote import client as ndif
+from tl_layersim.remote import jobs
 
 from ..ndif.client import equal, rows
 from ..ndif.server import free_ports
@@ -80,7 +81,7 @@ def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
         seen.append(1)
         if len(seen) == 5:
             small.stop()
-            with pytest.raises(ndif.Passing):
+            with pytest.raises(ndif.TransientFailure):
                 plain(self, run)
             small.start()
         return plain(self, run)
@@ -91,19 +92,19 @@ def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
 
 def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
     # Nothing more is said, and the server is gone without a word: what a cut cable looks like.
-    monkeypatch.setattr(ndif, "SILENCE", 0.3)
+    monkeypatch.setattr(jobs, "SILENCE", 0.3)
     asked = []
 
     def gone(self, path, timeout=30.0):
         asked.append(path)
-        raise ndif.Passing("no answer")
+        raise ndif.TransientFailure("no answer")
 
-    source = ndif.Display(ndif.NdifClient(small.url, "x:{}", {}))
+    display = ndif.NdifClient(small.url, "x:{}", {}).backend(blocking=True).display
     monkeypatch.setattr(ndif.NdifClient, "get", gone)
-    source.refresh()
+    display.refresh()
     time.sleep(0.4)
-    with pytest.raises(ndif.Stalled):
-        source.refresh()
+    with pytest.raises(jobs.ConnectionStalled):
+        display.refresh()
     assert asked == ["/ping"]
 
 

@@ -37,7 +37,7 @@ def test_a_run_is_kept_and_picked_up(sent, waited, tmp_path):
     # What has arrived is kept too: nothing is asked of the server any more.
     run.save(tmp_path / "done")
     done = lsim.load_run(tmp_path / "done")
-    done._ndif.look = None
+    done._ndif.poll = None
     later = done.result(60)
     assert equal(later, waited)
     # The record is that of the whole run: the probe, four requests, and all that came back.

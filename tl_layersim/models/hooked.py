@@ -18,6 +18,8 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
+from .description import describe
+from .head_layout import head_dtype
 from .hookless import Quiet
 from .hooks import (
     StopForward,
@@ -30,17 +32,7 @@ from .hooks import (
     run_until_stopped,
     temporary_hooks,
 )
-from .layout import (
-    call_options,
-    describe,
-    find_blocks,
-    find_embedding,
-    head_dtype,
-    no_forward,
-    refuse_no_weights,
-    same_stream,
-    settled,
-)
+from .layout import call_options, find_blocks, find_embedding, no_forward, refuse_no_weights, same_stream, settled
 from .model_info import Model
 from .recorder import Call, Choice, Recorder, Tap, stack_side
 from .source import Source

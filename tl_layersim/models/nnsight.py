@@ -16,8 +16,10 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import first_tensor, record_call
+from .description import describe
+from .head_layout import head_dtype
 from .hooks import eval_mode
-from .layout import call_options, describe, find_blocks, head_dtype, no_forward, refuse_no_weights, same_stream, settled
+from .layout import call_options, find_blocks, no_forward, refuse_no_weights, same_stream, settled
 from .model_info import Model
 from .source import Source
 from .unembed import Unembed, tensor_of, unembed_gap

@@ -8,7 +8,7 @@ from ..core.addresses import shown
 from ..core.errors import LayersimError
 from .source import Source
 
-ACCEPTED = (
+ACCEPTED_MODELS = (
     "a TransformerLens HookedTransformer or TransformerBridge, an nnsight TransformersModel or NNsight(module), "
     "a Hugging Face model or another torch module with layers=[...]"
 )
@@ -79,6 +79,6 @@ def no_model(model: Any) -> LayersimError:
     return LayersimError(
         "This is no model that can be read.",
         given=given,
-        expected=ACCEPTED,
+        expected=ACCEPTED_MODELS,
         do="load the model first: AutoModelForCausalLM.from_pretrained(name), or AutoModelForMaskedLM for an encoder",
     )

@@ -14,13 +14,12 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
-from .block_call import CACHES as BLOCK_CACHES
-from .block_call import first_tensor
+from .block_call import CACHES, first_tensor
 from .hooks import StopForward, in_kernel, on_enter, on_leave
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import View, place
 
-CACHES = (*BLOCK_CACHES, "past_kv_cache")
+CACHE_ARGUMENTS = (*CACHES, "past_kv_cache")
 # What a stack inside a model may be given in place of tokens.
 OTHER_INPUTS = ("pixel_values", "input_features", "input_values")
 
@@ -221,7 +220,7 @@ class Recorder:
             frame.decoder, frame.cached = parent.decoder, parent.cached
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        frame.cached |= any(given.get(name) is not None for name in CACHES)
+        frame.cached |= any(given.get(name) is not None for name in CACHE_ARGUMENTS)
         texts = given.get("input")
         if isinstance(texts, list) and texts and isinstance(texts[0], str):
             frame.texts = len(texts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,7 @@ class Source(ABC):
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A context in which the model runs without dropout and is left as it was found."""
-        return _nothing()
+        return nullcontext()
 
     @contextmanager
     def with_calls(self) -> Iterator[None]:
@@ -160,8 +160,3 @@ def refuse_inference_weights(module: torch.nn.Module) -> None:
             expected="weights that were created or loaded outside torch.inference_mode()",
             do="load the model outside torch.inference_mode(), or under torch.no_grad()",
         )
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError
-from .layout import POST_NORM, PRE_NORM, data_fields, find_blocks, hash_config, hash_weights, is_post_norm, logit_scaling
+from .description import data_fields, hash_config, hash_weights
+from .head_layout import logit_scaling
+from .layout import POST_NORM, PRE_NORM, find_blocks, is_post_norm
 from .model_info import Model, layer_names
 from .unembed import Head
 

@@ -9,7 +9,7 @@ from ..core.addresses import shown
 from ..core.errors import LayersimError
 from ..models.hooked import HookedSource
 from ..models.nnsight import NNsightSource
-from ..models.open import ACCEPTED, is_nnsight, open_local
+from ..models.open import ACCEPTED_MODELS, is_nnsight, open_local
 from ..models.source import Source
 from ..models.split_model import LocalSplitModel, SplitModel
 from ..models.validation import need_stream
@@ -57,7 +57,7 @@ def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -
         raise LayersimError(
             "A stitch runs parts of models, which this source does not offer.",
             given=type(source).__name__,
-            expected=ACCEPTED,
+            expected=ACCEPTED_MODELS,
             do="pass the model itself",
         )
     if remote:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import os
 import re
 import warnings
@@ -18,25 +17,23 @@ from torch import Tensor
 
 from ..core.addresses import shown
 from ..core.errors import LayersimError, LayersimWarning, in_words
-from ..core.pairwise_summation import BLOCK, next_size, push
+from ..core.pairwise_summation import BLOCK, next_size
 from ..data.batches import Batch
-from ..models.block_call import first_tensor, record_call
 from ..models.layout import call_options
 from ..models.model_info import ServerOffer
 from ..models.nnsight import NNsightSource, kept_of, travelling
 from ..models.source import PartialSums
-from ..models.unembed import Unembed, tensor_of, unembed_gap
-from ..models.view import Kernel, Reduced, View, place, reduce
-from .client import JobTooLong, NdifClient, quiet
+from ..models.view import Kernel, Reduced, View
+from .client import LOG, NdifClient, quiet
+from .failures import JobTooLong
 from .shipping import ShippedSource
+from .traces import BatchSums, lens_gap_of, partial_sums, probe, submit
 
 # A request may take this long where the operator's limit is not known; a quarter of the limit where it is.
 SECONDS_PER_REQUEST = 10.0
 T = TypeVar("T")
-LOG = logging.getLogger("tl_layersim")
 # Bytes of one analyzer's sums that are not taken without a word.
-MUCH = 8e6
-Found = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
+LARGE_SUMS = 8e6
 
 
 class RemoteSource(NNsightSource):
@@ -90,17 +87,17 @@ class RemoteSource(NNsightSource):
 
     def _ask_offer(self) -> ServerOffer:
         """What the server has, by a request of one token."""
-        standing = self.ndif.standing
-        found = self.ndif.request(lambda backend: _probe(self.envoy, self.blocks, backend), patient=False)
+        status = self.ndif.status
+        found = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, backend), patient=False)
         return ServerOffer(
             server=self.ndif.name,
             trusted=not found["meta"],
-            dtype=f"torch.{standing.dtype}" if standing.dtype else found["dtype"],
+            dtype=f"torch.{status.dtype}" if status.dtype else found["dtype"],
             devices=tuple(dict.fromkeys(found["devices"])),
-            job_limit=standing.job_limit,
-            running=standing.running,
-            versions=dict(standing.versions),
-            differences=standing.differences,
+            job_limit=status.job_limit,
+            running=status.running,
+            versions=dict(status.versions),
+            differences=status.differences,
         )
 
     @property
@@ -146,7 +143,7 @@ class RemoteSource(NNsightSource):
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         try:
-            [part] = parts_of(self._ask([batch], kernels))
+            [part] = partial_sums(self._ask([batch], kernels))
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
         return part.not_finite, {name: dict(one) for name, one in part.out.items()}
@@ -158,7 +155,7 @@ class RemoteSource(NNsightSource):
         assert self._unembed is not None
         row, head = batch.first_row, self._unembed
         options = call_options(self.module, row)
-        return self.ndif.request(lambda backend: _gap(self.envoy, self.blocks[-1], head, row.tokens, options, backend))
+        return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, row.tokens, options, backend))
 
     def collect(self, batch: Batch) -> View:
         raise LayersimError(
@@ -238,7 +235,7 @@ class RemoteSource(NNsightSource):
             yield from self._in_time(group[half:], kernels)
             return
         self._seconds_per_batch = max(self.ndif.seconds, 1e-3) / len(group)
-        parts = parts_of(found)
+        parts = partial_sums(found)
         self._warn_of_much(parts)
         yield parts
 
@@ -246,16 +243,16 @@ class RemoteSource(NNsightSource):
         """Send a request off, and return the server's name for it."""
         work, shipped = self.pack(group), travelling(kernels)
         with self._frozen.in_place(shipped):
-            return self.ndif.send_off(lambda backend: self._submit(work, shipped, backend))
+            return self.ndif.submit(lambda backend: self._submit(work, shipped, backend))
 
-    def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> list[tuple[int, Found]]:
+    def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> list[tuple[int, BatchSums]]:
         return submit(self.envoy, self.blocks, work, self._unembed, kernels, self.calling, backend)
 
     def _warn_of_much(self, parts: list[PartialSums]) -> None:
         """Say once of an analyzer that it brings back more than sums over layers are."""
         for name, one in parts[0].out.items():
             size = sum(value.numel() * value.element_size() for value in one.values())
-            if size > MUCH and name not in self._warned:
+            if size > LARGE_SUMS and name not in self._warned:
                 self._warned.add(name)
                 key, value = max(one.items(), key=lambda item: item[1].numel())
                 warnings.warn(
@@ -264,7 +261,7 @@ class RemoteSource(NNsightSource):
                     stacklevel=2,
                 )
 
-    def _ask(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, Found]]:
+    def _ask(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, BatchSums]]:
         work, shipped = self.pack(group), travelling(kernels)
         with self._frozen.in_place(shipped):
             return self.ndif.request(lambda backend: self._submit(work, shipped, backend))
@@ -311,142 +308,3 @@ def _model_key(model: Any, remote: bool | str) -> str:
             "tokenizer=tokenizer), or remote=False to run the folder here",
         ) from error
     return key
-
-
-def submit(
-    model: Any,
-    blocks: list[Any],
-    work: list[dict[str, Any]],
-    unembed: Unembed | None,
-    kernels: dict[str, Kernel],
-    calling: bool,
-    backend: Any,
-) -> list[tuple[int, Found]]:
-    """One request: a session of one trace for each batch. Its body is shipped, see `nnsight._trace`.
-
-    Forward passes end where models end, not after the last block: a sandbox loses step where a trace is stopped and another
-    follows.
-    """
-    import nnsight
-
-    found: Any = None
-    total = len(blocks) + 1
-    with torch.no_grad(), model.session(backend=backend):
-        stack: list[Any] = []
-        for item in work:
-            with model.trace(item["tokens"].long(), **item["options"]):  # noqa: SIM117 (what follows a trace is shipped)
-                with torch.no_grad():
-                    keep = item["keep"].long()
-                    buffer = place(None, 0, total, blocks[0].input, keep)
-                    noted: list[Any] = []
-                    for index, block in enumerate(blocks):
-                        args, kwargs = block.inputs if calling else ((), {})
-                        hidden = first_tensor(block.output)
-                        buffer = place(buffer, index + 1, total, hidden, keep)
-                        if calling:
-                            noted.append(record_call(block, args, kwargs, hidden))
-                    here: dict[str, Any] = {name: ids.long().to(buffer.device) for name, ids in item["kept"].items()}
-                    rows = keep.to(buffer.device)
-                    width = item["tokens"].shape[1]
-                    lens = None if unembed is None else there(unembed, hidden)
-                    calls = tuple(noted) if calling else None
-                    at = {"sequence": rows // width, "position": rows % width}
-                    view = View(residual=buffer, unembed=lens, calls=calls, **at, **here)
-                    push(stack, 1, fetched(reduce(kernels, view)), add_found)
-        found = nnsight.save(stack)
-    # None for a job that was sent off and not waited for.
-    answer: list[tuple[int, Found]] = found
-    return answer
-
-
-def _gap(model: Any, block: Any, unembed: Unembed, tokens: Tensor, options: dict[str, Any], backend: Any) -> Tensor:
-    """One trace of the whole model, as in `nnsight._trace_gap`."""
-    import nnsight
-
-    last = tokens.shape[1] - 1
-    with torch.no_grad(), model.trace(tokens, backend=backend, **options):
-        with torch.no_grad():
-            hidden = first_tensor(block.output)
-            lens = there(unembed, hidden)
-            logits = tensor_of(model.output)[0]
-            # As where kernels run: a server may have opened autocast.
-            with torch.autocast(device_type=hidden.device.type, enabled=False):
-                found = unembed_gap(lens, hidden[0], logits, last)
-        gap: Tensor = nnsight.save(found)
-    return gap
-
-
-def _probe(model: Any, blocks: list[Any], backend: Any) -> dict[str, Any]:
-    """One trace of one token: whether weights are at hand, and what activations are like."""
-    import nnsight
-
-    tokens = torch.zeros(1, 1, dtype=torch.long)
-    with torch.no_grad(), model.trace(tokens, backend=backend):
-        outputs = [first_tensor(block.output) for block in blocks]
-        weight = next(iter(blocks[0]._module.parameters()))
-        found = nnsight.save(
-            {
-                "dtype": str(outputs[0].dtype),
-                "devices": [str(output.device) for output in outputs],
-                "meta": weight.device.type == "meta",
-            }
-        )
-    answer: dict[str, Any] = found
-    return answer
-
-
-def there(unembed: Unembed, hidden: Tensor) -> Unembed:
-    """The lens in the dtype and on the device that the model really has, which what leaves its last block shows.
-
-    What was known here is the dtype of weights that were never loaded.
-    """
-    return replace(unembed, dtype=hidden.dtype, norm_dtype=hidden.dtype, device=hidden.device)
-
-
-def fetched(found: Any) -> Any:
-    """What `reduce` gave, on the CPU."""
-    counts, out = found
-    return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
-
-
-def add_found(a: Any, b: Any) -> Any:
-    """The sums of two batches: whole numbers as int64, the rest as float64. In place of them, in words, what cannot be added.
-
-    Where a batch had activations that are not finite, the counts of these are all that is left.
-    """
-    counts = [x + y for x, y in zip(a[0], b[0], strict=True)]
-    if any(bool(count.any()) for count in counts):
-        return counts, {}
-    for out in (a[1], b[1]):
-        if isinstance(out, str):
-            return counts, out
-    total: dict[str, dict[str, Tensor]] = {}
-    for name, one in a[1].items():
-        other = b[1][name]
-        total[name] = {}
-        for key in {**one, **other}:
-            x, y = one.get(key), other.get(key)
-            if x is None or y is None or x.shape != y.shape:
-                shapes = [None if value is None else tuple(value.shape) for value in (x, y)]
-                return counts, f"{name}: sum {key!r} has shape {shapes[0]} and {shapes[1]}"
-            wide = torch.float64 if x.is_floating_point() else torch.int64
-            total[name][key] = x.to(wide) + y.to(wide)
-    return counts, total
-
-
-def parts_of(found: list[tuple[int, Any]]) -> list[PartialSums]:
-    """What a request brought, in parts.
-
-    Raises:
-        LayersimError: a kernel gave something that is no sum.
-    """
-    for _, (_, out) in found:
-        if isinstance(out, str):
-            name, _, what = out.partition(": ")
-            raise LayersimError(
-                f"What the kernel of {name!r} returned cannot be added up.",
-                given=what,
-                expected="a dict of tensors whose names and shapes do not depend on the batch",
-                do="sum over the token axis inside the kernel",
-            )
-    return [PartialSums(count, not_finite, out) for count, (not_finite, out) in found]

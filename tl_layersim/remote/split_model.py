@@ -52,7 +52,7 @@ class RemoteSplitModel(SplitModel):
 
     def moments(self, batch: Batch, layer: int, kind: str, h: Tensor) -> dict[str, Tensor]:
         h = h.cpu()
-        return self._ask(lambda at: _moments(*self._what(batch, at), layer, kind, batch.attention, h))
+        return self._ask(lambda at: _cross_moments(*self._what(batch, at), layer, kind, batch.attention, h))
 
     def _narrowed(self, x: Tensor) -> Tensor:
         """What is sent in place of a residual, no wider than the model there holds it."""
@@ -114,7 +114,7 @@ def _loss_and_gradient(
     return found
 
 
-def _moments(
+def _cross_moments(
     model: Any,
     blocks: list[Any],
     tokens: Tensor,

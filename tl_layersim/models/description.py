@@ -1,0 +1,116 @@
+"""Description of a Hugging Face or plain torch model, from its modules and its configuration, before it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from typing import Any
+
+import torch
+
+from .head_layout import find_head
+from .layout import MODULES, POST_NORM, PRE_NORM, is_post_norm, locate
+from .model_info import Model
+
+# What the data reader hands on, or what changes no activation: answers, of which a name with `label` in it is one too.
+READ = ("input_ids", "tokens", "input", "text", "attention_mask", "start_positions", "end_positions")
+
+
+def describe(
+    module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any, unembed: list[str] | None, named: bool
+) -> Model:
+    """What a Hugging Face module and its configuration say about it; `named` where the user named the blocks."""
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    if config is not None and hasattr(config, "to_dict"):
+        # Name and version say where a configuration was loaded, not what the model is.
+        plain = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    else:
+        plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
+    first = next(module.parameters(), None)
+    names, stream = locate(module, blocks, named)
+    basis = POST_NORM if is_post_norm(module.get_submodule(blocks[0]), config) else PRE_NORM
+    return Model(
+        name=getattr(config, "_name_or_path", "") or type(module).__name__,
+        config_hash=hash_config(plain),
+        weights_hash=hash_weights(module),
+        source=source,
+        basis=basis if names[0].endswith(".hook_resid_pre") else MODULES,
+        dtype=str(first.dtype) if first is not None else "unknown",
+        layers=names,
+        d_model=getattr(text, "hidden_size", None),
+        vocabulary=getattr(text, "vocab_size", None),
+        context=_context(text),
+        tokenizer=tokenizer,
+        head=find_head(module, blocks, unembed),
+        calls="gradients",
+        **data_fields(module, blocks[0]),
+        stream=stream,
+    )
+
+
+def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
+    """The fields of `Model` that say how data is read for a Hugging Face model: `inputs`, `pads` and `ends`.
+
+    Args:
+        module: the model.
+        block: path of its first block.
+    """
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    # Models of this kind read segment 0 where they are given no segments; GPT-2 adds an embedding for segment 0.
+    zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
+    inputs = {name: zeros if name == "token_type_ids" else None for name in _forward_names(module, block)}
+    pads, ends = _ids(config, text, "pad_token_id"), [*_ids(config, text, "bos_token_id"), *_ids(config, text, "eos_token_id")]
+    return {"inputs": inputs, "pads": tuple(pads), "ends": tuple(dict.fromkeys(ends))}
+
+
+def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
+    """Names of what the model's forward takes; of the modules inside it that hold the block too, where it passes names on."""
+    path = block.split(".")
+    names: dict[str, None] = {}
+    for depth in range(len(path)):
+        owner = module.get_submodule(".".join(path[:depth]))
+        if isinstance(owner, torch.nn.ModuleList):
+            continue
+        parameters = list(inspect.signature(type(owner).forward).parameters.values())[1:]
+        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in names if name not in READ and "label" not in name]
+
+
+def _ids(config: Any, text: Any, name: str) -> list[int]:
+    """Token ids of that name in a configuration, which gives one, several or none."""
+    found = getattr(text, name, None)
+    found = getattr(config, name, None) if found is None else found
+    return [i for i in (found if isinstance(found, list | tuple) else [found]) if isinstance(i, int) and i >= 0]
+
+
+def _context(config: Any) -> int | None:
+    """How many positions the model was made for."""
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    # These count positions from the padding index on.
+    offset = 2 if getattr(config, "model_type", None) in ("roberta", "mpnet", "xlm-roberta") else 0
+    return length - offset if length else None
+
+
+def hash_weights(module: torch.nn.Module) -> str:
+    """First 12 hex digits of the SHA-256 of 64 numbers from each parameter; empty if the weights are elsewhere.
+
+    A fine-tune changes nearly all numbers of nearly all parameters: a sample tells two checkpoints apart, and costs nothing.
+    """
+    picked = []
+    for parameter in module.parameters():
+        if parameter.is_meta or hasattr(parameter, "placements"):
+            # Nowhere, or spread over processes.
+            return ""
+        flat = parameter.detach().reshape(-1)
+        picked.append(flat[:: max(1, flat.numel() // 64)][:64].float().cpu())
+    return hashlib.sha256(torch.cat(picked).numpy().tobytes()).hexdigest()[:12] if picked else ""
+
+
+def hash_config(config: dict[str, Any]) -> str:
+    """First 12 hex digits of the SHA-256 of a configuration."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
