@@ -151,6 +151,19 @@ def private_imports() -> list[str]:
     return sorted(found)
 
 
+def unlisted_imports() -> list[str]:
+    """Modules that another package imports, and that their own package does not list in its docstring as importable."""
+    found = set()
+    for item in imports():
+        package, _, module = item.target.partition(".")
+        if package == package_of(item.module) or package not in ORDER or package_of(item.module) not in ORDER:
+            continue
+        text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+        if "Other packages may import" in text and f"`{module}`" not in text:
+            found.add(str(item))
+    return sorted(found)
+
+
 def files_with(pattern: str) -> list[str]:
     """Modules whose text contains a regular expression."""
     return [dotted(path) for path in files() if re.search(pattern, path.read_text())]

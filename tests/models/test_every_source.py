@@ -63,7 +63,7 @@ def test_compatibility_mode_is_recorded_and_changes_the_basis(data):
 
 
 def test_a_wrapped_module_is_on_no_server():
-    with pytest.raises(lsim.LayersimError, match=r"on no server(.|\n)*TransformersModel"):
+    with pytest.raises(lsim.LayersimError, match=r"not a wrapped module(.|\n)*TransformersModel"):
         lsim.analyze(nnsight(tiny_llama()), random_tokens(), "cka", remote=True)
 
 

@@ -44,7 +44,7 @@ def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
     data, path = rows(8, 20), tmp_path / "run.ckpt"
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40, "checkpoint": path}
     small.set(faults=["", "", *["evicted"] * 5])
-    with pytest.raises(lsim.LayersimError, match=r"gave no answer, asked 5 times(.|\n)*evicted(.|\n)*checkpoint=") as caught:
+    with pytest.raises(lsim.LayersimError, match=r"does not respond in 5 attempts(.|\n)*evicted(.|\n)*checkpoint=") as caught:
         lsim.analyze(small.model(), data, QUICK, **options)
     assert any(str(path) in note for note in caught.value.__notes__)
     small.set()
@@ -112,7 +112,7 @@ def test_no_server(small):
     [port] = free_ports(1)
     with pytest.raises(lsim.LayersimError, match=r"no NDIF server at this address(.|\n)*NDIF_HOST"):
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote=f"http://127.0.0.1:{port}")
-    with pytest.raises(lsim.LayersimError, match="no address of a server"):
+    with pytest.raises(lsim.LayersimError, match="not the address of a server"):
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote="127.0.0.1:5000")
     with pytest.raises(lsim.LayersimError, match=r"no NDIF server(.|\n)*HTTP 404"):
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url + "/elsewhere")
@@ -132,5 +132,5 @@ def test_versions_that_differ_are_named_when_a_request_fails(small):
 
 def test_a_server_that_wants_other_versions(small):
     small.set(deny="Client nnsight version 0.8.1 is below the minimum supported 9.0.")
-    with pytest.raises(lsim.LayersimError, match=r"does not take requests from these versions(.|\n)*minimum supported 9.0"):
+    with pytest.raises(lsim.LayersimError, match=r"rejects requests from the installed versions(.|\n)*minimum supported 9.0"):
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url)

@@ -112,7 +112,7 @@ def test_a_server_that_is_away_has_not_lost_the_job(small, sent, waited, tmp_pat
         with pytest.raises(TimeoutError):
             run.result(1)
         patch.setattr(ndif, "WAITS", (0.3,))
-        with pytest.raises(lsim.LayersimError, match=r"does not answer(.|\n)*RemoteRun"):
+        with pytest.raises(lsim.LayersimError, match=r"does not respond(.|\n)*RemoteRun"):
             run.result(20)
     assert equal(run.result(60), waited)
 

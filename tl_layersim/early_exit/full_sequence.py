@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
-from ..models.hooks import on_leave, run_until_stopped
+from ..models.hooks import ForwardRun, on_leave
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
 from .generation import Counts, entered
@@ -55,6 +55,7 @@ class FullSequence:
     ) -> None:
         self.half, self.unembed, self.ends, self.rule, self.forced = half, unembed, ends, rule, forced
         self.counts = Counts()
+        self.forward = ForwardRun()
 
     def __call__(self, given: Rows) -> tuple[Tensor, Tensor]:
         """Logits `row pos vocabulary` and exits `row pos`, both 0 where nothing was asked."""
@@ -82,7 +83,7 @@ class FullSequence:
             if self.stage:
                 x = self.hidden
                 stack.enter_context(entered(self.half, self.ends[self.stage - 1], x))
-            with run_until_stopped() as self.stop:
+            with self.forward:
                 self.half.module(**options)
         if not self.stopped:
             raise LayersimError(
@@ -120,7 +121,7 @@ class FullSequence:
         self._leave(self.ends[number], which[sure], self.unembed(x[sure]) if logits is None else logits[sure])
         if last:
             self.rows, self.stopped = self.rows[:0], True
-            self.stop()
+            self.forward.stop()
         self._go_on(number, all_of_it)
 
     def _ask(self, number: int, x: Tensor, entering: Tensor, which: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -147,4 +148,4 @@ class FullSequence:
             return
         self.hidden = hidden[on, :length] if self.given.causal else hidden[on]
         self.rows, self.length, self.stopped = self.rows[on], length, True
-        self.stop()
+        self.forward.stop()

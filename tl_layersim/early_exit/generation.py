@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
-from ..models.hooks import on_leave, run_until_stopped
+from ..models.hooks import ForwardRun, on_leave
 from ..models.split_model import LocalSplitModel
 from .cache import ColumnCache, Columns, grown
 
@@ -117,7 +117,7 @@ class _Stretch:
         self.stage = 0
         self.before: list[int] = []
         self.part = Columns(None, 0, 0)
-        self.stopped = False
+        self.stopped, self.forward = False, ForwardRun()
 
     def step(self) -> None:
         """Run the newest token of all rows, and what waits for it."""
@@ -144,7 +144,7 @@ class _Stretch:
         self.stopped = False
         state.counts.passes += 1
         ids = part.take(state.tokens, start)
-        with run_until_stopped() as self.stop:
+        with self.forward:
             if self.stage == 0:
                 state.half.module(input_ids=ids, **options)
             else:
@@ -183,7 +183,7 @@ class _Stretch:
         on = self.decide(state.ends[number], self.rows, hidden[:, -1], entered[:, -1])
         if number + 1 == len(state.ends):
             self.rows, self.stopped = [], True
-            self.stop()
+            self.forward.stop()
         self.stage = number + 1
         above = state.ran[self.stage]
         if len(on) == len(self.rows) and all(above[row] == first for row, first in zip(self.rows, self.before, strict=True)):
@@ -194,4 +194,4 @@ class _Stretch:
         state.waiting[self.stage] = waiting = grown(waiting, part.end)
         part.put(waiting, hidden)
         self.rows, self.stopped = on, True
-        self.stop()
+        self.forward.stop()

@@ -9,17 +9,17 @@ import torch
 from .layout import existing_paths
 from .unembed import CLASSIFIERS, Head
 
-# Where a model does not say by get_output_embeddings what gives its logits.
+# Names of the unembedding in models without get_output_embeddings.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
 
 
 def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
-    """The final norm and what follows it up to the logits; None where the model has no head, or none that is known.
+    """Paths of the final norm and of the modules from there to the logits; None where the model has no known head.
 
     Args:
         module: the model.
         blocks: paths of its blocks.
-        unembed: the paths, in order, where the user names them: the final norm first, if there is one.
+        unembed: the paths that the user names, in order, with the final norm first if there is one; None to find them.
 
     Raises:
         LayersimError: a named path does not exist.
@@ -32,24 +32,24 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
         norm = paths[0] if len(paths) > 1 and _is_norm(paths[0], names[paths[0]]) else ""
         return Head(norm, tuple(paths[1:] if norm else paths), "every", scale, soft_cap)
     norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
-    # Where there are several, the final one is registered last.
+    # The final norm is registered last.
     norm = norms[-1] if norms else ""
-    # The 350M OPT leaves its narrow embedding's width behind and comes back to it.
+    # The 350M OPT projects the residual back to the width of its embedding.
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
     before = [project] if project in names else []
     parts, reads = _classifier(module, blocks, names)
-    # Scaling and soft-caps are of words.
+    # Scaling and soft-caps apply to logits of tokens, not of classes.
     scale, soft_cap = (1.0, None) if parts and parts[-1] in CLASSIFIERS else (scale, soft_cap)
     return Head(norm, (*before, *parts), reads, scale, soft_cap) if parts else None
 
 
 def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
-    """What gives logits, and of which positions."""
+    """Paths of the modules that give logits, and the positions of a row that they read."""
     find: Any = getattr(module, "get_output_embeddings", lambda: None)
     output = find()
     path = next((name for name, sub in names.items() if sub is output), None) if output is not None else None
     if path is not None:
-        # BERT's and RoBERTa's heads transform before they decode: the whole head is what the model calls.
+        # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
         top = path.split(".")[0]
         return [path if blocks[0].startswith(f"{top}.") else top], "every"
     if "TokenClassification" in type(module).__name__:
@@ -63,7 +63,7 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
 
 
 def _above(block: str, names: dict[str, torch.nn.Module]) -> list[str]:
-    """Modules beside the list of blocks, or where there is no norm among them, beside what holds it."""
+    """Paths of the modules beside the list of blocks, or beside the module that holds the list where no norm is among them."""
     parts = block.split(".")[:-1]
     while parts:
         parent = ".".join(parts[:-1])
@@ -80,7 +80,7 @@ def _is_norm(path: str, module: torch.nn.Module) -> bool:
 
 
 def logit_scaling(config: Any) -> tuple[float, float | None]:
-    """What logits are multiplied with, and their soft-cap, as a configuration says."""
+    """Factor and soft-cap of the logits in a configuration."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     times, over = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere; Granite
     scale = float(times) if isinstance(times, int | float) else 1.0

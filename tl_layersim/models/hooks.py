@@ -43,7 +43,7 @@ def on_leave(
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """A context that yields an empty list and removes the hooks whose handles stand in it at the end."""
+    """A context that yields an empty list and removes the hooks whose handles it then contains at the end."""
     handles: list[RemovableHandle] = []
     try:
         yield handles
@@ -56,41 +56,40 @@ class StopForward(Exception):
     """Ends a forward pass early.
 
     Args:
-        run: identifies the `run_until_stopped` context that ends with it.
+        run: the run that ends with it.
     """
 
-    def __init__(self, run: object) -> None:
+    def __init__(self, run: ForwardRun) -> None:
         super().__init__(run)
         self.run = run
 
 
-@contextmanager
-def run_until_stopped() -> Iterator[Callable[[], NoReturn]]:
-    """A context for one forward pass that a hook may end early.
+class ForwardRun:
+    """A context for forward passes that a hook may end early.
 
-    The context yields a function. A hook that calls this function ends the forward pass; execution goes on after the `with`
-    block. A `StopForward` of another context passes through.
+    A hook that calls `stop` ends the forward pass, and execution continues after the `with` block. A `StopForward` of another
+    run passes through.
 
     Example:
         >>> import torch
         >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(3, 3))  # the second would raise
         >>> seen = []
-        >>> with temporary_hooks() as handles, run_until_stopped() as stop:
-        ...     handles.append(on_leave(module[0], lambda _m, _args, output: (seen.append(output), stop())))
+        >>> with temporary_hooks() as handles, ForwardRun() as run:
+        ...     handles.append(on_leave(module[0], lambda _m, _args, output: (seen.append(output), run.stop())))
         ...     _ = module(torch.ones(1, 2))
         >>> seen[0].shape
         torch.Size([1, 2])
     """
-    run = object()
 
-    def stop() -> NoReturn:
-        raise StopForward(run)
+    def stop(self) -> NoReturn:
+        """End the forward pass; called by a hook."""
+        raise StopForward(self)
 
-    try:
-        yield stop
-    except StopForward as error:
-        if error.run is not run:
-            raise
+    def __enter__(self) -> ForwardRun:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        return isinstance(error, StopForward) and error.run is self
 
 
 @named

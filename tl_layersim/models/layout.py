@@ -37,14 +37,14 @@ FAMILIES = (
 
 
 def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
-    """Dotted paths of the blocks, in order.
+    """Module paths of the blocks, in order.
 
     Args:
         module: the model.
-        layers: the paths, where the user names them; checked.
+        layers: the paths that the user names, which are checked; None to find them by the layout.
 
     Raises:
-        LayersimError: a named path does not exist, stands twice or out of order; or none are named and the layout is not known.
+        LayersimError: a path does not exist, is named twice or out of order; or no path is named and the layout is not known.
     """
     if layers is None:
         return _known(module)
@@ -52,7 +52,7 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
     if twice:
         raise LayersimError(
-            "`layers` names a module twice, which runs once.",
+            "`layers` names a module twice.",
             given=f"layers={paths}",
             expected="different modules",
             do=f"{twice[0]!r} once",
@@ -71,18 +71,18 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
 def locate(
     module: torch.nn.Module, paths: list[str], named: bool
 ) -> tuple[tuple[str, ...], Literal["whole", "parts", "unknown", "none"]]:
-    """Names of the sites that modules are read at, and whether these are the residual stream, as `Model` says it.
+    """Names of the sites at which modules are read, and whether these sites are the residual stream (`Model.stream`).
 
-    Blocks are those of the list that the layout says. Others must be seen to hand on one stream: a module inside one of these
-    blocks does not, of others a forward pass shows it.
+    Modules of the layout's list of blocks pass on the residual stream. Modules inside a block do not. All others are tested in
+    a forward pass.
 
     Args:
         module: the model.
-        paths: as `find_blocks` gives them.
+        paths: of its modules, as `find_blocks` gives them.
         named: whether the user named them.
     """
     if not named:
-        # A list called `layers` says where the blocks are in Hugging Face's models, and may hold anything elsewhere.
+        # A list called `layers` holds the blocks of a Hugging Face model; in another model it may hold anything.
         return layer_names(len(paths)), "whole" if hasattr(module, "base_model_prefix") else "unknown"
     numbers = _numbers(module, paths)
     if numbers is not None:
@@ -90,39 +90,40 @@ def locate(
         trusted = hasattr(module, "base_model_prefix")
         return block_sites(numbers), ("whole" if whole else "parts") if trusted else "unknown"
     inside = any(path.startswith(f"{block}.") for path in paths for block in _known_or_none(module))
-    # What one module is given and gives shows nothing of a stream.
+    # The input and the output of a single module cannot show a stream.
     return module_sites(paths), "none" if inside or len(paths) < 2 else "unknown"
 
 
 def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool, strangers: list[str]) -> Model:
-    """What is known of a model once a forward pass has shown which of its modules are given something of their own.
+    """The description of a model after a forward pass has tested whether its modules pass on the residual stream.
 
     Args:
-        model: what was known before.
+        model: the description before.
         module: the model.
         paths: of its modules.
         named: whether the user named them.
-        strangers: those that are not given what the one before them gives.
+        strangers: paths of modules whose input is not the output of the module before them.
 
     Raises:
-        LayersimError: nobody named them, and they are no blocks.
+        LayersimError: the modules are not blocks, and the user did not name them.
     """
     if not strangers:
         post = is_post_norm(module.get_submodule(paths[0]), getattr(module, "config", None))
         return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
     if named:
         return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
-    raise _unsupported(module, f"{strangers[0]} is not given what the module before it in its list gives: they are no blocks")
+    given = f"{strangers[0]} does not take the output of the module before it in its list: they are not blocks"
+    raise _unsupported(module, given)
 
 
 def same_stream(given: Tensor, before: Tensor) -> bool:
-    """Whether what a module is given is what another one gave."""
-    # NaNs are found by others.
+    """Whether the input of a module equals the output of the module before it."""
+    # NaNs are reported elsewhere.
     return given.shape == before.shape and torch.equal(given.nan_to_num(), before.to(given).nan_to_num())
 
 
 def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
-    """Which of the model's blocks these are; None if any is not one of them, or the layout is not known."""
+    """Numbers of these blocks in the model; None if any is not a block, or the layout is not known."""
     blocks = _known_or_none(module)
     return [blocks.index(path) for path in paths] if set(paths) <= set(blocks) else None
 
@@ -135,7 +136,11 @@ def _known_or_none(module: torch.nn.Module) -> list[str]:
 
 
 def _known(module: torch.nn.Module) -> list[str]:
-    """Paths of all blocks of a layout that is known."""
+    """Paths of all blocks.
+
+    Raises:
+        LayersimError: the layout is not known.
+    """
     names = dict(module.named_modules())
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         raise _unsupported(module, "an encoder-decoder: two stacks, two residual streams")
@@ -143,9 +148,9 @@ def _known(module: torch.nn.Module) -> list[str]:
     for base in dict.fromkeys((prefix, "model", "")):
         for path in BLOCKS:
             full = f"{base}.{path}" if base else path
-            found = names.get(full)
-            if isinstance(found, torch.nn.ModuleList) and len(found):
-                return [f"{full}.{i}" for i in range(len(found))]
+            blocks = names.get(full)
+            if isinstance(blocks, torch.nn.ModuleList) and len(blocks):
+                return [f"{full}.{i}" for i in range(len(blocks))]
     raise _unsupported(module, f"modules {[name for name, _ in module.named_children()][:6]}")
 
 
@@ -160,7 +165,11 @@ def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
 
 
 def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> list[str]:
-    """Paths that the user named, if the model has modules there."""
+    """The paths that the user named for an argument.
+
+    Raises:
+        LayersimError: the model has no module at a path, or none is named.
+    """
     names = dict(module.named_modules())
     for path in paths:
         if path not in names:
@@ -176,32 +185,32 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
             )
         if argument == "layers" and isinstance(names[path], torch.nn.ModuleList):
             raise LayersimError(
-                "`layers` names a list of modules, which is never run itself.",
+                "`layers` names a list of modules, which has no forward pass of its own.",
                 given=f"{path!r}, a list of {len(names[path])}",
                 expected="paths of the modules in it",
                 do=f"layers=[f'{path}.{{i}}' for i in range({len(names[path])})]",
             )
     if not paths:
         raise LayersimError(
-            f"No {argument} were named.", given=f"{argument}=[]", expected="at least one path", do=f"{argument}=None"
+            f"`{argument}` is empty.", given=f"{argument}=[]", expected="at least one path", do=f"{argument}=None"
         )
     return list(paths)
 
 
 def find_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The module that embeds tokens; None where there is none, or the model does not say."""
+    """The token embedding; None where the model has none, or does not name it."""
     find: Any = getattr(module, "get_input_embeddings", None)
     try:
-        found = None if find is None else find()
+        embedding = None if find is None else find()
     except (AttributeError, NotImplementedError):
-        # Hugging Face's models of images, and those of several towers, have the method and no answer.
+        # Hugging Face models of images and models of several towers have the method, which raises.
         return None
-    return found if isinstance(found, torch.nn.Module) else None
+    return embedding if isinstance(embedding, torch.nn.Module) else None
 
 
 def is_post_norm(block: torch.nn.Module, config: Any) -> bool:
-    """Whether blocks end in a layer norm, and so are no sum of what enters and a branch."""
-    # BERT's block ends in a layer norm, so do the first GPT's and the 350M OPT's; elsewhere norms stand before attention and
+    """Whether the blocks end in a layer norm, so that their output is not the sum of their input and a branch."""
+    # The blocks of BERT, of the first GPT and of the 350M OPT end in a layer norm. Other models have norms before attention and
     # feed-forward, or inside the branch.
     first_gpt = getattr(config, "model_type", None) == "openai-gpt"
     before = getattr(config, "do_layer_norm_before", None)
@@ -209,7 +218,7 @@ def is_post_norm(block: torch.nn.Module, config: Any) -> bool:
 
 
 def refuse_no_weights(module: torch.nn.Module) -> None:
-    """Refuse a model whose weights were never loaded; those that accelerate keeps elsewhere come when they are needed."""
+    """Refuse a model whose weights were never loaded. Weights that accelerate has offloaded are loaded when they are needed."""
     brought = [name for name, sub in module.named_modules() if hasattr(sub, "_hf_hook")]
     for name, sub in module.named_modules():
         if any(p.is_meta for p in sub.parameters(recurse=False)):
@@ -224,29 +233,33 @@ def refuse_no_weights(module: torch.nn.Module) -> None:
 
 
 def no_forward(module: torch.nn.Module, error: Exception) -> LayersimError:
-    """The refusal of a model whose forward pass fails on the data."""
+    """The error for a model whose forward pass fails on the data."""
     reads = [
         p.name
         for p in inspect.signature(type(module).forward).parameters.values()
         if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"
     ]
     parts = [f"model.{name}" for name, part in module.named_children() if hasattr(part, "base_model_prefix")]
-    said = (str(error).strip().splitlines() or [""])[0][:200]
+    message = (str(error).strip().splitlines() or [""])[0][:200]
     return LayersimError(
         f"The forward pass of {type(module).__name__} fails on this data.",
-        given=f"tokens, and {type(error).__name__}: {said}",
+        given=f"tokens, and {type(error).__name__}: {message}",
         expected=f"a model that runs on tokens and an attention mask alone; this one takes {', '.join(reads[:4])}",
         do=(f"one of its parts alone, {' or '.join(parts)}; or " if parts else "")
-        + "with lsim.attach(model, analyzers, layers=...) as probe: model(...) with all that it takes",
+        + "with lsim.attach(model, analyzers, layers=...) as probe: model(...) with all of its inputs",
     )
 
 
 def call_options(module: torch.nn.Module, batch: Batch) -> dict[str, Any]:
-    """What a forward call needs besides tokens: a mask where there is padding, and no cache to fill."""
+    """Keyword arguments of a forward pass besides tokens: a mask where there is padding, and no cache.
+
+    Raises:
+        LayersimError: the model does not take tokens, or takes no mask and the batch is padded.
+    """
     reads = getattr(module, "main_input_name", "input_ids")
     if reads != "input_ids":
         raise LayersimError(
-            f"{type(module).__name__} reads `{reads}`, and the data are tokens.",
+            f"{type(module).__name__} takes `{reads}`, and the data are tokens.",
             given="tokens",
             expected="a model of tokens",
             do=f"with lsim.attach(model, analyzers) as probe: model({reads}={reads}); probe.results()",
@@ -268,7 +281,7 @@ def call_options(module: torch.nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def classes_with_head(name: str) -> str:
-    """The transformers classes that load a model of that class with a head, as a message names them.
+    """Names of the transformers classes that load a model of this class with a head, for a message.
 
     >>> classes_with_head("BertModel")
     'AutoModelForMaskedLM or AutoModelForSequenceClassification'
@@ -278,7 +291,7 @@ def classes_with_head(name: str) -> str:
     from transformers.models.auto import modeling_auto as auto
 
     stem = name.removesuffix("Model")
-    # Encoders first: most of them have a causal class too, which nobody trained.
+    # Encoders first: most of them also have a causal class, for which no trained weights exist.
     if stem and f"{stem}ForMaskedLM" in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
         return "AutoModelForMaskedLM or AutoModelForSequenceClassification"
     if stem and f"{stem}ForImageClassification" in str(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()):

@@ -166,7 +166,7 @@ class NdifClient:
         except httpx.TransportError as error:
             raise self.failures.no_server(f"{type(error).__name__}: {error}") from None
         except (ValueError, RecursionError):
-            raise self.failures.no_server(f"{path}: an answer that is no JSON") from None
+            raise self.failures.no_server(f"{path}: a response that is not JSON") from None
 
     @cached_property
     def status(self) -> ServerStatus:
@@ -183,5 +183,5 @@ class NdifClient:
         try:
             return parse_status(self.model_key, status, env)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            given = f"/status or /env: an answer of another form ({type(error).__name__}: {error})"
+            given = f"/status or /env: a response of another form ({type(error).__name__}: {error})"
             raise self.failures.no_server(given) from error

@@ -89,17 +89,17 @@ class FailureMap:
         """The error for a request that was rejected before it ran, because of its API key or its versions."""
         if code in (401, 403) or (code == 400 and "api key" in text.lower()):
             return LayersimError(
-                f"{self.name} does not take this key.",
-                given=f"{'a' if _has_key() else 'no'} key; it says: {last_line(text)}",
+                f"{self.name} rejected the API key.",
+                given=f"{'a' if _has_key() else 'no'} key; the server reports: {last_line(text)}",
                 expected="the key of an account on this server",
-                do="nnsight.login(), or set NDIF_API_KEY before Python starts; keys are given out where the server says",
+                do="nnsight.login(), or set NDIF_API_KEY before Python starts; the server names the place that gives out keys",
             )
         if code == 400 and "version" in text.lower():
             return LayersimError(
-                f"{self.name} does not take requests from these versions.",
+                f"{self.name} rejects requests from the installed versions.",
                 given=last_line(text),
                 expected=", ".join(f"{name} {version}" for name, version in self.status().versions.items()),
-                do="pip install the versions that it asks for",
+                do="pip install the versions that the server requires",
             )
         return None
 
@@ -107,12 +107,12 @@ class FailureMap:
         """The error for a request that failed while it ran."""
         if "out of memory" in text.lower():
             return LayersimError(
-                "A forward pass does not fit into the memory that is free there.",
+                "A forward pass of this size does not fit into the free memory of the server.",
                 given=last_line(text),
                 expected="fewer tokens at once",
                 do="a smaller batch_size=, or a smaller seq_len=",
             )
-        do = "try the same with remote='local', which runs here what would run there"
+        do = "try the same with remote='local', which simulates the server in this process"
         if self.status().differences:
             do += f"; if that works, versions matter: {'; '.join(self.status().differences)}"
         frames = re.findall(r'File "(?:\[[^]]*\] )?([^"]+)", line (\d+), in (\w+)', text)
@@ -120,7 +120,7 @@ class FailureMap:
         return LayersimError(
             f"The request failed on {self.name}.",
             given=last_line(text) + where,
-            expected="kernels that run there as they do here",
+            expected="kernels that run on the server as in this process",
             do=do,
         )
 
@@ -131,14 +131,14 @@ class FailureMap:
             return LayersimError(
                 f"{self.name} does not run this model, and could not start it.",
                 given=f"{self.model_key.partition(':')[2]}: {last_line(str(error))}",
-                expected=f"a model that runs there; those are: {running}",
+                expected=f"a model that runs on the server; those are: {running}",
                 do="nnsight.status() lists them with their tasks and revisions; or ask its operator for this one",
             )
         return LayersimError(
-            f"{self.name} {f'gave no answer, asked {attempts} times' if attempts > 1 else 'does not answer'}.",
+            f"{self.name} does not respond{f' in {attempts} attempts' if attempts > 1 else ''}.",
             given=last_line(str(error)),
-            expected="a server that takes requests",
-            do="the same call later: a checkpoint= goes on where it was, and so does a RemoteRun that was saved",
+            expected="a server that accepts requests",
+            do="the same call later: a checkpoint= is continued, and so is a RemoteRun that was saved",
         )
 
     def no_server(self, given: str) -> LayersimError:
@@ -146,7 +146,7 @@ class FailureMap:
         return LayersimError(
             "There is no NDIF server at this address.",
             given=f"{self.name}: {redacted(given, self.host)}",
-            expected="a server that answers /ping, /status and /env",
+            expected="a server that responds to /ping, /status and /env",
             do="check the address and the network; remote='http://host:port' for your own, NDIF_HOST for nnsight's default",
         )
 

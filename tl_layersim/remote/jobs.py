@@ -76,7 +76,7 @@ class JobDisplay:
             # A job may be queued for hours without a message; a server that is gone does not respond to a ping.
             self.ping()
         except (LayersimError, TransientFailure) as error:
-            raise ConnectionStalled(f"nothing heard for {SILENCE:.0f} s, and no answer to /ping") from error
+            raise ConnectionStalled(f"no message for {SILENCE:.0f} s, and no response to /ping") from error
         self._last_message = time.monotonic()
 
 
@@ -93,7 +93,7 @@ def counting_backend() -> Any:
                 payload: bytes = super()._serialize(tracer)
             except Exception as error:
                 raise LayersimError(
-                    "The request cannot be packed.",
+                    "The request cannot be serialized.",
                     given=redacted(f"{type(error).__name__}: {error}")[:300],
                     expected="kernels that are functions of a module, with plain options",
                     do="keep models, locks and open files out of the analyzer's options and its module's globals",

@@ -1,4 +1,4 @@
-"""Models that stay on an NDIF server: a request takes batches there, and brings the sums of them back."""
+"""Source of a model on an NDIF server: each request contains batches, and returns sums over them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..core.pairwise_summation import BLOCK, next_size
 from ..data.batches import Batch
 from ..models.layout import call_options
 from ..models.model_info import ServerOffer
-from ..models.nnsight import NNsightSource, kept_of, travelling
+from ..models.nnsight import NNsightSource, kept_of, shippable
 from ..models.source import PartialSums
 from ..models.view import Kernel, Reduced, View
 from .client import LOG, NdifClient, quiet
@@ -29,10 +29,10 @@ from .failures import JobTooLong
 from .shipping import ShippedSource
 from .traces import BatchSums, lens_gap_of, partial_sums, probe, submit
 
-# A request may take this long where the operator's limit is not known; a quarter of the limit where it is.
+# Seconds that a request may take where the operator's limit is not known; where it is, a quarter of the limit at most.
 SECONDS_PER_REQUEST = 10.0
 T = TypeVar("T")
-# Bytes of one analyzer's sums that are not taken without a word.
+# Bytes of one analyzer's sums above which a warning is given.
 LARGE_SUMS = 8e6
 
 
@@ -43,8 +43,12 @@ class RemoteSource(NNsightSource):
         model: the nnsight model, as `TransformersModel('org/name', ...)` makes it without weights.
         layers: see `NNsightSource`.
         unembed: see `NNsightSource`.
-        remote: True for the server that nnsight is set to, or the address of one.
-        tokens_per_request: how many positions one request may hold; None to find out by time.
+        remote: True for the server in nnsight's settings, or the address of one.
+        tokens_per_request: number of positions that one request may hold; None to choose it by time.
+
+    Attributes:
+        ndif: the client of the server.
+        offer: what the server allows.
     """
 
     is_remote = True
@@ -59,7 +63,10 @@ class RemoteSource(NNsightSource):
     ) -> None:
         if tokens_per_request is not None and tokens_per_request < 1:
             raise LayersimError(
-                "tokens_per_request is too small.", given=tokens_per_request, expected="1 or more", do="tokens_per_request=8192"
+                "`tokens_per_request` must be at least 1.",
+                given=tokens_per_request,
+                expected="1 or more",
+                do="tokens_per_request=8192",
             )
         super().__init__(model, layers, unembed, remote)
         self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
@@ -69,11 +76,11 @@ class RemoteSource(NNsightSource):
         self._frozen, self._halved = ShippedSource(), 0
         self._keeps = "logits_to_keep" in inspect.signature(type(self.module).forward).parameters
         self.offer = self._ask_offer()
-        # Weights that are elsewhere have no hash; their revision, and an adapter that is asked for, stand in the record.
-        which = json.loads(self.ndif.model_key.partition(":")[2]).get("revision")
-        name = self._model.name + (f"@{which}" if which else "")
-        asked = ", ".join(f"{key} {value}" for key, value in sorted(self.ndif.env.items()))
-        source = f"{type(model).__name__} on an NDIF server" + (f" ({asked})" if asked else "")
+        # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
+        revision = json.loads(self.ndif.model_key.partition(":")[2]).get("revision")
+        name = self._model.name + (f"@{revision}" if revision else "")
+        env = ", ".join(f"{key} {value}" for key, value in sorted(self.ndif.env.items()))
+        source = f"{type(model).__name__} on an NDIF server" + (f" ({env})" if env else "")
         self._model = replace(
             self._model,
             name=name,
@@ -81,19 +88,19 @@ class RemoteSource(NNsightSource):
             source=source,
             weights_hash="",
             calls="gradients" if self.offer.trusted else "values",
-            # Modules that the layout does not know are looked at where they run here.
+            # Modules of unknown layouts are tested only for models in this process.
             stream="none" if self._model.stream == "unknown" else self._model.stream,
         )
 
     def _ask_offer(self) -> ServerOffer:
-        """What the server has, by a request of one token."""
+        """What the server allows: its status, and the facts from a request of one token."""
         status = self.ndif.status
-        found = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, backend), patient=False)
+        facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, backend), patient=False)
         return ServerOffer(
             server=self.ndif.name,
-            trusted=not found["meta"],
-            dtype=f"torch.{status.dtype}" if status.dtype else found["dtype"],
-            devices=tuple(dict.fromkeys(found["devices"])),
+            trusted=not facts["meta"],
+            dtype=f"torch.{status.dtype}" if status.dtype else facts["dtype"],
+            devices=tuple(dict.fromkeys(facts["devices"])),
             job_limit=status.job_limit,
             running=status.running,
             versions=dict(status.versions),
@@ -118,12 +125,12 @@ class RemoteSource(NNsightSource):
         }
 
     def refuse_larger(self, rows: int, positions: int) -> None:
-        """Refuse, before anything is sent, a forward pass that is larger than a request may be."""
+        """Refuse a forward pass that is larger than a request may be, before anything is sent."""
         if self.most_tokens is not None and positions > self.most_tokens:
             width = positions // rows
             fits = self.most_tokens // width
             raise LayersimError(
-                "A request holds whole forward passes, and this one is larger.",
+                "`tokens_per_request` is smaller than one forward pass, and a request holds whole forward passes.",
                 given=f"{rows} rows of {width} tokens with tokens_per_request={self.most_tokens}",
                 expected=f"tokens_per_request of at least {positions}",
                 do=f"batch_size={fits}, or a larger tokens_per_request=" if fits else "a larger tokens_per_request=",
@@ -131,8 +138,8 @@ class RemoteSource(NNsightSource):
 
     def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
         width = self._model.d_model
-        there = in_words(4 * len(self._model.layers) * largest * (width or 0))
-        held = f", of which the largest holds {there} of residuals there" if width else ""
+        memory = in_words(4 * len(self._model.layers) * largest * (width or 0))
+        held = f", of which the largest holds {memory} of residuals on the server" if width else ""
         limit = f"{self.offer.job_limit:g} s a job" if self.offer.job_limit else "no known limit of a job's time"
         fewest = -(-count * largest // self.most_tokens) if self.most_tokens else -(-count // BLOCK)
         return (
@@ -143,7 +150,7 @@ class RemoteSource(NNsightSource):
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         try:
-            [part] = partial_sums(self._ask([batch], kernels))
+            [part] = partial_sums(self._request_sums([batch], kernels))
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
         return part.not_finite, {name: dict(one) for name, one in part.out.items()}
@@ -159,10 +166,10 @@ class RemoteSource(NNsightSource):
 
     def collect(self, batch: Batch) -> View:
         raise LayersimError(
-            "Activations stay where the model is.",
+            "Activations of a remote model stay on the server.",
             given=f"a model on {self.offer.server}",
-            expected="a model that runs here",
-            do="analyze() and compare(), which bring sums back; or load the model here",
+            expected="a model in this process",
+            do="analyze() and compare(), which return sums; or load the model in this process",
         )
 
     def stream(
@@ -173,19 +180,19 @@ class RemoteSource(NNsightSource):
             for group in self.groups(batches, start, self.most_tokens, self._affordable):
                 yield from self._in_time(group, kernels)
         finally:
-            # The bar behind it is over.
+            # The progress bar that it wrote to has ended.
             self.ndif.say = quiet
 
     def groups(
         self, batches: Iterator[Batch], start: int, most_tokens: int | None, affordable: Callable[[], int]
     ) -> Iterator[list[Batch]]:
-        """Batches by the request: all that are left, or a power of two of them, never none.
+        """Group batches into requests: all remaining batches, or a power of two of them, at least one.
 
         Args:
             batches: in order.
-            start: how many went before.
-            most_tokens: positions that a request may hold; None for any number.
-            affordable: how many batches a request may take by time.
+            start: number of batches before these.
+            most_tokens: number of positions that a request may hold; None for any number.
+            affordable: gives the number of batches that a request may take by time.
         """
         ahead: deque[Batch] = deque()
         index = start
@@ -216,63 +223,63 @@ class RemoteSource(NNsightSource):
         return max(1, min(self._most, int(seconds / self._seconds_per_batch)))
 
     def _in_time(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> Iterator[list[PartialSums]]:
-        """The group in one request; in two halves where the server ends the job, or has ended shorter ones."""
-        half = 1 << ((len(group) - 1).bit_length() - 1) if len(group) > 1 else 0
-        found = None
+        """Run the group in one request, or in two where the server ends such a job or has ended a shorter one."""
+        first = 1 << ((len(group) - 1).bit_length() - 1) if len(group) > 1 else 0
+        result = None
         if len(group) <= self._most:
             try:
-                found = self._ask(group, kernels)
+                result = self._request_sums(group, kernels)
             except JobTooLong as error:
-                if not half:
+                if not first:
                     raise self._too_long(group[0], error) from None
-                self._most, self._halved = half, self._halved + 1
+                self._most, self._halved = first, self._halved + 1
                 if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
-                    # Some servers tell it only so.
+                    # Some servers report their limit only in this message.
                     self.offer = replace(self.offer, job_limit=float(limit[1]))
-                LOG.warning("%s ended a job for its time: %d batches a request at most from now on", self.offer.server, half)
-        if found is None:
-            yield from self._in_time(group[:half], kernels)
-            yield from self._in_time(group[half:], kernels)
+                LOG.warning("%s ended a job for its time: %d batches a request at most from now on", self.offer.server, first)
+        if result is None:
+            yield from self._in_time(group[:first], kernels)
+            yield from self._in_time(group[first:], kernels)
             return
         self._seconds_per_batch = max(self.ndif.seconds, 1e-3) / len(group)
-        parts = partial_sums(found)
-        self._warn_of_much(parts)
+        parts = partial_sums(result)
+        self._warn_of_large_sums(parts)
         yield parts
 
     def send(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> str:
-        """Send a request off, and return the server's name for it."""
-        work, shipped = self.pack(group), travelling(kernels)
+        """Send a non-blocking request and return the id of its job."""
+        work, shipped = self.pack(group), shippable(kernels)
         with self._frozen.in_place(shipped):
             return self.ndif.submit(lambda backend: self._submit(work, shipped, backend))
 
     def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> list[tuple[int, BatchSums]]:
         return submit(self.envoy, self.blocks, work, self._unembed, kernels, self.calling, backend)
 
-    def _warn_of_much(self, parts: list[PartialSums]) -> None:
-        """Say once of an analyzer that it brings back more than sums over layers are."""
+    def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
+        """Warn once of an analyzer whose sums are large."""
         for name, one in parts[0].out.items():
             size = sum(value.numel() * value.element_size() for value in one.values())
             if size > LARGE_SUMS and name not in self._warned:
                 self._warned.add(name)
                 key, value = max(one.items(), key=lambda item: item[1].numel())
                 warnings.warn(
-                    f"{name!r} brings back {size / 1e6:.0f} MB a request, most of it {key!r} of shape {tuple(value.shape)}.",
+                    f"{name!r} returns {size / 1e6:.0f} MB per request, most of it {key!r} of shape {tuple(value.shape)}.",
                     LayersimWarning,
                     stacklevel=2,
                 )
 
-    def _ask(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, BatchSums]]:
-        work, shipped = self.pack(group), travelling(kernels)
+    def _request_sums(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, BatchSums]]:
+        work, shipped = self.pack(group), shippable(kernels)
         with self._frozen.in_place(shipped):
             return self.ndif.request(lambda backend: self._submit(work, shipped, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """What a request says of its batches."""
+        """The content of a request: for each batch its tokens, counted positions, their fields and the options of the call."""
         work = []
         for batch in group:
             options = call_options(self.module, batch) | ({"logits_to_keep": 1} if self._keeps else {})
             keep, kept = kept_of(batch)
-            # Labels are the user's own numbers; the others are ids and counts.
+            # Labels are the user's own numbers and may be large; the others are ids and counts, which fit int32.
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
             tokens = batch.tokens.to(torch.int32)
             work.append({"tokens": tokens, "keep": keep.to(torch.int32), "kept": small, "options": options})
@@ -282,17 +289,17 @@ class RemoteSource(NNsightSource):
         rows = len(batch.tokens)
         return LayersimError(
             "One forward pass with these analyzers takes longer than a job may.",
-            given=f"{rows} rows of {batch.tokens.shape[1]} tokens; {self.offer.server} says: {error}",
+            given=f"{rows} rows of {batch.tokens.shape[1]} tokens; {self.offer.server} reports: {error}",
             expected="a job within the operator's limit",
             do=f"batch_size={max(1, rows // 2)}, a smaller seq_len=, or fewer analyzers at once",
         )
 
 
 def _model_key(model: Any, remote: bool | str) -> str:
-    """What a server knows the model by.
+    """The name of the model on servers.
 
     Raises:
-        LayersimError: it was loaded from a folder of this machine, which a server cannot read.
+        LayersimError: the model was loaded from a folder of this machine, which a server cannot read.
     """
     name = getattr(model, "repo_id", None)
     try:
@@ -305,6 +312,6 @@ def _model_key(model: Any, remote: bool | str) -> str:
             given=f"TransformersModel({name!r}) with remote={shown(remote)}",
             expected="a name such as 'org/name'",
             do=f"nnsight.TransformersModel('org/{os.path.basename(name.rstrip('/')) or 'name'}', task='text-generation', "
-            "tokenizer=tokenizer), or remote=False to run the folder here",
+            "tokenizer=tokenizer), or remote=False to run the folder in this process",
         ) from error
     return key

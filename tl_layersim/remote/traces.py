@@ -92,8 +92,8 @@ def lens_gap_of(model: Any, block: Any, unembed: Unembed, tokens: Tensor, option
             logits = tensor_of(model.output)[0]
             # Outside autocast, as kernels run: a server may have switched it on.
             with torch.autocast(device_type=hidden.device.type, enabled=False):
-                found = unembed_gap(lens, hidden[0], logits, last)
-        gap: Tensor = nnsight.save(found)
+                norms = unembed_gap(lens, hidden[0], logits, last)
+        gap: Tensor = nnsight.save(norms)
     return gap
 
 
@@ -105,14 +105,14 @@ def probe(model: Any, blocks: list[Any], backend: Any) -> dict[str, Any]:
     with torch.no_grad(), model.trace(tokens, backend=backend):
         outputs = [first_tensor(block.output) for block in blocks]
         weight = next(iter(blocks[0]._module.parameters()))
-        found = nnsight.save(
+        saved = nnsight.save(
             {
                 "dtype": str(outputs[0].dtype),
                 "devices": [str(output.device) for output in outputs],
                 "meta": weight.device.type == "meta",
             }
         )
-    facts: dict[str, Any] = found
+    facts: dict[str, Any] = saved
     return facts
 
 
@@ -170,7 +170,7 @@ def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
         if isinstance(out, str):
             name, _, what = out.partition(": ")
             raise LayersimError(
-                f"What the kernel of {name!r} returned cannot be added up.",
+                f"The sums that the kernel of {name!r} returned cannot be added up.",
                 given=what,
                 expected="a dict of tensors whose names and shapes do not depend on the batch",
                 do="sum over the token axis inside the kernel",

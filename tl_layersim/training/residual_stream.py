@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.hooked import HookedSource
-from ..models.hooks import eval_mode, every_module, in_this_thread, on_enter, on_leave, run_until_stopped
+from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
 from ..models.layout import classes_with_head
 from ..models.source import refuse_inference_weights
 from ..models.split_model import logits_of
@@ -130,19 +130,19 @@ class ResidualStream:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
                 found.setdefault(layer, first_tensor(output))
                 if layer == top and not (whole or recomputes):
-                    end()
+                    forward.stop()
 
             return hook
 
         def stop(*_: Any) -> None:
             if top in found and not whole:
-                end()
+                forward.stop()
 
         # Forward passes of other threads go on to their end.
         handles = [on_leave(self.blocks[layer - 1], in_this_thread(read(layer))) for layer in layers]
         handles.append(on_enter(self._top, in_this_thread(stop)))
         try:
-            with run_until_stopped() as end:
+            with ForwardRun() as forward:
                 run()
         finally:
             for handle in handles:
