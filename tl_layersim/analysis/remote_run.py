@@ -269,10 +269,10 @@ def start(
     """Send all requests of the main pass, and return without waiting for their answers."""
     steps: deque[Step] = deque()
     unsure = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
-    most = source.most_tokens or TOKENS_PER_REQUEST
+    most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
     reading = iter(tqdm(read(batches, analyzers, Tally(), steps, unsure), desc="sending", unit="batch", disable=None))
-    for group in source.groups(reading, 0, most, lambda: BLOCK):
+    for group in source.schedule.groups(reading, 0, most, lambda: BLOCK):
         jobs.append(Job(source.send(group, kernels), group, _of(steps, len(group))))
     if not jobs:
         make_report(analyzers, [source.model], Tally(sequences=sum(step.rows for step in steps)), {}, first, settings)

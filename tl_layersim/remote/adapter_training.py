@@ -21,8 +21,9 @@ from ..models.softmax import cross_entropy, cross_entropy_slopes
 from ..models.unembed import Unembed
 from .client import quiet
 from .failures import JobTooLong
+from .scheduling import SECONDS_PER_REQUEST
 from .shipping import ShippedSource
-from .source import SECONDS_PER_REQUEST, RemoteSource
+from .source import RemoteSource
 from .traces import remote_lens
 
 # "down", `adapter direction d_model`, and "up", `adapter d_model direction`; of each the moments "mean" and "square" of Adam.

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..core.addresses import shown
 from ..core.errors import LayersimError, LayersimWarning, in_words
-from ..core.pairwise_summation import BLOCK, next_size
+from ..core.pairwise_summation import BLOCK
 from ..data.batches import Batch
 from ..models.layout import call_options
 from ..models.model_info import ServerOffer
@@ -26,11 +25,10 @@ from ..models.source import PartialSums
 from ..models.view import Kernel, Reduced, View
 from .client import LOG, NdifClient, quiet
 from .failures import JobTooLong
+from .scheduling import RequestSchedule
 from .shipping import ShippedSource
 from .traces import BatchSums, lens_gap_of, partial_sums, probe, submit
 
-# Seconds that a request may take where the operator's limit is not known; where it is, a quarter of the limit at most.
-SECONDS_PER_REQUEST = 10.0
 T = TypeVar("T")
 # Bytes of one analyzer's sums above which a warning is given.
 LARGE_SUMS = 8e6
@@ -49,6 +47,7 @@ class RemoteSource(NNsightSource):
     Attributes:
         ndif: the client of the server.
         offer: what the server allows.
+        schedule: how many batches a request contains.
     """
 
     is_remote = True
@@ -61,19 +60,11 @@ class RemoteSource(NNsightSource):
         remote: bool | str,
         tokens_per_request: int | None,
     ) -> None:
-        if tokens_per_request is not None and tokens_per_request < 1:
-            raise LayersimError(
-                "`tokens_per_request` must be at least 1.",
-                given=tokens_per_request,
-                expected="1 or more",
-                do="tokens_per_request=8192",
-            )
+        self.schedule = RequestSchedule(tokens_per_request)
         super().__init__(model, layers, unembed, remote)
         self.ndif = NdifClient(remote, _model_key(model, remote), model._remoteable_get_env())
-        self.most_tokens, self._most = tokens_per_request, BLOCK
-        self._seconds_per_batch: float | None = None
         self._warned: set[str] = set()
-        self._frozen, self._halved = ShippedSource(), 0
+        self._frozen = ShippedSource()
         self._keeps = "logits_to_keep" in inspect.signature(type(self.module).forward).parameters
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
@@ -119,29 +110,21 @@ class RemoteSource(NNsightSource):
             "devices": list(offer.devices),
             "versions": dict(offer.versions),
             "requests": ndif.requests,
-            "halved": self._halved,
+            "halved": self.schedule.lowered,
             "bytes_sent": ndif.sent,
             "bytes_received": ndif.received,
         }
 
     def refuse_larger(self, rows: int, positions: int) -> None:
-        """Refuse a forward pass that is larger than a request may be, before anything is sent."""
-        if self.most_tokens is not None and positions > self.most_tokens:
-            width = positions // rows
-            fits = self.most_tokens // width
-            raise LayersimError(
-                "`tokens_per_request` is smaller than one forward pass, and a request holds whole forward passes.",
-                given=f"{rows} rows of {width} tokens with tokens_per_request={self.most_tokens}",
-                expected=f"tokens_per_request of at least {positions}",
-                do=f"batch_size={fits}, or a larger tokens_per_request=" if fits else "a larger tokens_per_request=",
-            )
+        self.schedule.refuse_larger(rows, positions)
 
     def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
         width = self._model.d_model
         memory = in_words(4 * len(self._model.layers) * largest * (width or 0))
         held = f", of which the largest holds {memory} of residuals on the server" if width else ""
         limit = f"{self.offer.job_limit:g} s a job" if self.offer.job_limit else "no known limit of a job's time"
-        fewest = -(-count * largest // self.most_tokens) if self.most_tokens else -(-count // BLOCK)
+        most_tokens = self.schedule.most_tokens
+        fewest = -(-count * largest // most_tokens) if most_tokens else -(-count // BLOCK)
         return (
             f"{self.offer.server} ({'trusted' if self.offer.trusted else 'sandboxed'}, {self.offer.dtype}, {limit}): "
             f"{tokens:,} tokens in {count} forward passes{held}{', and all once more for a mean' if passes > 1 else ''}. "
@@ -177,62 +160,26 @@ class RemoteSource(NNsightSource):
     ) -> Iterator[list[PartialSums]]:
         self.ndif.say = say
         try:
-            for group in self.groups(batches, start, self.most_tokens, self._affordable):
+            schedule = self.schedule
+            for group in schedule.groups(
+                batches, start, schedule.most_tokens, lambda: schedule.affordable(self.offer.job_limit)
+            ):
                 yield from self._in_time(group, kernels)
         finally:
             # The progress bar that it wrote to has ended.
             self.ndif.say = quiet
 
-    def groups(
-        self, batches: Iterator[Batch], start: int, most_tokens: int | None, affordable: Callable[[], int]
-    ) -> Iterator[list[Batch]]:
-        """Group batches into requests: all remaining batches, or a power of two of them, at least one.
-
-        Args:
-            batches: in order.
-            start: number of batches before these.
-            most_tokens: number of positions that a request may hold; None for any number.
-            affordable: gives the number of batches that a request may take by time.
-        """
-        ahead: deque[Batch] = deque()
-        index = start
-        while True:
-            size = next_size(index, affordable())
-            while len(ahead) < size and (batch := next(batches, None)) is not None:
-                self.refuse_larger(len(batch.tokens), batch.tokens.numel())
-                ahead.append(batch)
-            if not ahead:
-                return
-            taken, total = 0, 0
-            for batch in list(ahead)[:size]:
-                total += batch.tokens.numel()
-                if taken and most_tokens is not None and total > most_tokens:
-                    break
-                taken += 1
-            if taken < len(ahead):
-                taken = 1 << (taken.bit_length() - 1)
-            yield [ahead.popleft() for _ in range(taken)]
-            index += taken
-
-    def _affordable(self) -> int:
-        if self.most_tokens is not None:
-            return self._most
-        if self._seconds_per_batch is None:
-            return 1
-        seconds = SECONDS_PER_REQUEST if self.offer.job_limit is None else min(SECONDS_PER_REQUEST, self.offer.job_limit / 4)
-        return max(1, min(self._most, int(seconds / self._seconds_per_batch)))
-
     def _in_time(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> Iterator[list[PartialSums]]:
         """Run the group in one request, or in two where the server ends such a job or has ended a shorter one."""
         first = 1 << ((len(group) - 1).bit_length() - 1) if len(group) > 1 else 0
         result = None
-        if len(group) <= self._most:
+        if len(group) <= self.schedule.most_batches:
             try:
                 result = self._request_sums(group, kernels)
             except JobTooLong as error:
                 if not first:
                     raise self._too_long(group[0], error) from None
-                self._most, self._halved = first, self._halved + 1
+                self.schedule.lower(first)
                 if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
                     # Some servers report their limit only in this message.
                     self.offer = replace(self.offer, job_limit=float(limit[1]))
@@ -241,7 +188,7 @@ class RemoteSource(NNsightSource):
             yield from self._in_time(group[:first], kernels)
             yield from self._in_time(group[first:], kernels)
             return
-        self._seconds_per_batch = max(self.ndif.seconds, 1e-3) / len(group)
+        self.schedule.measure(self.ndif.seconds, len(group))
         parts = partial_sums(result)
         self._warn_of_large_sums(parts)
         yield parts
