@@ -17,7 +17,7 @@ LONG_FILES = {
     "tl_layersim/reporting/figures.py": 440,
     "tl_layersim/training/adapter_api.py": 435,
 }
-MOST_LONG_FUNCTIONS = 12
+MOST_LONG_FUNCTIONS = 11
 # Public functions; the internal ones are counted.
 PUBLIC = {
     "analysis.engine.analyze",
