@@ -7,7 +7,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -334,14 +334,15 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unemb
         40
     """
     chosen = choose_analyzers(analyzers)
-    source = open_source(model, layers=layers, unembed=unembed)
-    if not isinstance(source, HookedSource):
+    opened = open_source(model, layers=layers, unembed=unembed)
+    if not opened.can_hook:
         raise LayersimError(
             "Only a model whose modules run in this loop can be attached to.",
             given=type(model).__name__,
             expected="HookedTransformer, TransformerBridge or a Hugging Face model",
             do="lsim.analyze(model, data, analyzers)",
         )
+    source = cast(HookedSource, opened)
     if stack_side(source.module, source.blocks).side == "both":
         raise LayersimError(
             "`layers` must lie in one stack of an encoder-decoder: each has tokens and a mask of its own.",

@@ -28,9 +28,11 @@ from ..data.batches import Batches
 from ..models.model_info import Model
 from ..models.validation import refuse_not_finite
 from ..models.view import Kernel
-from ..remote.client import NdifClient, Passing
+from ..remote.client import NdifClient
+from ..remote.failures import TransientFailure
 from ..remote.open import open_source
-from ..remote.source import RemoteSource, parts_of
+from ..remote.source import RemoteSource
+from ..remote.traces import partial_sums
 from .data_pass import Step, closed, read, settle
 from .kept_runs import Job, KeptRun, parsed
 from .report_assembly import make_report
@@ -168,7 +170,7 @@ class RemoteRun:
 
     def _look(self, job: Job) -> None:
         """Ask for the server's word on a job, and take its answer if there is one."""
-        word, now = self._ndif.look(job.id), time.monotonic()
+        word, now = self._ndif.poll(job.id), time.monotonic()
         if not word.reached:
             self._unreached = self._unreached or (now, word.failure)
             return
@@ -183,7 +185,7 @@ class RemoteRun:
         if word.state != "COMPLETED":
             return
         try:
-            parts = parts_of((word.found or {}).get("found") or [])
+            parts = partial_sums((word.result or {}).get("found") or [])
             for part in parts:
                 refuse_not_finite(part.not_finite, [self._model.layers], f"job {job.id}")
         except LayersimError as error:
@@ -199,7 +201,7 @@ class RemoteRun:
 
     def _give_up_on_a_silent_server(self) -> None:
         if self._unreached is not None and time.monotonic() - self._unreached[0] > self._ndif.patience:
-            raise self._ndif.given_up(Passing(self._unreached[1]), 1)
+            raise self._ndif.failures.given_up(TransientFailure(self._unreached[1]), 1)
 
     def _again(self, job: Job) -> None:
         """Send a failed job once more, in two halves if it was too long."""
@@ -267,10 +269,10 @@ def start(
     """Send all requests of the main pass, and return without waiting for their answers."""
     steps: deque[Step] = deque()
     unsure = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
-    most = source.most_tokens or TOKENS_PER_REQUEST
+    most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
     reading = iter(tqdm(read(batches, analyzers, Tally(), steps, unsure), desc="sending", unit="batch", disable=None))
-    for group in source.groups(reading, 0, most, lambda: BLOCK):
+    for group in source.schedule.groups(reading, 0, most, lambda: BLOCK):
         jobs.append(Job(source.send(group, kernels), group, _of(steps, len(group))))
     if not jobs:
         make_report(analyzers, [source.model], Tally(sequences=sum(step.rows for step in steps)), {}, first, settings)

@@ -19,10 +19,13 @@ from ..models.block_call import first_tensor
 from ..models.nnsight import NNsightSource
 from ..models.softmax import cross_entropy, cross_entropy_slopes
 from ..models.unembed import Unembed
-from .client import JobTooLong, quiet
+from .client import quiet
+from .failures import JobTooLong
 from .open import open_source
+from .scheduling import SECONDS_PER_REQUEST
 from .shipping import ShippedSource
-from .source import SECONDS_PER_REQUEST, RemoteSource, there
+from .source import RemoteSource
+from .traces import remote_lens
 
 # "down", `adapter direction d_model`, and "up", `adapter d_model direction`; of each the moments "mean" and "square" of Adam.
 Parts = dict[str, Tensor]
@@ -117,7 +120,7 @@ def loss_and_gradient(
             streams.append(adapt(block, down[at.index(number)], up[at.index(number)]))
         else:
             streams.append(first_tensor(block.output))
-    head = there(unembed, streams[-1]) if far else unembed
+    head = remote_lens(unembed, streams[-1]) if far else unembed
     sums, ends, slopes = [], [], []
     for x, weight in zip(streams, weights, strict=True):
         own = x.flatten(0, 1).index_select(0, item["index"].long().to(x.device))

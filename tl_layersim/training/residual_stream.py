@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.hooked import HookedSource
-from ..models.hooks import eval_mode, every_module, in_this_thread
+from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
 from ..models.layout import classes_with_head
 from ..models.source import refuse_inference_weights
-from ..models.split_model import Enough, logits_of
+from ..models.split_model import logits_of
 from ..models.validation import lens_gap, need_stream, refuse_other_logits
 from ..remote.open import open_source
 from .losses import positions_with_targets, summed_loss
@@ -130,19 +130,19 @@ class ResidualStream:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
                 found.setdefault(layer, first_tensor(output))
                 if layer == top and not (whole or recomputes):
-                    raise Enough
+                    forward.stop()
 
             return hook
 
-        def stop(_module: nn.Module, _args: Any) -> None:
+        def stop(*_: Any) -> None:
             if top in found and not whole:
-                raise Enough
+                forward.stop()
 
         # Forward passes of other threads go on to their end.
-        handles = [self.blocks[layer - 1].register_forward_hook(in_this_thread(read(layer))) for layer in layers]
-        handles.append(self._top.register_forward_pre_hook(in_this_thread(stop)))
+        handles = [on_leave(self.blocks[layer - 1], in_this_thread(read(layer))) for layer in layers]
+        handles.append(on_enter(self._top, in_this_thread(stop)))
         try:
-            with suppress(Enough):
+            with ForwardRun() as forward:
                 run()
         finally:
             for handle in handles:
@@ -213,7 +213,7 @@ class ResidualStream:
 
         def gap() -> Tensor:
             seen: list[Tensor] = []
-            handle = self.blocks[-1].register_forward_hook(lambda _m, _a, output: seen.append(first_tensor(output)))
+            handle = on_leave(self.blocks[-1], lambda _m, _a, output: seen.append(first_tensor(output)))
             try:
                 with torch.no_grad(), eval_mode(self.module), self.source.settling():
                     logits = logits_of(self.call(piece))
@@ -277,11 +277,11 @@ def open_residual_stream(model: Any, layers: list[str] | None, unembed: list[str
         LayersimError: it cannot be.
     """
     source = open_source(model, layers=layers, unembed=unembed)
-    if not isinstance(source, HookedSource) or type(source) is not HookedSource:
+    if not (source.can_hook and source.is_single_model):
         raise LayersimError(
             "Only a model whose weights are modules of this process can be fine-tuned.",
             given=f"{source.model.source}",
             expected="a HookedTransformer, TransformerBridge or Hugging Face model",
             do="finetune_aligned(nnsight_model._model, ...) for the module inside; train_adapters(...) for a model on a server",
         )
-    return ResidualStream(source)
+    return ResidualStream(cast(HookedSource, source))
