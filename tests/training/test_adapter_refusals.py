@@ -49,10 +49,10 @@ def test_what_diverges_is_refused(monkeypatch):
         ({"at": ["blocks.0.hook_resid_pre"]}, "`at` contains 'blocks.0.hook_resid_pre', which is no block"),
         ({"at": []}, "a list of different blocks"),
         ({"at": [1, "blocks.1.hook_resid_post"]}, "a list of different blocks"),
-        ({"weights": [0.5, 0.5]}, "weights do not belong"),
+        ({"weights": [0.5, 0.5]}, "`weights` must be one number for each layer"),
         ({"checkpoint": "nowhere/run.ckpt"}, "folder that does not exist"),
         ({"data": {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": [0, 1]}}, "trained on tokens"),
-        ({"data": random_tokens(1, 8), "eval_data": None}, "cannot be parted"),
+        ({"data": random_tokens(1, 8), "eval_data": None}, "`data` has too few rows"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options, words):

@@ -106,9 +106,9 @@ class TestRun:
         texts = ["w3 w4 w5 w6", "w7 w8 w9"] * 4
         found = lsim.finetune_aligned(model, texts, SHORT, tokenizer=tiny_tokenizer(), batch_size=2)
         assert found.provenance.options["train_rows"] == 7
-        with pytest.raises(lsim.LayersimError, match="cannot be parted"):
+        with pytest.raises(lsim.LayersimError, match="`data` has too few rows"):
             lsim.finetune_aligned(model, random_tokens(1, 6), SHORT)
-        with pytest.raises(lsim.LayersimError, match="nothing to answer"):
+        with pytest.raises(lsim.LayersimError, match="`data` has no position with a target"):
             lsim.finetune_aligned(model, random_tokens(4, 1), SHORT)
 
     def test_float16_is_refused(self):

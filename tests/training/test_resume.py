@@ -84,7 +84,7 @@ class TestResume:
     def test_places_that_are_none_are_refused_at_once(self, tmp_path):
         with pytest.raises(lsim.LayersimError, match="`checkpoint` names a file in a folder that does not exist"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), SHORT, checkpoint=tmp_path / "no" / "x")
-        with pytest.raises(lsim.LayersimError, match="no place"):
+        with pytest.raises(lsim.LayersimError, match="`save_to` must be a folder"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, save_to=tmp_path / "no" / "x"))
 
 

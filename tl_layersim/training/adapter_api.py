@@ -1,4 +1,4 @@
-"""Adapters that align a model whose weights cannot be changed: low-rank maps, trained through the model where it is."""
+"""`train_adapters`: low-rank adapters in the residual stream of a frozen nnsight model, in this process or on a server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .adapter_validation import block_numbers, no_traced_model, refuse_untrainab
 from .adapters import AlignedAdapters
 from .losses import Weights, layer_weights
 from .state import open_training_file
-from .training_data import TrainingData, found_in_feeds, has_images, open_feeds
+from .training_data import TrainingData, found_in_data, has_images, open_training_data
 
 
 @typed
@@ -58,34 +58,35 @@ def train_adapters(
     prepend_bos: bool = True,
     column: str | None = None,
 ) -> AlignedAdapters:
-    r"""Make the layers of a frozen nnsight model say early what it says at its end, by low-rank maps in its residual stream.
+    r"""Train low-rank adapters in the residual stream of a frozen nnsight model, so that every layer predicts the targets.
 
-    What leaves block l is changed to $x^l = h + (h A_l^T) B_l^T$, which the blocks above read. A and B are trained with the
-    aligned loss $\sum_l w_l \, CE(W \, \mathrm{norm}(x^l), y)$ over all layers, with the model's own final norm and head.
-    Nothing else learns. On a server the steps are made there: tokens, A and B cross, and no activations.
+    The output h of block l is changed to $x^l = h + (h A_l^T) B_l^T$, the input of the next block. A and B are trained with the
+    aligned loss $\sum_l w_l \, CE(W \, \mathrm{norm}(x^l), y)$ over all layers, with the model's own final norm and head. All
+    other weights are frozen. With `remote`, the server makes the steps: requests carry tokens, A and B, and no activations.
 
-    A starts as normal numbers of variance 1 / d_model and B as zeros, so that training starts from the model as it is. The
-    change is a product with h, and AdamW's steps do not depend on the size of gradients: one learning rate is as good for a
-    stream of any size. It falls linearly to 0.
+    A starts as normal numbers of variance 1 / d_model and B as zeros, so that the model is unchanged at the start. The change
+    is a product with h, and AdamW's steps do not depend on the size of gradients: one learning rate fits residual streams of
+    any size. It falls linearly to 0.
 
     Args:
         model: an nnsight model.
         data: as in `analyze`.
-        at: which blocks get an adapter, by number from 0 or by the name of what leaves them (`blocks.2.hook_resid_post`);
+        at: the blocks that get an adapter, by number from 0 or by the name of their output (`blocks.2.hook_resid_post`);
             default: all.
         rank: of each adapter.
         steps: of the optimiser, each on one batch.
         lr: the learning rate of the first step.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
         seed: of A and of the order of batches.
-        eval_data: what layers are judged on. Default: the last tenth of the rows of `data`, which are then not trained on.
-        labels: what layers ought to say: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for
+        eval_data: held-out data of the losses by layer. Default: the last tenth of the rows of `data`, which are then not
+            trained on.
+        labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for
             a classifier `"data"`.
         layers: see `analyze`.
         unembed: see `analyze`.
-        remote: False to run here, "local" for nnsight's simulation of a server, True or an address for a server, which has to
-            be a trusted one.
-        checkpoint: a file that keeps a training that is interrupted; the same call goes on from it, with the same numbers.
+        remote: False to run here, "local" for nnsight's simulation of a server, True or an address for a server, which must be
+            a trusted one.
+        checkpoint: a file that keeps an interrupted training; the same call continues from it, with the same numbers.
         tokenizer: in place of the model's own.
         batch_size: see `analyze`, as for all further options.
         seq_len: see `analyze`.
@@ -99,7 +100,7 @@ def train_adapters(
         The adapters, with their learning curve and held-out losses by layer.
 
     Raises:
-        LayersimError: the model is not run by nnsight, has no head that is known, or its server keeps its weights in a sandbox.
+        LayersimError: the model is no nnsight model, has no known head, or is on a server whose sandbox computes no gradients.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; Hu et al. 2022 (arXiv 2106.09685) for low-rank maps.
@@ -131,7 +132,7 @@ def train_adapters(
             do="finetune_aligned(model, data), which takes images, for a model that is loaded here",
         )
     usual = usual_labels(labels, [(known, source.module)])
-    rows = open_feeds(data, eval_data, labels, reading, known, source.module, usual)
+    rows = open_training_data(data, eval_data, labels, reading, known, source.module, usual)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
     options |= {"layers": layers, "unembed": unembed}
     digests = {"trained_on": rows[0].digest(), "judged_on": rows[1].digest()}
@@ -147,7 +148,7 @@ def train_adapters(
     training.restore(file)
     _report_traffic(training)
     fields = _trained(training, source, file)
-    options = reading.record() | found_in_feeds(*rows) | options
+    options = reading.record() | found_in_data(*rows) | options
     options |= {"trained_on": digests["trained_on"], "train_rows": len(rows[0])}
     options |= {"remote": [place]} if (place := source.record()) else {}
     run = record([known], training.tally(time.perf_counter() - began), options, seed)
