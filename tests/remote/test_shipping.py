@@ -63,7 +63,8 @@ def test_a_refusal_of_a_kernel_keeps_its_words(small):
 OWN = """
 from dataclasses import dataclass
 import torch
-import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer
+from tl_layersim.core import LayerCurve
 
 FACTOR = 2.0
 
