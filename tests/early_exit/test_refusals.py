@@ -64,7 +64,7 @@ class TestRefusals:
         model = tiny_llama(3)
         with pytest.raises(lsim.LayersimError, match="no head"):
             EarlyExit(model.model)
-        with pytest.raises(lsim.LayersimError, match="no model"):
+        with pytest.raises(lsim.LayersimError, match="not a model of a supported type"):
             EarlyExit("gpt2")
         # Weights that accelerate keeps elsewhere.
         spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
