@@ -109,10 +109,10 @@ def test_a_head_with_a_soft_cap_has_the_losses_of_the_logit_lens_too():
 
 @pytest.mark.parametrize("sloped", [False, True])
 def test_adapters_on_a_server_are_judged_by_the_same_cross_entropy(wide, sloped):
-    from tl_layersim.remote.adapter_training import judged
+    from tl_layersim.remote.adapter_training import summed_cross_entropy
 
     x, wanted = torch.randn(9, 16), torch.randint(0, VOCABULARY, (9,))
-    loss, slope = judged(wide.lm_head, x, wanted, sloped)
+    loss, slope = summed_cross_entropy(wide.lm_head, x, wanted, sloped)
     exact = naive(wide.lm_head(x).detach().numpy(), wanted.numpy()).sum()
     assert float(loss) == pytest.approx(exact, rel=1e-7 if sloped else 1e-12)
     assert (slope is not None) == sloped

@@ -27,12 +27,12 @@ def test_a_rising_loss_is_said():
 
 
 def test_what_diverges_is_refused(monkeypatch):
-    plain = far_training.stepped
+    plain = far_training.adamw_step
 
     def stepped(*given):
         return {name: value * math.inf for name, value in plain(*given).items()}
 
-    monkeypatch.setattr(far_training, "stepped", stepped)
+    monkeypatch.setattr(far_training, "adamw_step", stepped)
     with pytest.raises(LayersimError, match=r"diverged(.|\n)*lr=0\.0003"):
         train(traced(), lr=0.003)
 

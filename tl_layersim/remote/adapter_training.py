@@ -1,6 +1,7 @@
-"""Low-rank maps in the residual stream of a model that nnsight runs, here or on a server: put, learnt and judged there.
+"""Low-rank adapters in the residual stream of an nnsight model, in this process or on a server: application, steps, losses.
 
-What runs beside the model is shipped, see `nnsight.py`: it refers to local names and to functions that need torch alone.
+Functions that run beside the model are shipped, see `nnsight.py`: they refer to local names and to functions that need torch
+alone.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ from .shipping import ShippedSource
 from .source import RemoteSource
 from .traces import remote_lens
 
-# "down", `adapter direction d_model`, and "up", `adapter d_model direction`; of each the moments "mean" and "square" of Adam.
+# Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`, and of each the moments "mean" and
+# "square" of Adam.
 Parts = dict[str, Tensor]
-# What one optimiser step, or one look, is made of: tokens, where something is asked, what the answer is, the rate.
+# The inputs of an optimiser step or an evaluation: tokens, positions with a target, targets, number of the step, rate.
 Item = dict[str, Any]
-Found = tuple[Tensor, int]
-# Logits that are held at once.
+# Losses `layer`, summed over targets, and the number of targets.
+LossSums = tuple[Tensor, int]
+# Number of logits held at once.
 LOGITS = 2**23
-# Of AdamW, torch's own defaults.
+# AdamW with torch's defaults.
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01
-# Steps that one request takes at most.
-MOST = 64
+# Largest number of steps in a request.
+MOST_STEPS = 64
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Adapters as they travel to where a model is.
+    """Adapters in the form that is sent to a server and applied in a trace.
 
     Attributes:
         paths: of the blocks, one for each adapter.
@@ -55,13 +58,13 @@ class Patch:
     up: Tensor
 
     def apply(self, model: Any) -> None:
-        """Inside a trace: put them in."""
+        """Apply the adapters, inside a trace."""
         for number, path in enumerate(self.paths):
             block = model
             for name in path.split("."):
                 if not hasattr(block, name):
                     raise LayersimError(
-                        "This model has not got the blocks that the adapters belong to.",
+                        "`model` has not got the blocks that the adapters belong to.",
                         given=f"a {type(model).__name__} without {path}",
                         expected="the nnsight model that is traced, of the architecture that they were trained on",
                         do="apply them to the model that they were trained on",
@@ -71,48 +74,56 @@ class Patch:
 
 
 def adapt(block: Any, down: Tensor, up: Tensor) -> Tensor:
-    """Inside a trace: what leaves the block, with its adapter's share, which the model then goes on with."""
+    """Replace the output of a block by the adapted one, inside a trace, and return it."""
     output = block.output
     own = first_tensor(output)
     if own.shape[-1] != down.shape[-1]:
         raise LayersimError(
-            "These adapters were trained on a model of another width.",
+            "`model` has another width than the one that these adapters were trained on.",
             given=f"a residual stream of width {own.shape[-1]}",
             expected=f"width {down.shape[-1]}",
             do="apply them to the model that they were trained on",
         )
-    x = moved(own, down, up)
+    x = adapted(own, down, up)
     block.output = (x, *output[1:]) if isinstance(output, tuple) else x
     return x
 
 
-def moved(h: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """H + (h A') B', the product in the adapter's dtype."""
+def adapted(h: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """The adapted residual h + (h A') B', with the product in the adapter's dtype."""
     with torch.autocast(device_type=h.device.type, enabled=False):
-        share: Tensor = h.to(down.dtype) @ down.to(h.device).T @ up.to(h.device).T
-        return h + share.to(h.dtype)
+        change: Tensor = h.to(down.dtype) @ down.to(h.device).T @ up.to(h.device).T
+        return h + change.to(h.dtype)
 
 
 def loss_and_gradient(
-    blocks: list[Any], unembed: Unembed, far: bool, at: list[int], item: Item, down: Tensor, up: Tensor, weights: list[float]
+    blocks: list[Any],
+    unembed: Unembed,
+    is_remote: bool,
+    at: list[int],
+    item: Item,
+    down: Tensor,
+    up: Tensor,
+    weights: list[float],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Inside a trace: the cross-entropy of every layer, summed over the answers, and what the aligned loss is pulled by.
+    """Cross-entropies of all layers and the gradient of the aligned loss, inside a trace.
 
-    The logits of one chunk of one layer are held at a time: their derivative by the residual is taken at once, and one
-    backward pass through the blocks takes all of these further.
+    The logits of one chunk of one layer are held at a time: their derivative by the residual is computed at once, and one
+    backward pass through the blocks continues from all of these.
 
     Args:
         blocks: of the model.
-        unembed: its way to logits.
-        far: whether the dtype of its weights is known only there.
+        unembed: final norm and head of the model.
+        is_remote: whether the dtype of its weights is known on the server alone.
         at: numbers of the blocks with an adapter.
-        item: see `Descent.item`.
+        item: see `RemoteDescent.item`.
         down: `adapter direction d_model`.
         up: `adapter d_model direction`.
         weights: of the layers.
 
     Returns:
-        `layer`, float64; and the derivatives of the aligned loss by `down` and `up`, none where neither wants any.
+        Losses `layer`, float64, summed over targets; and the derivatives of the aligned loss by `down` and `up`, empty where
+        neither requires a gradient.
     """
     streams = []
     for number, block in enumerate(blocks):
@@ -120,30 +131,30 @@ def loss_and_gradient(
             streams.append(adapt(block, down[at.index(number)], up[at.index(number)]))
         else:
             streams.append(first_tensor(block.output))
-    head = remote_lens(unembed, streams[-1]) if far else unembed
+    head = remote_lens(unembed, streams[-1]) if is_remote else unembed
     sums, ends, slopes = [], [], []
     for x, weight in zip(streams, weights, strict=True):
         own = x.flatten(0, 1).index_select(0, item["index"].long().to(x.device))
-        wanted = item["wanted"].long().to(x.device)
+        targets = item["targets"].long().to(x.device)
         with torch.autocast(device_type=x.device.type, enabled=False):
-            loss, slope = judged(head, own.detach(), wanted, own.requires_grad)
+            loss, slope = summed_cross_entropy(head, own.detach(), targets, own.requires_grad)
         sums.append(loss.cpu())
         if slope is not None:
             ends.append(own)
-            slopes.append(slope * (weight / len(wanted)))
+            slopes.append(slope * (weight / len(targets)))
     found = list(torch.autograd.grad(ends, [down, up], slopes)) if ends else []
     return torch.stack(sums), found
 
 
-def judged(unembed: Unembed, x: Tensor, wanted: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
-    """Summed cross-entropy of residuals `token d_model`, in float64, and where asked for its derivative by them."""
+def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
+    """Summed cross-entropy of residuals `token d_model`, float64, and with `sloped` its derivative by them."""
     with torch.no_grad():
         rows = max(1, LOGITS // unembed(x[:1]).shape[-1])
     total = torch.zeros((), dtype=torch.float64)
     slopes = []
     with torch.set_grad_enabled(sloped):
         for first in range(0, len(x), rows):
-            some, right = x[first : first + rows].requires_grad_(sloped), wanted[first : first + rows]
+            some, right = x[first : first + rows].requires_grad_(sloped), targets[first : first + rows]
             logits = unembed(some)
             right = right.to(logits.device)
             if not sloped:
@@ -156,8 +167,8 @@ def judged(unembed: Unembed, x: Tensor, wanted: Tensor, sloped: bool) -> tuple[T
     return total, torch.cat(slopes) if sloped else None
 
 
-def stepped(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Parts:
-    """One step of AdamW, the `step`-th from 1; what it is given stays as it is.
+def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Parts:
+    """One step of AdamW, the `step`-th from 1, as a new state.
 
     Source:
         Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2; torch's defaults.
@@ -172,19 +183,19 @@ def stepped(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Parts
     return after
 
 
-def visit(
-    blocks: list[Any], unembed: Unembed, far: bool, at: list[int], item: Item, state: Parts, weights: list[float]
+def step_or_evaluate(
+    blocks: list[Any], unembed: Unembed, is_remote: bool, at: list[int], item: Item, state: Parts, weights: list[float]
 ) -> tuple[Tensor, Parts]:
-    """Inside a trace: losses by layer before the step, and the state after it; the same state where the item has no rate."""
+    """Losses by layer before a step and the state after it, inside a trace; the state is unchanged if the item has no rate."""
     learning = item["rate"] is not None
     with torch.set_grad_enabled(learning):
         down, up = (state[name].detach().clone().requires_grad_(learning) for name in ("down", "up"))
-        sums, slopes = loss_and_gradient(blocks, unembed, far, at, item, down, up, weights)
+        sums, slopes = loss_and_gradient(blocks, unembed, is_remote, at, item, down, up, weights)
     with torch.no_grad():
-        return sums, stepped(state, slopes, item["step"], item["rate"]) if learning else state
+        return sums, adamw_step(state, slopes, item["step"], item["rate"]) if learning else state
 
 
-def _here(
+def _local_trace(
     model: Any,
     blocks: list[Any],
     unembed: Unembed,
@@ -194,11 +205,11 @@ def _here(
     weights: list[float],
     where: dict[str, Any],
 ) -> tuple[Tensor, Parts]:
-    """One trace of a model that runs here, or in the simulation of a server."""
+    """One trace of a model that runs in this process, or in the simulation of a server."""
     import nnsight
 
     with torch.set_grad_enabled(item["rate"] is not None), model.trace(item["tokens"].long(), **where, **item["options"]):
-        found: tuple[Tensor, Parts] = nnsight.save(visit(blocks, unembed, False, at, item, state, weights))
+        found: tuple[Tensor, Parts] = nnsight.save(step_or_evaluate(blocks, unembed, False, at, item, state, weights))
     return found
 
 
@@ -212,7 +223,7 @@ def _session(
     weights: list[float],
     backend: Any,
 ) -> tuple[list[Tensor], Parts]:
-    """One request: a session of one trace for each item, from which the state goes on to the next."""
+    """One request: a session of one trace for each item, which passes the state on to the next."""
     import nnsight
 
     found: Any = None
@@ -221,7 +232,7 @@ def _session(
         held = dict(state)
         for item in work:
             with model.trace(item["tokens"].long(), **item["options"]):
-                loss, after = visit(blocks, unembed, True, at, item, held, weights)
+                loss, after = step_or_evaluate(blocks, unembed, True, at, item, held, weights)
                 sums.append(loss)
                 held.update(after)
         found = nnsight.save((sums, held))
@@ -242,10 +253,10 @@ def open_traced(model: Any, layers: list[str] | None, unembed: list[str] | None,
 
 
 class RemoteDescent:
-    """Adapters of one model, learnt and judged where it is.
+    """Training steps and evaluations of the adapters of one model, in the process that holds the model.
 
     Args:
-        source: how it is reached.
+        source: of the model.
         at: numbers of the blocks with an adapter.
         weights: of the layers in the aligned loss.
     """
@@ -255,7 +266,7 @@ class RemoteDescent:
         assert source._unembed is not None
         self._unembed = source._unembed
         self._keeps = "logits_to_keep" in inspect.signature(type(source.module).forward).parameters
-        self._most, self._seconds = MOST, float("nan")
+        self._most, self._seconds = MOST_STEPS, float("nan")
         self._frozen = ShippedSource()
 
     @property
@@ -265,7 +276,7 @@ class RemoteDescent:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context without dropout, in which no gradient reaches the weights; the model is left as it was found."""
+        """A context without dropout, in which no gradient reaches the weights; afterwards the model is as before."""
         learning = [p for p in self.source.module.parameters() if p.requires_grad and not p.is_inference()]
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -283,45 +294,45 @@ class RemoteDescent:
         tokens: Tensor,
         options: Mapping[str, Any],
         index: Tensor,
-        wanted: Tensor,
+        targets: Tensor,
         step: int = 0,
         rate: float | None = None,
     ) -> Item:
-        """One step, or without a rate one look.
+        """The inputs of a step, or of an evaluation where no rate is given.
 
         Args:
             tokens: `batch pos`.
-            options: what else the model is called with.
-            index: which of the flattened `batch pos` positions are asked.
-            wanted: the right answers there.
+            options: further arguments of the model's forward pass.
+            index: flattened `batch pos` positions with a target.
+            targets: of these positions.
             step: of the optimiser, from 1.
             rate: its learning rate.
         """
         options = dict(options) | ({"logits_to_keep": 1} if self._keeps else {})
-        ids = {"tokens": tokens, "index": index, "wanted": wanted}
+        ids = {"tokens": tokens, "index": index, "targets": targets}
         return {name: each.to(torch.int32) for name, each in ids.items()} | {"options": options, "step": step, "rate": rate}
 
     def run(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
-    ) -> Generator[tuple[list[Found], Parts], None, None]:
-        """Items one after the other, as many in a request as its time allows; how they are grouped changes no bit.
+    ) -> Generator[tuple[list[LossSums], Parts], None, None]:
+        """Run items in order, as many in a request as its time allows; the grouping changes no bit.
 
         Args:
-            count: how many there are.
-            item_of: which they are.
-            state: from where.
-            start: how many of them were done before.
-            say: is told what a server says.
+            count: number of items.
+            item_of: makes an item from its number.
+            state: adapters and moments before the first item.
+            start: number of items that were run before.
+            say: receives the messages of a server.
 
         Yields:
-            After each request, of each of its items the summed losses, `layer`, and over how many answers; and the state.
+            After each request, the summed losses and the number of targets of each item, and the state.
         """
         source = self.source
         if not isinstance(source, RemoteSource):
             for number in range(start, count):
                 what = (item_of(number), state, self.weights, source.where)
-                sums, state = _here(source.envoy, source.blocks, self._unembed, self.at, *what)
-                yield [(sums, len(what[0]["wanted"]))], state
+                sums, state = _local_trace(source.envoy, source.blocks, self._unembed, self.at, *what)
+                yield [(sums, len(what[0]["targets"]))], state
             return
         source.ndif.say = say
         try:
@@ -336,13 +347,13 @@ class RemoteDescent:
                     continue
                 self._seconds = max(source.ndif.seconds, 1e-3) / len(work)
                 start += len(work)
-                yield [(sums, len(item["wanted"])) for sums, item in zip(losses, work, strict=True)], state
+                yield [(sums, len(item["targets"])) for sums, item in zip(losses, work, strict=True)], state
         finally:
             source.ndif.say = quiet
 
     def _ask(self, source: RemoteSource, work: list[Item], state: Parts) -> tuple[list[Tensor], Parts]:
         what = (self._unembed, self.at, work, state, self.weights)
-        with self._frozen.in_place({"training": visit}):
+        with self._frozen.in_place({"training": step_or_evaluate}):
             return source.ndif.request(lambda backend: _session(source.envoy, source.blocks, *what, backend))
 
     def _affordable(self, source: RemoteSource) -> int:
@@ -356,8 +367,8 @@ class RemoteDescent:
 def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:
     rows, width = item["tokens"].shape
     return LayersimError(
-        "One step of training takes longer than a job may.",
+        "`batch_size` is too large: one training step takes longer than a job may take.",
         given=f"{rows} rows of {width} tokens; {source.offer.server} says: {error}",
-        expected="a step within the operator's limit",
+        expected="a step within the operator's time limit",
         do=f"batch_size={max(1, rows // 2)}, or a smaller seq_len=",
     )
