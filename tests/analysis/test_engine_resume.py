@@ -42,7 +42,7 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path,
     monkeypatch.setattr(HookedSource, "run", interrupted)
     with pytest.raises(Stopped) as caught:
         lsim.analyze(model, data, cosine_and_cka(), batch_size=2, checkpoint=path)
-    assert "the same call goes on from there" in caught.value.__notes__[0]
+    assert "the same call continues from there" in caught.value.__notes__[0]
     assert path.exists()
     report = lsim.analyze(model, data, cosine_and_cka(), batch_size=2, checkpoint=path)
     assert len(calls) == 8 + 1

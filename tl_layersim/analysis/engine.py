@@ -27,7 +27,7 @@ from ..models.source import Source
 from ..remote.open import open_source
 from ..remote.source import RemoteSource
 from .cross_model import crossing
-from .data_pass import batch_sizes, one_pass
+from .data_pass import DataPass, batch_sizes
 from .remote_run import start
 from .report_assembly import make_report
 from .validation import choose_analyzers, shared_tokens, with_tokenizer
@@ -235,14 +235,14 @@ def _run(
             without = all(analyzers[name].first_without_model for name in first_kernels)
             asked_first = {name: analyzers[name] for name in first_kernels}
             where = [] if without else sources
-            one_pass("first", "first look", where, batches, asked_first, first_kernels, tallies, checkpoint, total, deal)
+            DataPass("first", where, batches, asked_first, first_kernels, tallies, checkpoint, total, deal).run()
             first = add_over_ranks(tallies["first"].sums, deal)
         kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in analyzers.items()}
         if not blocking:
             assert isinstance(sources[0], RemoteSource)
             digest = tallies["first"].digest if first_kernels else ""
             return start(sources[0], batches, analyzers, kernels, first, settings, digest)
-        one_pass("main", "layers", sources, batches, analyzers, kernels, tallies, checkpoint, total, deal)
+        DataPass("main", sources, batches, analyzers, kernels, tallies, checkpoint, total, deal).run()
     tally = tallies["main"]
     if first_kernels:
         tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)

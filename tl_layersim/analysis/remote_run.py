@@ -32,7 +32,7 @@ from ..models.view import Kernel
 from ..remote.client import NdifClient, Passing
 from ..remote.open import open_source
 from ..remote.source import RemoteSource, parts_of
-from .data_pass import Step, closed, read, settle
+from .data_pass import PassReader, PassState, take_steps
 from .kept_runs import Job, parsed
 from .report_assembly import make_report
 from .validation import choose_analyzers
@@ -224,18 +224,19 @@ class RemoteRun:
         for piece in (job.batches[:half], job.batches[half:]):
             if piece:
                 name = self._source.send(piece, self._kernels)
-                fresh.append(Job(name, piece, _of(steps, len(piece)), attempts=attempts))
+                fresh.append(Job(name, piece, take_steps(steps, len(piece)), attempts=attempts))
         fresh[-1].steps += steps
         where = self._jobs.index(job)
         self._jobs[where : where + 1] = fresh
 
     def _report(self) -> Report:
-        tally = Tally({name: Sums() for name in self.analyzers})
+        state = PassState(Tally({name: Sums() for name in self.analyzers}), BLOCK)
         for job in self._jobs:
-            steps = deque(job.steps)
-            tally = settle(tally, job.parts, steps, BLOCK, 0.0)
-            tally = settle(tally, [], steps, BLOCK, 0.0)
-        tally = replace(closed(tally), seconds=time.time() - self._record["sent"])
+            state.waiting.extend(job.steps)
+            state.add(job.parts)
+            state.add_unmeasured()
+        state.close()
+        tally = replace(state.tally, seconds=time.time() - self._record["sent"])
         place = {**self._record["place"], **self._traffic()}
         return make_report(self.analyzers, [self._model], tally, tally.sums, self._first, {**self._settings, "remote": [place]})
 
@@ -244,15 +245,6 @@ class RemoteRun:
         ndif, before = self._ndif, self._record["before"]
         now = {"requests": ndif.requests, "bytes_sent": ndif.sent, "bytes_received": ndif.received}
         return {name: before[name] + value for name, value in now.items()}
-
-
-def _of(steps: deque[Step], measured: int) -> list[Step]:
-    """The steps of so many batches that a model has to run on, taken off the list."""
-    taken: list[Step] = []
-    while measured:
-        taken.append(steps.popleft())
-        measured -= taken[-1].measured
-    return taken
 
 
 def start(
@@ -265,16 +257,18 @@ def start(
     digest: str,
 ) -> RemoteRun:
     """Send all requests of the main pass, and return without waiting for their answers."""
-    steps: deque[Step] = deque()
-    unsure = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
+    state = PassState(Tally())
+    lens_of = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
     most = source.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
-    reading = iter(tqdm(read(batches, analyzers, Tally(), steps, unsure), desc="sending", unit="batch", disable=None))
+    reader = PassReader(batches, analyzers, state, lens_of)
+    reading = iter(tqdm(reader, desc="sending", unit="batch", disable=None))
     for group in source.groups(reading, 0, most, lambda: BLOCK):
-        jobs.append(Job(source.send(group, kernels), group, _of(steps, len(group))))
+        jobs.append(Job(source.send(group, kernels), group, take_steps(state.waiting, len(group))))
     if not jobs:
-        make_report(analyzers, [source.model], Tally(sequences=sum(step.rows for step in steps)), {}, first, settings)
-    jobs[-1].steps += steps
+        state.add_unmeasured()
+        make_report(analyzers, [source.model], state.tally, {}, first, settings)
+    jobs[-1].steps += state.waiting
     if digest and jobs[-1].steps[-1].digest != digest:
         raise LayersimError(
             "The data was not the same on the second pass.",
