@@ -68,31 +68,6 @@ def test_data_of_which_nothing_counts_is_refused():
         lsim.analyze(tiny_llama(), random_tokens(), cosine_and_cka(), skip_first=20)
 
 
-def test_a_generator_has_no_second_pass():
-    with pytest.raises(
-        lsim.LayersimError, match=r"reads the data twice(.|\n)*generator(.|\n)*list\(data\), or Cosine\(center=\"none\"\)"
-    ):
-        lsim.analyze(tiny_llama(), (row for row in random_tokens()), "cosine")
-    one = lsim.analyze(tiny_llama(), (row for row in random_tokens()), lsim.Cosine(center="none"))
-    two = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
-    assert worst(one["cosine"], two["cosine"]) == 0
-
-
-def test_data_that_is_gone_or_other_on_the_second_pass_is_noticed():
-    with pytest.raises(lsim.LayersimError, match=r"not the same on the second pass(.|\n)*160 tokens, then 0"):
-        lsim.analyze(tiny_llama(), [iter(random_tokens())], "cosine")
-
-    class Fickle:
-        seed = 0
-
-        def __iter__(self):
-            self.seed += 1
-            return iter(random_tokens(seed=self.seed))
-
-    with pytest.raises(lsim.LayersimError, match=r"not the same on the second pass(.|\n)*160 tokens, then 160 others"):
-        lsim.analyze(tiny_llama(), Fickle(), "cosine")
-
-
 def test_models_with_other_tokens_do_not_compare():
     a, b = tiny_llama(), tiny_llama(seed=1)
     a.tokenizer, b.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)

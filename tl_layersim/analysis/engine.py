@@ -18,10 +18,11 @@ from ..core.addresses import shown
 from ..core.distributed import add_over_ranks, agree, rank_and_size
 from ..core.errors import LayersimError
 from ..core.results import Report
-from ..core.resumable import Checkpoint
+from ..core.resumable import Checkpoint, Tally
 from ..core.sums import Sums
 from ..core.typed import typed
 from ..data.batches import Batches
+from ..data.cached_batches import CachedBatches
 from ..data.options import DataOptions
 from ..models.source import Source
 from ..remote.open import open_source
@@ -186,43 +187,16 @@ def _run(
     batches: Batches,
     analyzers: dict[str, Analyzer],
     path: str | os.PathLike[str] | None,
-    asked: dict[str, Any],
+    opened_with: dict[str, Any],
     blocking: bool = True,
 ) -> Any:
-    settings = batches.record() | asked
-    models = [source.model for source in sources]
-    first_kernels = {name: k for name, a in analyzers.items() if (k := a.first_kernel()) is not None}
-    for name, analyzer in analyzers.items():
-        analyzer.check_sites(*models)
-        analyzer.check(*models)
-        if analyzer.prompts and batches.options.pack:
-            raise LayersimError(
-                f"{type(analyzer).__name__} takes each row for a prompt, and packed rows end anywhere in a text.",
-                given="pack=True",
-                expected="one text a row",
-                do="pack=False, in a call of its own if other analyzers want packed rows; --no-pack on the command line",
-            )
-        if name in first_kernels and batches.one_shot:
-            raise LayersimError(
-                f"{type(analyzer).__name__} reads the data twice, and this data is gone after one pass.",
-                given=type(batches.data).__name__,
-                expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
-                do="list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else ""),
-            )
-    for analyzer in analyzers.values():
-        if said := analyzer.cost(models[0]):
-            tqdm.write(said, file=sys.stderr)
-    options = {name: analyzer.options() for name, analyzer in analyzers.items()}
-    identity = {
-        "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in models],
-        "analyzers": {name: (f"{type(a).__module__}.{type(a).__qualname__}", options[name]) for name, a in analyzers.items()},
-        "code": {name: code_digest(a) for name, a in analyzers.items()},
-        "data": settings,
-        "version": version("tl_layersim"),
-    }
+    settings = batches.record() | opened_with
+    first_kernels = {name: kernel for name, a in analyzers.items() if (kernel := a.first_kernel()) is not None}
+    _check(sources, batches, analyzers)
     deal = agree([source.peers() for source in sources])
-    checkpoint = Checkpoint(path, identity, deal)
+    checkpoint = Checkpoint(path, _identity(sources, analyzers, settings), deal)
     tallies = checkpoint.load()
+    batches = _read_once(sources, batches, {name: analyzers[name] for name in first_kernels})
     total = _announce(sources, batches, analyzers, len(first_kernels) > 0)
     with ExitStack() as stack:
         for source in sources:
@@ -231,11 +205,10 @@ def _run(
                 stack.enter_context(source.with_calls())
         first: dict[str, Sums] = {}
         if first_kernels:
+            with_first = {name: analyzers[name] for name in first_kernels}
             # Counting tokens or labels needs no model.
-            without = all(analyzers[name].first_without_model for name in first_kernels)
-            asked_first = {name: analyzers[name] for name in first_kernels}
-            where = [] if without else sources
-            DataPass("first", where, batches, asked_first, first_kernels, tallies, checkpoint, total, deal).run()
+            models = [] if all(analyzer.first_without_model for analyzer in with_first.values()) else sources
+            DataPass("first", models, batches, with_first, first_kernels, tallies, checkpoint, total, deal).run()
             first = add_over_ranks(tallies["first"].sums, deal)
         kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in analyzers.items()}
         if not blocking:
@@ -245,21 +218,83 @@ def _run(
         DataPass("main", sources, batches, analyzers, kernels, tallies, checkpoint, total, deal).run()
     tally = tallies["main"]
     if first_kernels:
+        _refuse_other_rows(tallies["first"], tally)
         tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)
-    if first_kernels and tallies["first"].digest != tally.digest:
-        raise LayersimError(
-            "The data was not the same on the second pass.",
-            given=f"{tallies['first'].tokens} tokens, then {tally.tokens}" + (" others" if tally.tokens else ""),
-            expected="data that gives the same rows each time it is iterated over",
-            do="list(data)",
-        )
     settings = settings | batches.found()
     places = [record for source in sources if (record := source.record())]
     if places:
         settings = settings | {"remote": places}
-    # What a forward pass showed of them is known by now.
+    # A source may know more of its model after a forward pass.
+    return make_report(analyzers, [s.model for s in sources], tally, add_over_ranks(tally.sums, deal), first, settings)
+
+
+def _check(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer]) -> None:
+    """Refuse models and options that an analyzer cannot work with, and print what an analyzer costs where that is much."""
     models = [source.model for source in sources]
-    return make_report(analyzers, models, tally, add_over_ranks(tally.sums, deal), first, settings)
+    for analyzer in analyzers.values():
+        analyzer.check_sites(*models)
+        analyzer.check(*models)
+        if analyzer.prompts and batches.options.pack:
+            raise LayersimError(
+                f"{type(analyzer).__name__} takes each row for a prompt, and packed rows end anywhere in a text.",
+                given="pack=True",
+                expected="one text a row",
+                do="pack=False, in a call of its own if other analyzers want packed rows; --no-pack on the command line",
+            )
+    for analyzer in analyzers.values():
+        if cost := analyzer.cost(models[0]):
+            tqdm.write(cost, file=sys.stderr)
+
+
+def _identity(sources: list[Source], analyzers: Mapping[str, Analyzer], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint must have in common with the call that resumes it."""
+    return {
+        "models": [
+            (m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in (source.model for source in sources)
+        ],
+        "analyzers": {
+            name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())
+            for name, analyzer in analyzers.items()
+        },
+        "code": {name: code_digest(analyzer) for name, analyzer in analyzers.items()},
+        "data": settings,
+        "version": version("tl_layersim"),
+    }
+
+
+def _read_once(sources: list[Source], batches: Batches, with_first: Mapping[str, Analyzer]) -> Batches:
+    """Batches that are kept in memory between passes, where the run makes several and they fit.
+
+    Raises:
+        LayersimError: the data is an iterator, needed more than once, and too large to be kept.
+    """
+    remote = any(source.is_remote for source in sources)
+    if not with_first and not remote:
+        return batches
+    cached = CachedBatches.of(batches)
+    if not cached.one_shot:
+        return cached
+    if with_first:
+        analyzer = next(iter(with_first.values()))
+        do = "list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else "")
+        cached.read_ahead(type(analyzer).__name__, do)
+    elif len(sources) == 2:
+        # What crosses between two models is stated before it does.
+        cached.read_ahead("a comparison with a model on a server", "list(data)")
+    else:
+        return batches
+    return cached
+
+
+def _refuse_other_rows(first: Tally, main: Tally) -> None:
+    """Refuse data that gave other rows on the second pass."""
+    if first.digest != main.digest:
+        raise LayersimError(
+            "`data` was not the same on the second pass.",
+            given=f"{first.tokens} tokens, then {main.tokens}" + (" others" if main.tokens else ""),
+            expected="data that gives the same rows each time it is iterated over",
+            do="list(data)",
+        )
 
 
 def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
@@ -289,21 +324,14 @@ def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | o
 
 
 def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], twice: bool) -> int | None:
-    """Say what a run on a server will ask of it, before it does; and how many tokens there will be, where that is known."""
+    """Print what a run asks of a server before it does; return the number of counted tokens, None where it is not known."""
     remote_sources = [source for source in sources if source.is_remote]
     if not remote_sources or batches.one_shot:
-        if len(sources) == 2 and remote_sources:
-            raise LayersimError(
-                "What has to cross between two models is stated first, and this data is gone after one pass.",
-                given=type(batches.data).__name__,
-                expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
-                do="list(data)",
-            )
         return batches.options.max_tokens
     sizes = batch_sizes(batches)
     tokens = sum(size.tokens for size in sizes)
     if len(sources) == 2:
-        # Not a courtesy of terminals, as bars are: what is asked of a server is said wherever this runs.
+        # Printed also where stderr is no terminal, unlike progress bars.
         tqdm.write(crossing(analyzers, sources, [(size.tokens, size.rows) for size in sizes]), file=sys.stderr)
     elif sizes:
         largest = max(sizes, key=lambda size: size.positions)

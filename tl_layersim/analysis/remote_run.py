@@ -271,7 +271,7 @@ def start(
     jobs[-1].steps += state.waiting
     if digest and jobs[-1].steps[-1].digest != digest:
         raise LayersimError(
-            "The data was not the same on the second pass.",
+            "`data` was not the same on the second pass.",
             given=type(batches.data).__name__,
             expected="data that gives the same rows each time it is iterated over",
             do="list(data)",
