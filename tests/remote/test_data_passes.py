@@ -7,7 +7,7 @@ import pytest
 import tl_layersim as lsim
 
 from ..analysis.test_data_passes import Counted
-from ..tiny_models import random_tokens
+from ..tiny_models import random_tokens, tiny_llama
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
 
@@ -30,3 +30,8 @@ def test_a_generator_compares_models_on_a_server_where_its_rows_fit(small, monke
     monkeypatch.setattr("tl_layersim.data.cached_batches.CACHE_BYTES", 0)
     with pytest.raises(lsim.LayersimError, match="can be read only once, and a comparison with a model on a server needs"):
         lsim.compare(*models, (row for row in random_tokens(4)), cka, remote=small.url)
+
+
+def test_a_model_in_this_process_has_no_server():
+    with pytest.raises(lsim.LayersimError, match=r"`remote` must be an NDIF server(.|\n)*LlamaForCausalLM"):
+        lsim.capabilities(tiny_llama(), remote=False)

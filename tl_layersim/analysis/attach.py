@@ -29,7 +29,7 @@ from ..models.view import Kernel, View, reduce
 from ..remote.open import open_source
 from .data_pass import add_sums
 from .report_assembly import make_report
-from .validation import choose_analyzers
+from .validation import AnalyzersArgument, choose_analyzers
 
 BUFFERED_TOKENS = 2048
 
@@ -305,7 +305,9 @@ def _join(views: list[View]) -> View:
 
 
 @typed
-def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unembed: list[str] | None = None) -> Probe:
+def attach(
+    model: Any, analyzers: AnalyzersArgument, *, layers: list[str] | None = None, unembed: list[str] | None = None
+) -> Probe:
     """Sum over whatever the model is run on inside the block: a user's own loop, a training step, `generate`.
 
     Outputs, gradients and state stay as they are, and every hook is gone at the end, also after an exception. Nothing that goes

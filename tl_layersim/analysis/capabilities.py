@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analyzers import find_analyzers
-from ..core.addresses import shown
 from ..core.errors import LayersimError
 from ..core.typed import named, typed
 from ..models.model_info import ServerOffer
-from ..remote.open import open_source
-from ..remote.source import RemoteSource
+from ..remote.open import on_server, open_source
 
 
 @named
@@ -73,14 +71,7 @@ def capabilities(
     Example:
         >>> print(lsim.capabilities(model, remote="http://127.0.0.1:8001"))  # doctest: +SKIP
     """
-    source = open_source(model, layers=layers, unembed=unembed, remote=remote)
-    if not isinstance(source, RemoteSource):
-        raise LayersimError(
-            "This model is asked for here, not on a server.",
-            given=f"remote={shown(remote)}",
-            expected="True, or the address of an NDIF server",
-            do="analyze() without remote= runs every analyzer here",
-        )
+    source = on_server(open_source(model, layers=layers, unembed=unembed, remote=remote))
     found = {}
     for name, cls in sorted(find_analyzers().items()):
         try:

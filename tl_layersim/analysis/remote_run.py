@@ -30,12 +30,12 @@ from ..models.model_info import Model
 from ..models.validation import refuse_not_finite
 from ..models.view import Kernel
 from ..remote.client import NdifClient, Passing
-from ..remote.open import open_source
+from ..remote.open import on_server, open_source
 from ..remote.source import RemoteSource, parts_of
 from .data_pass import PassReader, PassState, take_steps
 from .kept_runs import Job, parsed
 from .report_assembly import make_report
-from .validation import choose_analyzers
+from .validation import AnalyzersArgument, choose_analyzers
 
 # A request of this many positions, where the user names no other number: nothing was timed yet.
 TOKENS_PER_REQUEST = 8192
@@ -282,7 +282,9 @@ def start(
 
 
 @typed
-def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any = None, remote: str | None = None) -> RemoteRun:
+def load_run(
+    path: str | os.PathLike[str], *, model: Any = None, analyzers: AnalyzersArgument | None = None, remote: str | None = None
+) -> RemoteRun:
     """A run that `RemoteRun.save` kept, in this process or another.
 
     Args:
@@ -329,8 +331,7 @@ def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any 
     settings = header["settings"]
     source: RemoteSource | None = None
     if model is not None:
-        opened = open_source(model, remote=server, layers=settings["layers"], unembed=settings["unembed"])
-        assert isinstance(opened, RemoteSource)
+        opened = on_server(open_source(model, remote=server, layers=settings["layers"], unembed=settings["unembed"]))
         now, then = ((m.name, m.config_hash, m.dtype, m.source, m.layers) for m in (opened.model, described))
         if now != then or without_secrets(opened.ndif.model_key) != header["model_key"]:
             raise LayersimError(

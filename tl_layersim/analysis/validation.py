@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass, replace
 from types import FunctionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer
@@ -16,6 +16,13 @@ from ..core.errors import LayersimError, LayersimWarning
 from ..core.typed import brief
 from ..data.options import DATA_OPTIONS
 from ..models.model_info import Model
+
+if TYPE_CHECKING:
+    AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str]
+    DataArgument: TypeAlias = Iterable[Any]
+else:
+    # Not checked as types in a call: `choose_analyzers` and the readers of data name what is wrong and what to write.
+    AnalyzersArgument = DataArgument = Any
 
 
 def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
