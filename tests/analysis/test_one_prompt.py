@@ -48,7 +48,7 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
     assert grid.words[-1][-1] == "."
     assert "girl" in grid.words[grid.tokens.index(" little")][-1]
     figure = grid.plot()
-    assert figure.layout.title.text == "What each layer would say"
+    assert figure.layout.title.text == "Prediction of each layer after each token"
     assert len(figure.layout.shapes) == len(grid.tokens)
     assert any("<b>" in cell for row in figure.data[0].text for cell in row)
     # The last row is final everywhere.
@@ -60,9 +60,9 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
 
 
 def test_tokens_are_no_markup():
-    from tl_layersim.reporting.figures import word_grid
+    from tl_layersim.reporting.tokens import prediction_heatmap
 
-    figure = word_grid((("<b>", "\n"),) * 3, np.ones((3, 2)), [0, 1, 1], ("<i>", "a", "b"), ("x", "y"))
+    figure = prediction_heatmap((("<b>", "\n"),) * 3, np.ones((3, 2)), [0, 1, 1], ("<i>", "a", "b"), ("x", "y"))
     assert figure.data[0].text[0][0] == "<b>&lt;b&gt;</b>"
     assert figure.layout.xaxis.ticktext[0] == "&lt;i&gt;"
 

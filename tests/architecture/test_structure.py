@@ -17,7 +17,6 @@ LONG_FILES = {
     "tl_layersim/models/layout.py": 480,
     "tl_layersim/remote/client.py": 445,
     "tl_layersim/remote/source.py": 460,
-    "tl_layersim/reporting/figures.py": 440,
     "tl_layersim/training/adapter_api.py": 435,
 }
 MOST_LONG_FUNCTIONS = 12

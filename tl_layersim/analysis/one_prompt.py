@@ -74,11 +74,12 @@ class PredictionGrid(Result):
 
         Bold words are final: the block's choice and all later ones are the last block's (Jiang, Zhou and Zhu 2024, figure 20).
         """
-        from ..reporting.figures import word_grid
+        from ..reporting.tokens import prediction_heatmap
 
         if field not in ("values", "probability"):
             return super().plot(field)
-        return word_grid(self.words, self.values.numpy(), self.saturation_layer.long().tolist(), self.tokens, self.layers[1:])
+        saturation = self.saturation_layer.long().tolist()
+        return prediction_heatmap(self.words, self.values.numpy(), saturation, self.tokens, self.layers[1:])
 
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """Of `probability`, with the word, the token's position and whether the word is final beside it."""
@@ -118,11 +119,11 @@ class TrajectoryPCA(Result):
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """One line for each token, from the embedding to the last block; the prompt's last token in black."""
-        from ..reporting.figures import paths
+        from ..reporting.tokens import token_paths
 
         if field != "values":
             return super().plot(field)
-        return paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
+        return token_paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
 
     def headline(self) -> dict[str, float]:
         return {"share of the last layer's variance in the plane": float(self.explained.sum())}

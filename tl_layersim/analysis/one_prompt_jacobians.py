@@ -67,7 +67,7 @@ class BlockJacobians(Result):
 
     def plot(self, field: str = "singular_values") -> plotly.graph_objects.Figure:
         """Singular values by number, a line for each block and pair, on a logarithmic axis."""
-        from ..reporting.figures import spectra
+        from ..reporting.curves import spectra
 
         if field != "singular_values":
             return super().plot(field)
@@ -136,11 +136,11 @@ class CouplingMatrices(Result):
 
     def plot(self, field: str = "matrices") -> plotly.graph_objects.Figure:
         """All |A| in one picture, a tile for each pair."""
-        from ..reporting.figures import tiles
+        from ..reporting.matrix import matrix_tiles
 
         if field != "matrices":
             return super().plot(field)
-        return tiles(self.matrices.abs().numpy(), self.connections, "Coupling matrices")
+        return matrix_tiles(self.matrices.abs().numpy(), self.connections, "Coupling matrices")
 
     def headline(self) -> dict[str, float]:
         other = ~torch.eye(len(self.values), dtype=torch.bool)

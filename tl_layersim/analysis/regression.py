@@ -19,6 +19,10 @@ from ..core.typed import typed
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
+    from plotly.graph_objects import Figure
+else:
+    # plotly is imported when a figure is made: a check of the type at every call would import it first.
+    Figure = Any
 
 
 @typed
@@ -63,13 +67,13 @@ class Relation:
 
     def plot(self) -> plotly.graph_objects.Figure:
         """The scores over coupling, the line, and its confidence band (Aubry et al. 2025, figure 1 a)."""
-        from ..reporting.figures import regression
+        from ..reporting.curves import regression
 
         x, fit, low, high = self.band.T.numpy()
         title = f"R² = {self.r_squared:.2f}, p = {self.p_value:.2g}, {len(self.names)} models"
         line = {"x": x, "fit": fit, "low": low, "high": high}
         return regression(
-            self.coupling.numpy(), self.scores.numpy(), list(self.names), line, (title, "mean coupling of blocks", "score")
+            self.coupling.numpy(), self.scores.numpy(), list(self.names), line, (title, "Mean coupling of blocks", "Score")
         )
 
 
@@ -174,7 +178,7 @@ def _same_options(results: list[BlockCouplingResult]) -> None:
 
 
 @typed
-def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks") -> Any:
+def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks") -> Figure:
     """Mean coupling over training checkpoints, or over whatever the keys are, with neighbours and the null beside it.
 
     Args:
@@ -188,7 +192,7 @@ def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks")
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), figure 1 b.
     """
-    from ..reporting.figures import curves
+    from ..reporting.curves import sweep
 
     others = [type(one).__name__ for one in results.values() if not isinstance(one, BlockCouplingResult)]
     if not results or others:
@@ -204,13 +208,13 @@ def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks")
         "neighbours": [result.neighbours() for result in results.values()],
         "random vectors": [result.mean("null_coupling") for result in results.values()],
     }
-    return curves(list(results), series, (title, "training step", "coupling"))
+    return sweep(list(results), series, (title, "Training step", "Coupling"))
 
 
 @typed
 def plot_adjacency(
     result: BlockCouplingResult, *, strongest: int | float | None = None, title: str = "Coupling of blocks"
-) -> Any:
+) -> Figure:
     """Blocks on a circle, and between each two an edge, the more opaque the more they are coupled beyond chance.
 
     An edge is the mean of both directions, from 0 at the null to 1 at full coupling.
@@ -226,7 +230,7 @@ def plot_adjacency(
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), figure 1 c to e.
     """
-    from ..reporting.figures import adjacency
+    from ..reporting.network import coupling_network
 
     if strongest is not None and not 0 < strongest < math.inf:
         raise LayersimError(
@@ -247,4 +251,4 @@ def plot_adjacency(
     # A block with itself is no edge.
     strength.fill_diagonal_(0.0)
     full = float(strength.max()) if strongest is None else strongest
-    return adjacency(strength.numpy(), full, result.layers[1:], title)
+    return coupling_network(strength.numpy(), full, result.layers[1:], title)

@@ -10,7 +10,7 @@ from jinja2 import Environment
 
 from ..core.results import Report
 from ..core.storage import replacing
-from .figures import FONT
+from .style import FONT
 
 
 def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
