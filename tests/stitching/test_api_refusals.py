@@ -98,7 +98,7 @@ class TestTrouble:
     def test_other_tokens(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         front.tokenizer, back.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
-        with pytest.raises(lsim.LayersimError, match="read different tokens"):
+        with pytest.raises(lsim.LayersimError, match="have different tokenizers"):
             lsim.stitch(front, back, rows(), at=(1, 1), adapter="identity")
 
     def test_rows_longer_than_one_of_the_models_takes(self):
@@ -169,7 +169,7 @@ class TestTrouble:
             ({"adapter": "twisted"}, r"`adapter` of \w+ cannot be"),
             ({"fit": "adam"}, r"`fit` of \w+ cannot be"),
             ({"eval_data": []}, "nothing to answer in eval_data"),
-            ({"labels": "class"}, "no place to take labels from"),
+            ({"labels": "class"}, "`labels` must be 'next_token'"),
             ({"cache": "."}, "Nothing is kept where nothing is trained"),
         ],
     )

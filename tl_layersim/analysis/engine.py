@@ -96,8 +96,8 @@ def analyze(
 ) -> Report | RemoteRun:
     """Run analyzers over data on one model, in one pass (two where a dataset mean is needed).
 
-    Nothing but sums is kept. The model runs in evaluation mode, without gradients, and is left as it was found. In an
-    initialised `torch.distributed` group every rank takes its share of the batches and returns the same report.
+    Memory holds sums, not activations. The model runs in evaluation mode, without gradients, and is not changed. In an
+    initialised `torch.distributed` group each rank measures a part of the batches and returns the same report.
 
     Args:
         model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
@@ -106,30 +106,30 @@ def analyze(
             `datasets.Dataset` or `IterableDataset`, or an iterable of these.
         analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options.
         layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
-        unembed: paths of the final norm and of what follows it up to the logits, for models where they are not found; the norm
+        unembed: paths of the final norm and of the modules after it up to the logits, for layouts that are not known; the norm
             first, if there is one.
         remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
-            for nnsight's simulation of a server. The model stays there, and sums come back.
-        tokenizer: in place of the model's own.
+            for nnsight's simulation of a server. Only sums return from the server.
+        tokenizer: used in place of the model's own.
         batch_size: rows in a forward pass.
-        seq_len: longest row of tokens; longer texts and rows go on in further rows. Default: 256 for texts or the model's
+        seq_len: longest row of tokens; longer texts and rows continue in further rows. Default: 256 for texts or the model's
             context if that is shorter; token rows as they are.
-        pack: join texts and cut full rows from the whole, instead of padding each.
+        pack: join texts and cut rows of full length from the joined text, instead of padding each text.
         max_tokens: stop after this many counted tokens.
         skip_first: leave out the first positions of each row, whose activations are massive in many models.
         prepend_bos: start every row that comes from text with the tokenizer's BOS, as TransformerLens does.
-        column: of a data set, the one that holds texts or tokens.
+        column: the column of a data set that holds texts or tokens.
         checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
-            same call resumes from it and ends with exactly the numbers of an undisturbed run.
-        tokens_per_request: on a server, the most positions of forward passes that one request may hold. Default: as many
-            passes as run in about 10 s, or in a quarter of the operator's limit; fewer where a job is ended for its time.
+            same call resumes from it and ends with exactly the numbers of an uninterrupted run.
+        tokens_per_request: on a server, the most positions, padding included, in one request. Default: as many forward passes
+            as run in about 10 s, or in a quarter of the operator's time limit; fewer after the server ended a job for its time.
         blocking: False to send all requests of the main pass to a server and return at once.
 
     Returns:
-        A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, which gives it later.
+        A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, whose `result()` is the report.
 
     Raises:
-        LayersimError: the call cannot be done as asked, or activations are not finite.
+        LayersimError: an argument does not fit the others, the model or the data; or activations are not finite.
 
     Example:
         >>> import tl_layersim as lsim
@@ -185,9 +185,10 @@ def compare(
         data: as in `analyze`, tokenised once, by the first model's tokenizer.
         analyzers: one analyzer that compares, or several.
         layers: paths of the blocks of each model, for layouts that are not known.
-        remote: as in `analyze`, for both models or for each. One request is one model, so what each measures of its own layers
-            crosses and is joined here: of CKA the Gram matrices of minibatches, never the activations. How much is said first.
-        tokenizer: in place of the first model's own; the two are then taken to share it.
+        remote: as in `analyze`, for both models or for each. A request runs one model, so statistics of each model's layers
+            return from the server and are joined here: for CKA the Gram matrices of minibatches, not the activations. Their
+            size is printed first.
+        tokenizer: used in place of the first model's own, for both models.
         batch_size: see `analyze`, as for all further options.
         seq_len: see `analyze`.
         pack: see `analyze`.
@@ -198,10 +199,10 @@ def compare(
         checkpoint: see `analyze`.
 
     Returns:
-        The `Result` of a single analyzer, a `Report` of a list.
+        The `Result` of a single analyzer; a `Report` for a list of analyzers.
 
     Raises:
-        LayersimError: an analyzer does not compare, or the models do not share their tokens.
+        LayersimError: an analyzer does not compare models, or the models have different tokenizers.
 
     Example:
         >>> import tl_layersim as lsim
@@ -214,7 +215,7 @@ def compare(
         if not analyzer.compares:
             able = [cls.__name__ for cls in find_analyzers().values() if cls.compares]
             raise LayersimError(
-                f"{type(analyzer).__name__} measures one model, and cannot compare two.",
+                f"{type(analyzer).__name__} cannot compare two models.",
                 given=f"{name!r} in compare()",
                 expected=f"one of {', '.join(able)}",
                 do=f"compare(model_a, model_b, data, {able[0]}())",
@@ -233,18 +234,18 @@ def compare(
 
 
 def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
-    """Refuse, before anything is opened, options that contradict each other."""
+    """Refuse options that contradict each other, before a model is opened."""
     on_server = remote not in (False, "local")
     if on_server and rank_and_size()[1] > 1:
         raise LayersimError(
-            "Several processes would send the same server the work of one.",
+            "`remote` cannot be used in a torch.distributed group: every process would send the same requests.",
             given="remote= in a torch.distributed group",
             expected="one process",
             do="call it in one process; the server does the work",
         )
     if not blocking and not on_server:
         raise LayersimError(
-            "`blocking=False` needs a model on an NDIF server, which goes on by itself.",
+            "`blocking=False` needs a model on an NDIF server.",
             given=f"blocking=False with remote={shown(remote)}",
             expected="remote=True, or the address of an NDIF server",
             do="leave out blocking=False",

@@ -51,7 +51,7 @@ def run_analysis(
     """
     settings = batches.record() | opened_with
     first_kernels = {name: kernel for name, a in analyzers.items() if (kernel := a.first_kernel()) is not None}
-    _check(sources, batches, analyzers)
+    _check_arguments(sources, batches, analyzers)
     deal = agree([source.peers() for source in sources])
     checkpoint = Checkpoint(path, _identity(sources, analyzers, settings), deal)
     tallies = checkpoint.load()
@@ -78,7 +78,7 @@ def run_analysis(
     if first_kernels:
         _refuse_other_rows(tallies["first"], tally)
         tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)
-    settings = settings | batches.found()
+    settings = settings | batches.row_counts()
     places = [record for source in sources if (record := source.record())]
     if places:
         settings = settings | {"remote": places}
@@ -86,7 +86,7 @@ def run_analysis(
     return make_report(analyzers, [s.model for s in sources], tally, add_over_ranks(tally.sums, deal), first, settings)
 
 
-def _check(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer]) -> None:
+def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer]) -> None:
     """Refuse models and options that an analyzer cannot work with, and print what an analyzer costs where that is much."""
     models = [source.model for source in sources]
     for analyzer in analyzers.values():
@@ -94,7 +94,7 @@ def _check(sources: list[Source], batches: Batches, analyzers: Mapping[str, Anal
         analyzer.check(*models)
         if analyzer.prompts and batches.options.pack:
             raise LayersimError(
-                f"{type(analyzer).__name__} takes each row for a prompt, and packed rows end anywhere in a text.",
+                f"`pack` must be False for {type(analyzer).__name__}, which takes each row for a prompt.",
                 given="pack=True",
                 expected="one text a row",
                 do="pack=False, in a call of its own if other analyzers want packed rows; --no-pack on the command line",
@@ -105,7 +105,7 @@ def _check(sources: list[Source], batches: Batches, analyzers: Mapping[str, Anal
 
 
 def _identity(sources: list[Source], analyzers: Mapping[str, Analyzer], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint must have in common with the call that resumes it."""
+    """Models, analyzers, data options and version, which must be equal for a call that resumes a checkpoint."""
     return {
         "models": [
             (m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in (source.model for source in sources)

@@ -24,7 +24,7 @@ class _Store:
 
     def add(self, batch: Batch) -> None:
         """Keep one more batch; above `CACHE_BYTES` drop all."""
-        self.size += _bytes(batch)
+        self.size += _memory_of(batch)
         if self.fits:
             self.batches.append(batch)
         else:
@@ -92,7 +92,7 @@ class CachedBatches(Batches):
         store.complete = store.fits
 
 
-def _bytes(batch: Batch) -> int:
+def _memory_of(batch: Batch) -> int:
     tensors = (batch.tokens, batch.attention, batch.counted, batch.labels)
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
     return held + ORIGIN_BYTES * len(batch.origins)

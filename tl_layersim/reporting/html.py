@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a report: what was measured on what, a table, every plot and what it means."""
+"""One self-contained HTML page of a report: models and data, a table, and every figure with its meaning."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: 
     step = max(1, -(-len(names) // MOST_TICKS))
     labels = short_names(names)
     if not all(name.startswith("blocks.") for name in names):
-        title = re.sub(r"\b([Bb])lock\b", lambda found: "Module" if found[1] == "B" else "module", title, count=1)
+        title = re.sub(r"\b([Bb])lock\b", lambda match: "Module" if match[1] == "B" else "module", title, count=1)
     at = list(range(0, len(names), step))
     update(title=title, tickmode="array", tickvals=at, ticktext=[labels[i] for i in at])
 

@@ -188,7 +188,7 @@ def _tensor(values: Any) -> Tensor:
 
 
 def found_in_feeds(*feeds: TrainingData) -> dict[str, int]:
-    """What reading the data did of itself, see `Batches.found`; two feeds may be parts of one data set."""
+    """What reading the data did of itself, see `Batches.row_counts`; two feeds may be parts of one data set."""
     return found_in(*{id(batches): batches for feed in feeds for batches in feed.sources()}.values())
 
 
