@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_TL3 := .venv-tl3
 VENV_NDIF := .venv-ndif
+VENV_OLDEST := .venv-oldest
 TL4 := transformer-lens==4.3.0
 TL3 := transformer-lens==3.9.0
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help check demo test test-tl3 test-ndif mutation lint types docs examples bench format clean
+.PHONY: help check demo test test-tl3 test-ndif test-oldest mutation lint types docs examples bench format clean
 
 help: ## List every task
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -49,6 +50,16 @@ check: $(VENV)/dev ## Check style, types, structure and the laws that every anal
 
 test-tl3: $(VENV_TL3)/test ## Run the tests with TransformerLens 3.9, which still has HookedTransformer
 	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) tests
+
+# The lowest version of each requirement that pyproject.toml declares; pip cannot resolve downwards, uv can.
+$(VENV_OLDEST)/test: pyproject.toml
+	$(PYTHON) -m venv $(VENV_OLDEST)
+	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(VENV_OLDEST)/bin/uv pip install --quiet --python $(VENV_OLDEST)/bin/python --resolution lowest-direct -e ".[test]"
+	@touch $@
+
+test-oldest: $(VENV_OLDEST)/test ## Run the contract tests with the lowest version of each requirement
+	OMP_NUM_THREADS=1 $(VENV_OLDEST)/bin/python $(PYTEST) tests/contract
 
 # A real server, in an environment of its own. It says that it needs Python 3.12 and runs on 3.11.
 $(VENV_NDIF)/server: tests/ndif/requirements.txt
@@ -90,4 +101,4 @@ format: $(VENV)/dev ## Format the code
 	$(VENV)/bin/ruff format .
 
 clean: ## Remove what the other tasks made
-	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) $(VENV_OLDEST) site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation

@@ -43,6 +43,9 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer
+from tl_layersim.core import Sums
+from tl_layersim.models import Kernel, View
 
 MINIBATCH = 256
 Work = Callable[[Tensor], Tensor | None]  # runs on tokens `batch pos`; gives CKA `layer layer` where it measures it
@@ -53,10 +56,10 @@ kernel_seconds: list[float] = []
 class TimedCKA(lsim.CKA):
     """CKA that also says how long its kernel took: a difference of two long runs would be a noisy measure of that."""
 
-    def kernel(self, first: lsim.Sums) -> lsim.Kernel:
+    def kernel(self, first: Sums) -> Kernel:
         inner = super().kernel(first)
 
-        def timed(*views: lsim.View) -> dict[str, Tensor]:
+        def timed(*views: View) -> dict[str, Tensor]:
             start = time.perf_counter()
             out = inner(*views)
             kernel_seconds.append(time.perf_counter() - start)
@@ -100,7 +103,7 @@ def forward(model: nn.Module, **options: Any) -> Work:
     return work
 
 
-def analyze(model: Any, *analyzers: lsim.Analyzer) -> Work:
+def analyze(model: Any, *analyzers: Analyzer) -> Work:
     return lambda tokens: lsim.analyze(model, tokens, list(analyzers), batch_size=len(tokens))["cka"].values
 
 

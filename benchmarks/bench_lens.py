@@ -24,8 +24,11 @@ from bench_analyze import Models, load, machine, with_peak
 from torch import Tensor
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer
+from tl_layersim.core import Sums
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.options import DataOptions
+from tl_layersim.models import View
 from tl_layersim.models.layer_logits import read_lens, saturation_layers
 from tl_layersim.models.view import reduce
 from tl_layersim.remote.open import open_source
@@ -46,10 +49,10 @@ class Case:
         # As many rows at once as the lens takes.
         self.rows = int(MEMORY_MB * 2**20 / (4 * len(self.weight))) // self.layers * self.layers
 
-    def fresh(self) -> lsim.View:
+    def fresh(self) -> View:
         """The view without what an earlier run remembered."""
         v = self.view
-        return lsim.View(v.residual, v.tokens, v.sequence, v.position, v.next_token, v.row, unembed=v.unembed)
+        return View(v.residual, v.tokens, v.sequence, v.position, v.next_token, v.row, unembed=v.unembed)
 
     def bare(self) -> None:
         """L matrix products, one block after the other, in chunks of as many rows; nothing is made of them."""
@@ -62,8 +65,8 @@ class Case:
         for layer in self.view.residual[1:]:
             layer @ self.weight.T
 
-    def kernel(self, analyzer: lsim.Analyzer) -> None:
-        reduce({"k": analyzer.kernel(lsim.Sums())}, self.fresh())
+    def kernel(self, analyzer: Analyzer) -> None:
+        reduce({"k": analyzer.kernel(Sums())}, self.fresh())
 
     def full(self) -> None:
         self.kernel(lsim.LogitLens(lens_memory_mb=MEMORY_MB))
@@ -78,7 +81,7 @@ class Case:
         self.kernel(lsim.ExitCurve(lens_memory_mb=MEMORY_MB))
 
     def all_three(self) -> None:
-        kernels = {a.name: a.kernel(lsim.Sums()) for a in (lsim.LogitLens(), lsim.ExitCurve(), lsim.Saturation())}
+        kernels = {a.name: a.kernel(Sums()) for a in (lsim.LogitLens(), lsim.ExitCurve(), lsim.Saturation())}
         reduce(kernels, self.fresh())
 
     def by_hand(self) -> None:

@@ -48,6 +48,7 @@ def table(name: str, url: str, rows: int, repeats: int) -> str:
     from transformers import AutoTokenizer
 
     import tl_layersim as lsim
+    from tl_layersim.core import Provenance
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -56,7 +57,7 @@ def table(name: str, url: str, rows: int, repeats: int) -> str:
     texts = [text for text in lsim.demo_text() if len(text) > 40] * 8
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
 
-    def run(model: object, count: int, **where: object) -> tuple[float, lsim.Provenance]:
+    def run(model: object, count: int, **where: object) -> tuple[float, Provenance]:
         # The pass alone: opening a source asks the server three questions and runs one token.
         report = lsim.analyze(
             model, texts, analyzers, batch_size=count, seq_len=LENGTH, pack=True, max_tokens=rows * LENGTH, **where

@@ -62,8 +62,8 @@ class Steps:
         self.layer = len(front.model.layers) // 2
         d = front.config.hidden_size
         self.weight, self.bias = torch.nn.Parameter(torch.eye(d)), torch.nn.Parameter(torch.zeros(d))
-        self.halves = [open_split_model(front, None, False), open_split_model(back, None, False)]
-        self.acts = ActivationStore(self.halves[0], self.layer, batches_of(front, tokens, len(tokens)))
+        self.models = [open_split_model(front, None, False), open_split_model(back, None, False)]
+        self.acts = ActivationStore(self.models[0], self.layer, batches_of(front, tokens, len(tokens)))
 
     def naive(self) -> None:
         """Both models whole, a hook between them, gradients of everything, as one writes it first."""
@@ -100,10 +100,10 @@ class Steps:
 
     def ours(self) -> None:
         """The second of two steps of `descend`, whose activations are at hand; what comes once at the end is left out."""
-        front, back = self.halves
+        front, back = self.models
         ends: list[float] = []
         with front.evaluating(), back.evaluating(), self.acts.keep(None):
-            start = start_of("affine", *self.weight.shape).float()
+            start = start_of(adapter_kind("affine"), *self.weight.shape).float()
             settings = lsim.StitchTraining(steps=2, relative=False)
             wanted = [self.acts.batches[0].next_tokens]
             note = lambda _: ends.append(time.perf_counter())  # noqa: E731
@@ -153,19 +153,19 @@ class Reached(Exception):
 
 def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
     """Closed form and training to the same training loss, on the same batches."""
-    halves = [open_split_model(front, None, False), open_split_model(back, None, False)]
+    models = [open_split_model(front, None, False), open_split_model(back, None, False)]
     batches = batches_of(front, tokens, 8)
     d = front.config.hidden_size
-    with halves[0].evaluating(), halves[1].evaluating():
-        acts = ActivationStore(halves[0], layer, batches)
+    with models[0].evaluating(), models[1].evaluating():
+        acts = ActivationStore(models[0], layer, batches)
         start = time.perf_counter()
-        adapter, explained = least_squares("affine", acts, halves[1], layer, 0.0)
+        adapter, explained = least_squares(adapter_kind("affine"), acts, models[1], layer, 0.0)
         closed = time.perf_counter() - start
         adapter = adapter.float()
 
         def loss_of(map_: Any) -> float:
             found = [
-                halves[1].score(b, b.next_tokens, layer, map_(acts[i]) if map_ else None) for i, b in enumerate(batches[:8])
+                models[1].score(b, b.next_tokens, layer, map_(acts[i]) if map_ else None) for i, b in enumerate(batches[:8])
             ]
             return float(sum(f["loss"] for f in found) / sum(f["count"] for f in found))
 
@@ -183,7 +183,8 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
             try:
                 wanted = [b.next_tokens for b in batches]
                 settings = lsim.StitchTraining(steps=100_000, warmup=50)
-                descend(start_of("affine", d, d).float(), acts, halves[1], layer, wanted, settings, 0, Trained(), watch, "race")
+                start = start_of(adapter_kind("affine"), d, d).float()
+                descend(start, acts, models[1], layer, wanted, settings, 0, Trained(), watch, "race")
             except Reached:
                 pass
         trained = time.perf_counter() - start
@@ -230,8 +231,8 @@ def main() -> None:
         "| --- | ---: | ---: | ---: |",
         *(line(name, words) for name, words in NAMES.items()),
         "",
-        f"Once a batch, before training: the front up to the seam, {middle['prepare']:.2f} s. "
-        f"{ROWS} x {LENGTH} tokens, seam after block {steps.layer - 1} of {len(front.model.layers)}.",
+        f"Once a batch, before training: the front up to the stitch point, {middle['prepare']:.2f} s. "
+        f"{ROWS} x {LENGTH} tokens, stitch point after block {steps.layer - 1} of {len(front.model.layers)}.",
         "",
         "| closed form | penalty of it | R² | seconds | training to the same loss, seconds | ratio |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

@@ -14,18 +14,19 @@ from real_models import load
 from transformers import AutoModelForCausalLM
 
 import tl_layersim as lsim
+from tl_layersim.analyzers.block_coupling import BlockCouplingResult
 
 KS = (10, 30, 50)
 LENGTH = 32
 
 
-def measure(model: Any, rows: torch.Tensor) -> lsim.BlockCouplingResult:
+def measure(model: Any, rows: torch.Tensor) -> BlockCouplingResult:
     """Coupling over all prompts."""
-    found: lsim.BlockCouplingResult = lsim.analyze(model, rows, lsim.BlockCoupling(k=KS), batch_size=4)["block_coupling"]
+    found: BlockCouplingResult = lsim.analyze(model, rows, lsim.BlockCoupling(k=KS), batch_size=4)["block_coupling"]
     return found
 
 
-def spread(found: lsim.BlockCouplingResult, number: int) -> str:
+def spread(found: BlockCouplingResult, number: int) -> str:
     """Coupling of different blocks at the number-th k, and of neighbours."""
     values = found.by_k[number]
     other = ~torch.eye(len(values), dtype=torch.bool)

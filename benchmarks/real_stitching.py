@@ -3,7 +3,7 @@
     python benchmarks/real_stitching.py --model a=FOLDER --model b=FOLDER --text FILE --steps 600 --out grid > tables.md
 
 Folders hold Hugging Face weights; the text is cut into rows of 256 tokens. Two grids: identity, and the affine adapter by least
-squares and then by training. `--out` names files that keep what is done and what was found.
+squares and then by training. `--out` names files that keep finished stitches and results.
 """
 
 import argparse
@@ -12,14 +12,15 @@ from pathlib import Path
 from real_models import load
 
 import tl_layersim as lsim
+from tl_layersim.stitching import StitchGrid
 
 
 def cell(value: float, low: float, high: float) -> str:
     return f"{value:.3f} ± {(high - low) / 2:.3f}"
 
 
-def show(grid: lsim.StitchGrid) -> None:
-    """Penalties by direction and seam, and the asymmetry of each pair."""
+def show(grid: StitchGrid) -> None:
+    """Penalties by direction and stitch point, and the asymmetry of each pair."""
     seams = [f"layer {number}" for number in range(1, len(grid.seams) + 1)]
     print(f"\n| {grid.kind}{', ' + grid.fit if grid.fit else ''} | " + " | ".join(seams) + " |")
     print("| --- |" + " --- |" * len(seams))
@@ -35,7 +36,7 @@ def show(grid: lsim.StitchGrid) -> None:
     own = ", ".join(f"{name} {float(grid.back_loss[0, j, 0]):.3f}" for j, name in enumerate(grid.fronts))
     run = grid.provenance
     print(
-        f"\nNats a token; by themselves: {own}. {run.tokens:,} tokens judged, {run.options['fit_positions']:,} fitted; "
+        f"\nNats a token; the models alone: {own}. {run.tokens:,} tokens evaluated, {run.options['fit_positions']:,} fitted; "
         f"{run.seconds:.0f} s."
     )
 

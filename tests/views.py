@@ -6,6 +6,9 @@ import numpy as np
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer, Run
+from tl_layersim.core import Provenance, Sums
+from tl_layersim.models import View
 
 from . import oracles
 from .own_blocks import own_calls
@@ -21,14 +24,14 @@ def own_head(weight: np.ndarray = oracles.HEAD, dtype: torch.dtype = torch.float
     return Unembed(norm, (head,), "every", 1.0, None, dtype, None, head)
 
 
-def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more) -> lsim.View:
+def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more) -> View:
     """A view of given residuals `layer token d_model`, as one or more rows of equal length."""
     count = x.shape[1]
     ids = torch.as_tensor(oracles.tokens_of(count) if tokens is None else tokens)
     per_row = -(-count // rows)
     x = torch.as_tensor(x)
     more = {"unembed": own_head(dtype=x.dtype), "calls": own_calls(x) if rows == 1 else None} | more
-    return lsim.View(x, ids, torch.arange(count) // per_row, torch.arange(count) % per_row, **more)
+    return View(x, ids, torch.arange(count) // per_row, torch.arange(count) % per_row, **more)
 
 
 def residuals(seed: int = 0, layers: int = 4, tokens: int = 40, width: int = 8) -> np.ndarray:
@@ -38,7 +41,7 @@ def residuals(seed: int = 0, layers: int = 4, tokens: int = 40, width: int = 8) 
     return np.cumsum(steps, axis=0) + 2.0
 
 
-def provenance(**changes) -> lsim.Provenance:
+def provenance(**changes) -> Provenance:
     fields = {
         "model": "m",
         "config_hash": "0",
@@ -55,28 +58,28 @@ def provenance(**changes) -> lsim.Provenance:
         "versions": {},
         "seconds": 0.0,
     }
-    return lsim.Provenance(**(fields | changes))
+    return Provenance(**(fields | changes))
 
 
-def layer_run(layers: int, first: lsim.Sums | None = None) -> lsim.Run:
+def layer_run(layers: int, first: Sums | None = None) -> Run:
     from tl_layersim.models.model_info import layer_names
 
     names = layer_names(layers - 1)
-    return lsim.Run(names, names, provenance(), first or lsim.Sums())
+    return Run(names, names, provenance(), first or Sums())
 
 
-def from_views(analyzer: lsim.Analyzer, views: list[lsim.View]) -> lsim.Result:
+def from_views(analyzer: Analyzer, views: list[View]) -> lsim.Result:
     """What an analyzer makes of given batches: both passes, the sums, the result."""
     from tl_layersim.models.view import reduce
 
-    def total(kernel) -> lsim.Sums:
-        sums = lsim.Sums()
+    def total(kernel) -> Sums:
+        sums = Sums()
         for one in views:
-            sums = sums + lsim.Sums.of(reduce({"k": kernel}, one)[1]["k"])
+            sums = sums + Sums.of(reduce({"k": kernel}, one)[1]["k"])
         return sums
 
     first_kernel = analyzer.first_kernel()
-    first = total(first_kernel) if first_kernel is not None else lsim.Sums()
+    first = total(first_kernel) if first_kernel is not None else Sums()
     sums = total(analyzer.kernel(first))
     return analyzer.compute(sums, layer_run(views[0].residual.shape[0], first))
 

@@ -1,6 +1,7 @@
-"""tl_layersim: how do a transformer's layers relate to each other, and to another model's layers?
+"""Similarity between the layers of a transformer, and between the layers of two transformers.
 
-Importing this package imports nothing else: every name is loaded when it is first used.
+The names here are those that users call. Authors of analyzers and sources import `View`, `Sums`, `Analyzer` and the like from
+the subpackages. Importing this package imports nothing else: every name is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -9,175 +10,66 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .analysis.attach import Probe, attach
-    from .analysis.capabilities import Capabilities, capabilities
+    from .analysis.attach import attach
+    from .analysis.capabilities import capabilities
     from .analysis.engine import analyze, compare
-    from .analysis.one_prompt import PredictionGrid, TrajectoryPCA, prediction_grid, trajectory_pca
-    from .analysis.one_prompt_jacobians import BlockJacobians, CouplingMatrices, block_jacobians, coupling_matrices
-    from .analysis.regression import Relation, plot_adjacency, plot_sweep, relate
-    from .analysis.remote_run import RemoteRun, load_run
+    from .analysis.one_prompt import prediction_grid, trajectory_pca
+    from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
+    from .analysis.regression import plot_adjacency, plot_sweep, relate
+    from .analysis.remote_run import load_run
     from .analyzers import find_analyzers
-    from .analyzers.base import Analyzer, Exchange, Run, need_head, need_tokens
-    from .analyzers.block_coupling import BlockCoupling, BlockCouplingResult
-    from .analyzers.cka import CKA, CKAResult
-    from .analyzers.cosine import Cosine, CosineResult
-    from .analyzers.exit_curve import ExitCurve, ExitCurveResult, ExitPoint
-    from .analyzers.logit_lens import LogitLens, LogitLensResult
-    from .analyzers.neural_collapse import NeuralCollapse, NeuralCollapseResult
-    from .analyzers.saturation import Saturation, SaturationResult
-    from .analyzers.trajectory import Spread, Trajectory, TrajectoryResult
+    from .analyzers.block_coupling import BlockCoupling
+    from .analyzers.cka import CKA
+    from .analyzers.cosine import Cosine
+    from .analyzers.exit_curve import ExitCurve
+    from .analyzers.logit_lens import LogitLens
+    from .analyzers.neural_collapse import NeuralCollapse
+    from .analyzers.saturation import Saturation
+    from .analyzers.trajectory import Trajectory
     from .core.errors import LayersimError, LayersimWarning
-    from .core.histogram import quantiles_from_histogram
-    from .core.provenance import Provenance
-    from .core.results import LayerCurve, LayerMatrix, Picture, Report, Result, axes, load, load_report
-    from .core.sums import Sums
-    from .data.batches import Batch
+    from .core.results import Report, Result, load, load_report
     from .demo import demo_model, demo_text
     from .early_exit.api import EarlyExit
-    from .early_exit.costs import ExitCosts, ExitPlan
+    from .early_exit.costs import ExitCosts
     from .early_exit.frequent_tokens import frequent_tokens
-    from .early_exit.results import ExitLogits, Generated
     from .early_exit.truncate import truncate
-    from .models.adapter import Adapter
-    from .models.block_call import BlockCall
     from .models.hooks import eval_mode
-    from .models.model_info import Model, ServerOffer, layer_names
-    from .models.source import PartialSums, Source
-    from .models.unembed import Head, Unembed
-    from .models.view import Kernel, View, place, reduce
+    from .stitching.adapter import Adapter
     from .stitching.api import stitch, stitch_grid
     from .stitching.fitting import StitchTraining
-    from .stitching.results import Interval, StitchGrid, StitchResult
-    from .stitching.stitched_model import StitchedModel
     from .training.adapter_api import train_adapters
     from .training.adapters import AlignedAdapters
     from .training.aligned_loss import aligned_loss
     from .training.api import finetune_aligned
     from .training.comparison import evaluate_layers
-    from .training.comparison_results import GenerationQuality, LayerChange
-    from .training.results import AlignedResult
     from .training.settings import AlignedTraining
     from .training.trainer import AlignedTrainer
 
 _HOME = {
-    "analysis.attach": (
-        "Probe",
-        "attach",
-    ),
-    "analysis.capabilities": (
-        "Capabilities",
-        "capabilities",
-    ),
-    "analysis.engine": (
-        "analyze",
-        "compare",
-    ),
-    "analysis.one_prompt": (
-        "PredictionGrid",
-        "TrajectoryPCA",
-        "prediction_grid",
-        "trajectory_pca",
-    ),
-    "analysis.one_prompt_jacobians": (
-        "BlockJacobians",
-        "CouplingMatrices",
-        "block_jacobians",
-        "coupling_matrices",
-    ),
-    "analysis.regression": (
-        "Relation",
-        "plot_adjacency",
-        "plot_sweep",
-        "relate",
-    ),
-    "analysis.remote_run": (
-        "RemoteRun",
-        "load_run",
-    ),
+    "analysis.attach": ("attach",),
+    "analysis.capabilities": ("capabilities",),
+    "analysis.engine": ("analyze", "compare"),
+    "analysis.one_prompt": ("prediction_grid", "trajectory_pca"),
+    "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
+    "analysis.regression": ("plot_adjacency", "plot_sweep", "relate"),
+    "analysis.remote_run": ("load_run",),
     "analyzers": ("find_analyzers",),
-    "analyzers.base": (
-        "Analyzer",
-        "Exchange",
-        "Run",
-        "need_head",
-        "need_tokens",
-    ),
-    "core.errors": (
-        "LayersimError",
-        "LayersimWarning",
-    ),
-    "core.histogram": ("quantiles_from_histogram",),
-    "core.provenance": ("Provenance",),
-    "core.results": (
-        "LayerCurve",
-        "LayerMatrix",
-        "Picture",
-        "Report",
-        "Result",
-        "axes",
-        "load",
-        "load_report",
-    ),
-    "core.sums": ("Sums",),
-    "data.batches": ("Batch",),
-    "demo": (
-        "demo_model",
-        "demo_text",
-    ),
+    "core.errors": ("LayersimError", "LayersimWarning"),
+    "core.results": ("Report", "Result", "load", "load_report"),
+    "demo": ("demo_model", "demo_text"),
     "early_exit.api": ("EarlyExit",),
-    "early_exit.costs": (
-        "ExitCosts",
-        "ExitPlan",
-    ),
+    "early_exit.costs": ("ExitCosts",),
     "early_exit.frequent_tokens": ("frequent_tokens",),
-    "early_exit.results": (
-        "ExitLogits",
-        "Generated",
-    ),
     "early_exit.truncate": ("truncate",),
-    "models.adapter": ("Adapter",),
-    "models.block_call": ("BlockCall",),
     "models.hooks": ("eval_mode",),
-    "models.model_info": (
-        "Model",
-        "ServerOffer",
-        "layer_names",
-    ),
-    "models.source": (
-        "PartialSums",
-        "Source",
-    ),
-    "models.unembed": (
-        "Head",
-        "Unembed",
-    ),
-    "models.view": (
-        "Kernel",
-        "View",
-        "place",
-        "reduce",
-    ),
-    "stitching.api": (
-        "stitch",
-        "stitch_grid",
-    ),
+    "stitching.adapter": ("Adapter",),
+    "stitching.api": ("stitch", "stitch_grid"),
     "stitching.fitting": ("StitchTraining",),
-    "stitching.results": (
-        "Interval",
-        "StitchGrid",
-        "StitchResult",
-    ),
-    "stitching.stitched_model": ("StitchedModel",),
     "training.adapter_api": ("train_adapters",),
     "training.adapters": ("AlignedAdapters",),
     "training.aligned_loss": ("aligned_loss",),
     "training.api": ("finetune_aligned",),
     "training.comparison": ("evaluate_layers",),
-    "training.comparison_results": (
-        "GenerationQuality",
-        "LayerChange",
-    ),
-    "training.results": ("AlignedResult",),
     "training.settings": ("AlignedTraining",),
     "training.trainer": ("AlignedTrainer",),
 }
@@ -188,72 +80,25 @@ __all__ = [
     "CKA",
     "Adapter",
     "AlignedAdapters",
-    "AlignedResult",
     "AlignedTrainer",
     "AlignedTraining",
-    "Analyzer",
-    "Batch",
-    "BlockCall",
     "BlockCoupling",
-    "BlockCouplingResult",
-    "BlockJacobians",
-    "CKAResult",
-    "Capabilities",
     "Cosine",
-    "CosineResult",
-    "CouplingMatrices",
     "EarlyExit",
-    "Exchange",
     "ExitCosts",
     "ExitCurve",
-    "ExitCurveResult",
-    "ExitLogits",
-    "ExitPlan",
-    "ExitPoint",
-    "Generated",
-    "GenerationQuality",
-    "Head",
-    "Interval",
-    "Kernel",
-    "LayerChange",
-    "LayerCurve",
-    "LayerMatrix",
     "LayersimError",
     "LayersimWarning",
     "LogitLens",
-    "LogitLensResult",
-    "Model",
     "NeuralCollapse",
-    "NeuralCollapseResult",
-    "PartialSums",
-    "Picture",
-    "PredictionGrid",
-    "Probe",
-    "Provenance",
-    "Relation",
-    "RemoteRun",
     "Report",
     "Result",
-    "Run",
     "Saturation",
-    "SaturationResult",
-    "ServerOffer",
-    "Source",
-    "Spread",
-    "StitchGrid",
-    "StitchResult",
     "StitchTraining",
-    "StitchedModel",
-    "Sums",
     "Trajectory",
-    "TrajectoryPCA",
-    "TrajectoryResult",
-    "Unembed",
-    "View",
     "aligned_loss",
     "analyze",
     "attach",
-    "axes",
     "block_jacobians",
     "capabilities",
     "compare",
@@ -265,18 +110,12 @@ __all__ = [
     "find_analyzers",
     "finetune_aligned",
     "frequent_tokens",
-    "layer_names",
     "load",
     "load_report",
     "load_run",
-    "need_head",
-    "need_tokens",
-    "place",
     "plot_adjacency",
     "plot_sweep",
     "prediction_grid",
-    "quantiles_from_histogram",
-    "reduce",
     "relate",
     "stitch",
     "stitch_grid",
@@ -295,19 +134,18 @@ def __getattr__(name: str) -> Any:
             # A file that holds a result of another package's analyzer can only be read where its class is known.
             importlib.import_module(".analyzers", __name__).find_analyzers()
     else:
-        value = _from_analyzers(name)
+        value = _analyzer(name)
     globals()[name] = value
     return value
 
 
-def _from_analyzers(name: str) -> Any:
-    """An analyzer, or a class of its file: a new file in `analyzers/` needs no line here."""
+def _analyzer(name: str) -> Any:
+    """The analyzer class of this name: a new file in `analyzers/` needs no line here."""
     from .analyzers import find_analyzers
 
     for cls in find_analyzers().values():
-        found = vars(importlib.import_module(cls.__module__)).get(name)
-        if isinstance(found, type) and found.__module__ == cls.__module__:
-            return found
+        if cls.__name__ == name:
+            return cls
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer
 
 from ..models.helpers import bridge
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
@@ -26,7 +27,7 @@ def broken(view):
 
 
 @dataclass(frozen=True)
-class Broken(lsim.Analyzer):
+class Broken(Analyzer):
     name: ClassVar[str] = "broken"
 
     def kernel(self, first):

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import tl_layersim as lsim
+from tl_layersim.core import LayerCurve
 from tl_layersim.models.hooked import HookedSource
 
 from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
@@ -102,14 +103,15 @@ def test_a_users_precision_setting_is_kept_and_not_used(setting):
     script = (
         "import torch, tl_layersim as lsim\n"
         "from tests.tiny_models import random_tokens, tiny_llama\n"
+        "from tl_layersim.models.view import View, reduce\n"
         f"{say}\n"
         "mkldnn = torch.backends.mkldnn.matmul\n"
         "before, seen = mkldnn.fp32_precision, []\n"
         "def kernel(view):\n"
         "    seen.append(mkldnn.fp32_precision)\n"
         "    return {'n': torch.tensor(1)}\n"
-        "view = lsim.View(torch.ones(2, 3, 4), torch.arange(3), torch.zeros(3), torch.arange(3))\n"
-        "lsim.reduce({'k': kernel}, view)\n"
+        "view = View(torch.ones(2, 3, 4), torch.arange(3), torch.zeros(3), torch.arange(3))\n"
+        "reduce({'k': kernel}, view)\n"
         "lsim.analyze(tiny_llama(), random_tokens(), 'cka')\n"
         "print(seen, mkldnn.fp32_precision == before)\n"
     )
@@ -128,7 +130,7 @@ def test_a_users_precision_setting_is_kept_and_not_used(setting):
 def test_a_result_that_does_not_fit_its_layers_is_refused():
     names = ("a", "b", "c")
     with pytest.raises(lsim.LayersimError, match=r"values does not fit its axes(.|\n)*\(2,\)(.|\n)*\(3,\): residual"):
-        lsim.LayerCurve(values=torch.zeros(2, dtype=torch.float64), layers=names, provenance=provenance())
+        LayerCurve(values=torch.zeros(2, dtype=torch.float64), layers=names, provenance=provenance())
 
 
 def test_a_source_has_its_own_place():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import View
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_llama
@@ -23,7 +24,7 @@ def test_cka_of_rows_takes_the_token_that_it_is_told_to(pool, estimator):
     x = residuals(1, tokens=sum(lengths))
     row = np.repeat(np.arange(len(lengths)), lengths)
     at = np.concatenate([np.arange(n) for n in lengths])
-    one = lsim.View(torch.as_tensor(x), torch.as_tensor(oracles.tokens_of(len(row))), torch.as_tensor(row), torch.as_tensor(at))
+    one = View(torch.as_tensor(x), torch.as_tensor(oracles.tokens_of(len(row))), torch.as_tensor(row), torch.as_tensor(at))
     found = from_views(lsim.CKA(level="sequence", pool=pool, estimator=estimator), [one])
     take = {"first": lambda z: z[:, 0], "last": lambda z: z[:, -1], "mean": lambda z: z.mean(1)}[pool]
     pooled = np.stack([take(x[:, row == n]) for n in range(len(lengths))], axis=1)

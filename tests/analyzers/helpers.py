@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tl_layersim as lsim
+from tl_layersim.models import Model
 
 from ..tiny_models import tiny_llama
 
 
-def _described() -> lsim.Model:
+def _described() -> Model:
     from tl_layersim.remote.open import open_source
 
     return open_source(tiny_llama()).model

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -15,7 +16,7 @@ from ..tiny_models import random_tokens, tiny_llama
 def analyzer(**parts):
     """An analyzer made of a kernel and a compute, as a user might write it badly."""
     body = {"name": "mine", "kernel": lambda self, first: parts["give"], "compute": lambda self, sums, run: parts.get("back")}
-    return dataclasses.dataclass(frozen=True)(type("Mine", (lsim.Analyzer,), body | parts.get("body", {})))()
+    return dataclasses.dataclass(frozen=True)(type("Mine", (Analyzer,), body | parts.get("body", {})))()
 
 
 def grows(view):

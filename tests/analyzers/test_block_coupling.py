@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import View, layer_names
 from tl_layersim.models.block_call import BlockCall
 
 from .. import oracles
@@ -17,7 +18,7 @@ from ..views import from_views, residuals, view
 from .helpers import _described
 
 
-def linear_view(matrices: list[np.ndarray], tokens: int = 3) -> lsim.View:
+def linear_view(matrices: list[np.ndarray], tokens: int = 3) -> View:
     """A view of blocks x + J x with given J, for each token alone."""
     width = len(matrices[0])
     x = [np.random.default_rng(0).normal(size=(tokens, width))]
@@ -170,6 +171,6 @@ def test_what_is_expensive_is_said_first(capfd):
     assert "BlockCoupling" not in capfd.readouterr().err
     lsim.analyze(tiny_llama(), random_tokens(1, 5), lsim.BlockCoupling(k=4, method="finite-difference"))
     assert "each prompt runs 64 times through every block" in capfd.readouterr().err
-    large = replace(_described(), d_model=4096, layers=lsim.layer_names(32))
+    large = replace(_described(), d_model=4096, layers=layer_names(32))
     assert "krylov: each prompt costs about a forward pass of 2,400 tokens." in lsim.BlockCoupling().cost(large)
     assert "dense: each prompt costs about a forward pass of 4,900 tokens, and 32" in lsim.BlockCoupling(k=50).cost(large)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim.analyzers.block_coupling import BlockCouplingResult
 
 from ..views import from_views, residuals, view
 
 
-def measured(normalize: bool = True) -> lsim.BlockCouplingResult:
+def measured(normalize: bool = True) -> BlockCouplingResult:
     analyzer = lsim.BlockCoupling(k=(3, 2), normalize=normalize)
     return from_views(analyzer, [view(residuals(seed, layers=5, tokens=9)) for seed in range(2)])
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.core import Sums
 from tl_layersim.models.view import reduce
 
 from .. import oracles
@@ -17,10 +18,10 @@ from ..views import from_views, layer_run, residuals, view
 
 
 def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray]) -> lsim.Result:
-    kernel = analyzer.kernel(lsim.Sums())
-    sums = lsim.Sums()
+    kernel = analyzer.kernel(Sums())
+    sums = Sums()
     for x, y in zip(xs, ys, strict=True):
-        sums = sums + lsim.Sums.of(reduce({"k": kernel}, view(x), view(y))[1]["k"])
+        sums = sums + Sums.of(reduce({"k": kernel}, view(x), view(y))[1]["k"])
     run = layer_run(len(xs[0]))
     columns = layer_run(len(ys[0])).layers
     return analyzer.compute(sums, dataclasses.replace(run, column_layers=columns))

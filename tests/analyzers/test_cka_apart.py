@@ -8,6 +8,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers.cka import draw
+from tl_layersim.core import Sums
 from tl_layersim.models.view import reduce
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -25,7 +26,7 @@ def test_models_that_are_apart_give_what_they_give_together(options):
     assert exchange is not None
     sent = [exchange.kernel(one) for one in (a, b)]
     joined = exchange.join(*sent)
-    together = reduce({"k": analyzer.kernel(lsim.Sums())}, a, b)[1]["k"]
+    together = reduce({"k": analyzer.kernel(Sums())}, a, b)[1]["k"]
     assert joined.keys() == together.keys()
     for name, value in together.items():
         torch.testing.assert_close(joined[name], value, rtol=1e-12, atol=1e-12)

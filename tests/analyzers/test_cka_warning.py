@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import Run
+from tl_layersim.core import Sums
 
 from ..views import from_views, layer_run, provenance, residuals, view
 
@@ -45,8 +47,8 @@ def test_where_first_tokens_are_left_out_already_more_are_proposed():
     from tl_layersim.models.view import reduce
 
     analyzer = lsim.CKA()
-    sums = lsim.Sums.of(reduce({"k": analyzer.kernel(lsim.Sums())}, view(with_share(0.05)))[1]["k"])
+    sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, view(with_share(0.05)))[1]["k"])
     run = layer_run(4)
-    run = lsim.Run(run.layers, run.layers, provenance(options={"skip_first": 2}), lsim.Sums())
+    run = Run(run.layers, run.layers, provenance(options={"skip_first": 2}), Sums())
     with pytest.warns(lsim.LayersimWarning, match="skip_first=4"):
         analyzer.compute(sums, run)

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers.neural_collapse import NeuralCollapseResult
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, view
 
 
-def of(x: np.ndarray, label: list[int], **options) -> lsim.NeuralCollapseResult:
+def of(x: np.ndarray, label: list[int], **options) -> NeuralCollapseResult:
     analyzer = lsim.NeuralCollapse(labels="data", level="token", **options)
     return from_views(analyzer, [view(x, labels=torch.tensor(label))])
 

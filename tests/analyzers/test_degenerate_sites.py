@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import Run
+from tl_layersim.core import Sums
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_llama
@@ -53,12 +55,12 @@ def test_cka_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype, estimator
 
 def test_cka_between_two_models_is_nan_in_the_row_of_the_one_site():
     x, y = with_same_samples(), residuals(5, layers=3, tokens=120)
-    kernel = lsim.CKA().kernel(lsim.Sums())
+    kernel = lsim.CKA().kernel(Sums())
     from tl_layersim.models.view import reduce
 
-    sums = lsim.Sums.of(reduce({"k": kernel}, view(x), view(y))[1]["k"])
+    sums = Sums.of(reduce({"k": kernel}, view(x), view(y))[1]["k"])
     run = layer_run(4)
-    run = lsim.Run(run.layers, layer_run(3).layers, run.provenance, lsim.Sums())
+    run = Run(run.layers, layer_run(3).layers, run.provenance, Sums())
     with pytest.warns(lsim.LayersimWarning, match=FIRST):
         found = lsim.CKA().compute(sums, run)
     assert found.values.isnan()[0].all()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import View
 from tl_layersim.models.unembed import Unembed
 from tl_layersim.models.view import reduce
 
@@ -71,7 +72,7 @@ def test_a_threshold_is_exceeded_and_not_met():
     residual = torch.cat([torch.zeros(1, 3, 1, dtype=torch.float64), index])
     where = torch.arange(3)
     unembed = Unembed(None, (Table(),), "every", 1.0, None, None, None)
-    one = lsim.View(residual, where, where * 0, where, next_token=target, unembed=unembed)
+    one = View(residual, where, where * 0, where, next_token=target, unembed=unembed)
     levels = torch.tensor([0.49, 0.5], dtype=torch.float64)
     out = reduce({"k": lambda v: exit_kernel(v, thresholds=levels, normed=True, labels="next_token", memory_mb=1.0)}, one)[1][
         "k"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers.exit_curve import ExitCurveResult
 
 from .. import oracles
 from ..views import from_views, layer_run, residuals, view
@@ -39,9 +40,9 @@ def test_the_headline_of_cka():
     assert found["effective share of samples, at the layer where it is least"] == pytest.approx(least)
 
 
-def exit_result(agreement: list[float], thresholds: tuple[float, ...]) -> lsim.ExitCurveResult:
+def exit_result(agreement: list[float], thresholds: tuple[float, ...]) -> ExitCurveResult:
     run, count = layer_run(4), len(thresholds)
-    return lsim.ExitCurveResult(
+    return ExitCurveResult(
         values=torch.ones(count, 3, dtype=torch.float64),
         accuracy=torch.arange(count, dtype=torch.float64) / 10,
         agreement=torch.tensor(agreement, dtype=torch.float64),

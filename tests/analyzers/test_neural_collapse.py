@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers.neural_collapse import NeuralCollapseResult
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_llama
@@ -24,7 +25,7 @@ def planted(spread: float, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
     return x, torch.as_tensor(label)
 
 
-def of(x, label, **options) -> lsim.NeuralCollapseResult:
+def of(x, label, **options) -> NeuralCollapseResult:
     return from_views(lsim.NeuralCollapse(labels="data", level="token", **options), [view(x, labels=label)])
 
 

@@ -7,6 +7,8 @@ from typing import assert_type
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis import Probe, RemoteRun
+from tl_layersim.analyzers.cka import CKAResult
 
 
 def one_model(model: torch.nn.Module, texts: list[str]) -> lsim.Report:
@@ -17,18 +19,18 @@ def one_model(model: torch.nn.Module, texts: list[str]) -> lsim.Report:
     return report
 
 
-def on_a_server(model: object, blocking: bool) -> lsim.RemoteRun:
+def on_a_server(model: object, blocking: bool) -> RemoteRun:
     """A run that is not waited for."""
-    assert_type(lsim.analyze(model, ["a text"], "cka", remote=True, blocking=blocking), lsim.Report | lsim.RemoteRun)
+    assert_type(lsim.analyze(model, ["a text"], "cka", remote=True, blocking=blocking), lsim.Report | RemoteRun)
     run = lsim.analyze(model, ["a text"], "cka", remote=True, blocking=False)
-    assert_type(run, lsim.RemoteRun)
+    assert_type(run, RemoteRun)
     return run
 
 
 def two_models(model: torch.nn.Module, texts: list[str]) -> float:
     """The result of a single analyzer, with the methods of its class, and a report of several."""
     similarity = lsim.compare(model, model, texts, lsim.CKA(minibatch=32))
-    assert_type(similarity, lsim.CKAResult)
+    assert_type(similarity, CKAResult)
     assert_type(lsim.compare(model, model, texts, "cka"), lsim.Result)
     assert_type(lsim.compare(model, model, texts, [lsim.CKA(minibatch=32)]), lsim.Report)
     return float(similarity.values[0, 0])
@@ -38,7 +40,7 @@ def own_loop(model: torch.nn.Module, tokens: torch.Tensor) -> lsim.Report:
     """Sums from inside a loop."""
     with lsim.attach(model, [lsim.Cosine(center="none")]) as probe:
         model(tokens)
-    assert_type(probe, lsim.Probe)
+    assert_type(probe, Probe)
     return probe.results()
 
 

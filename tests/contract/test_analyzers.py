@@ -16,6 +16,7 @@ from nnsight.intervention.serialization import dumps
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
+from tl_layersim.core import Sums
 from tl_layersim.models.view import reduce
 
 from .. import oracles
@@ -57,19 +58,19 @@ def test_order_and_grouping_of_batches_do_not_matter(name, cls, seed, order, cut
     assert worst(whole, shuffled) < 1e-7 * scale
 
     first_kernel = analyzer.first_kernel()
-    first = lsim.Sums()
+    first = Sums()
     if first_kernel is not None:
         for one in views:
-            first = first + lsim.Sums.of(reduce({"k": first_kernel}, one)[1]["k"])
+            first = first + Sums.of(reduce({"k": first_kernel}, one)[1]["k"])
     kernel = analyzer.kernel(first)
-    sums = [lsim.Sums.of(reduce({"k": kernel}, one)[1]["k"]) for one in views]
-    left, right = sums[0], lsim.Sums()
+    sums = [Sums.of(reduce({"k": kernel}, one)[1]["k"]) for one in views]
+    left, right = sums[0], Sums()
     for i, part in enumerate(sums[1:], start=1):
         if i < cuts:
             left = left + part
         else:
             right = right + part
-    merged = lsim.Sums() + left + (right + lsim.Sums())
+    merged = Sums() + left + (right + Sums())
     for key, value in sums[0].fields.items():
         total = value + sum(part[key] for part in sums[1:])
         torch.testing.assert_close(merged[key], total, rtol=1e-12, atol=1e-12)
@@ -150,9 +151,9 @@ def test_every_picture_is_drawn_and_explained(name, cls):
 def test_its_kernel_runs_where_this_package_is_not_installed(name, cls, tmp_path):
     analyzer = cls()
     one = view(residuals(tokens=20))
-    kernels = [analyzer.kernel(lsim.Sums())]
+    kernels = [analyzer.kernel(Sums())]
     if (first_kernel := analyzer.first_kernel()) is not None:
-        kernels = [first_kernel, analyzer.kernel(lsim.Sums.of(first_kernel(one)))]
+        kernels = [first_kernel, analyzer.kernel(Sums.of(first_kernel(one)))]
     nnsight.register("tl_layersim")
     blob = tmp_path / "blob"
     blob.write_bytes(dumps((reduce, kernels, one)))

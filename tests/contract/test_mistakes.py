@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tl_layersim as lsim
+from tl_layersim.models import layer_names
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -81,9 +82,9 @@ def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_p
         (lambda m: lsim.ExitCosts.count(m, batch=0), "`batch` must be at least 1"),
         (lambda m: lsim.ExitCosts.count(m, shortlist=3), "`shortlist` is no list"),
         (lambda m: lsim.frequent_tokens(m, [], 5), "empty"),
-        (lambda m: lsim.Adapter(["linear"]), "no adapter"),
+        (lambda m: lsim.Adapter(["linear"]), "`kind` must be the name"),
         (lambda m: lsim.Report([]), "`results` is no mapping"),
-        (lambda m: lsim.layer_names("3"), "`blocks` of layer_names cannot be '3'"),
+        (lambda m: layer_names("3"), "`blocks` of layer_names cannot be '3'"),
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=NAN), "lens_memory_mb=nan"),
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=-1), "lens_memory_mb=-1"),
         (lambda m: lsim.evaluate_layers(m, m, random_tokens(2), top_p=95), "`top_p`"),

@@ -10,7 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analysis import kept_runs
-from tl_layersim.core import storage
+from tl_layersim.core import LayerCurve, storage
 from tl_layersim.core.resumable import Checkpoint
 from tl_layersim.stitching.experiment import StitchRun, _read_training
 from tl_layersim.stitching.progress import Progress
@@ -49,7 +49,7 @@ def load(path: Path):
         return lsim.load(path)
 
 
-def curve(n: int = 3) -> lsim.LayerCurve:
-    return lsim.LayerCurve(
+def curve(n: int = 3) -> LayerCurve:
+    return LayerCurve(
         values=torch.arange(n, dtype=torch.float64), layers=tuple(f"blocks.{i}.x" for i in range(n)), provenance=provenance()
     )

@@ -13,6 +13,7 @@ from tl_layersim.analysis import data_pass as passes
 from tl_layersim.cli import app
 from tl_layersim.core import resumable as checkpoint
 from tl_layersim.core import storage
+from tl_layersim.models import View
 from tl_layersim.stitching import progress
 from tl_layersim.training import state
 
@@ -76,7 +77,7 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
 
     for name in (
         "analysis.data_pass.PassState.add",
-        "stitching.experiment.StitchExperiment._judge",
+        "stitching.experiment.StitchExperiment._evaluate",
         "training.loop.Loop._accumulate",
         "training.adapter_api._Work._refuse_not_finite",
     ):
@@ -99,7 +100,7 @@ def read_only_disk(monkeypatch):
 
 @each_call
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(call, tmp_path, read_only_disk, monkeypatch):
-    monkeypatch.setattr(lsim.View, "__init__", None)
+    monkeypatch.setattr(View, "__init__", None)
     with pytest.raises(lsim.LayersimError, match=r"^`checkpoint` names a folder that cannot be written(.|\n)*Read-only"):
         call(tmp_path / "run")
 

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 import tl_layersim as lsim
+from tl_layersim.analyzers.cka import CKAResult
 from tl_layersim.core import storage
 from tl_layersim.core.kinds import KINDS, below, class_of, kind_of
 
@@ -50,9 +51,9 @@ def test_every_class_of_results_has_a_kind_of_its_own():
 def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):
     path = load(FILES / "cka.safetensors").save(tmp_path / "x")
     assert b"tl_layersim.analyzers" not in path.read_bytes()
-    monkeypatch.setattr(lsim.CKAResult, "__module__", "tl_layersim.analyzers.renamed")
-    assert type(lsim.load(path)) is lsim.CKAResult
-    assert type(load(FILES / "cka.safetensors")) is lsim.CKAResult
+    monkeypatch.setattr(CKAResult, "__module__", "tl_layersim.analyzers.renamed")
+    assert type(lsim.load(path)) is CKAResult
+    assert type(load(FILES / "cka.safetensors")) is CKAResult
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import storage
+from tl_layersim.core import LayerCurve, LayerMatrix, storage
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -23,7 +23,7 @@ def report():
 
 def test_results_are_frozen_and_numpy_arrays(report):
     cosine = report["cosine"]
-    assert isinstance(cosine, lsim.LayerMatrix)
+    assert isinstance(cosine, LayerMatrix)
     assert cosine.values.dtype == torch.float64
     with pytest.raises(dataclasses.FrozenInstanceError):
         cosine.values = None
@@ -39,7 +39,7 @@ def test_results_are_frozen_and_numpy_arrays(report):
 def test_shapes_and_dtypes_are_checked():
     for bad in (torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3)):
         with pytest.raises(lsim.LayersimError, match=r"`values` of \w+ cannot be(.|\n)*Float64"):
-            lsim.LayerCurve(values=bad, layers=("a",) * 3, provenance=provenance())
+            LayerCurve(values=bad, layers=("a",) * 3, provenance=provenance())
 
 
 def test_tables_are_tidy(report):
@@ -58,7 +58,7 @@ def test_tables_are_tidy(report):
 def test_pivots_keep_the_order_of_layers():
     names = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(11)))
     values = torch.arange(144, dtype=torch.float64).view(12, 12)
-    matrix = lsim.LayerMatrix(values=values, layers=names, column_layers=names, provenance=provenance())
+    matrix = LayerMatrix(values=values, layers=names, column_layers=names, provenance=provenance())
     pivot = matrix.to_frame().pivot(index="row_layer", columns="column_layer", values="values")
     assert (pivot.to_numpy() == values.numpy()).all()
     assert list(pivot.index) == list(names)
@@ -71,7 +71,7 @@ def test_a_result_says_in_short_what_it_is(report):
 
 def test_not_a_number_and_infinity_survive(tmp_path):
     values = torch.tensor([float("nan"), float("inf"), -0.0], dtype=torch.float64)
-    one = lsim.LayerCurve(values=values, layers=("a", "b", "c"), provenance=provenance(seconds=float("inf")))
+    one = LayerCurve(values=values, layers=("a", "b", "c"), provenance=provenance(seconds=float("inf")))
     again = lsim.load(one.save(tmp_path / "x"))
     assert torch.equal(again.values.view(torch.int64), values.view(torch.int64))
     assert again.provenance.seconds == float("inf")
@@ -87,7 +87,7 @@ def test_a_result_is_no_report_and_a_checkpoint_no_result(tmp_path):
 
 def test_a_class_is_never_imported_by_a_name_in_a_file(tmp_path):
     @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-    class Fleeting(lsim.LayerCurve):
+    class Fleeting(LayerCurve):
         pass
 
     path = Fleeting(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance()).save(tmp_path / "x")

@@ -14,12 +14,13 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
         """
         import resource, signal, sys
         import tl_layersim as lsim
+        from tl_layersim.core import LayerCurve
         from tests.views import provenance
         import torch
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         path = sys.argv[1]
         def curve(n):
-            return lsim.LayerCurve(values=torch.zeros(n, dtype=torch.float64), layers=("a",) * n, provenance=provenance())
+            return LayerCurve(values=torch.zeros(n, dtype=torch.float64), layers=("a",) * n, provenance=provenance())
         curve(3).save(path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
         try:

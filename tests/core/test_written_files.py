@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import storage
+from tl_layersim.core import LayerCurve, storage
 
 from ..views import provenance
 
 
-def curve(n: int = 3) -> lsim.LayerCurve:
+def curve(n: int = 3) -> LayerCurve:
     values = torch.arange(n, dtype=torch.float64)
-    return lsim.LayerCurve(values=values, layers=tuple(f"blocks.{i}.x" for i in range(n)), provenance=provenance())
+    return LayerCurve(values=values, layers=tuple(f"blocks.{i}.x" for i in range(n)), provenance=provenance())
 
 
 SAVES = {"save": lambda path: curve().save(path), "to_html": lambda path: lsim.Report({"a": curve()}).to_html(path)}

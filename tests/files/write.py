@@ -92,7 +92,7 @@ def checkpoints(folder: Path) -> None:
 
     with suppress(KeyboardInterrupt), mock.patch.object(lsim.CKA, "compute", interrupted):
         lsim.analyze(one, data, analyzers, batch_size=2, checkpoint=folder / "analysis.checkpoint")
-    with suppress(KeyboardInterrupt), mock.patch.object(StitchExperiment, "_judge", interrupted):
+    with suppress(KeyboardInterrupt), mock.patch.object(StitchExperiment, "_evaluate", interrupted):
         lsim.stitch(
             one,
             model(1),

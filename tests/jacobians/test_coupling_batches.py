@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.core import Sums
 from tl_layersim.jacobians.validation import TOO_COARSE
 from tl_layersim.models.view import reduce
 
@@ -44,11 +45,11 @@ def test_prompts_shorter_than_k_have_k_directions():
 @pytest.mark.parametrize("factor", [0.99, 1.01])
 def test_the_error_of_finite_differences_is_a_mean_over_prompts(factor):
     analyzer = lsim.BlockCoupling(k=3)
-    kernel = analyzer.kernel(lsim.Sums())
-    one = lsim.Sums.of(reduce({"k": kernel}, view(residuals(0, tokens=8)))[1]["k"])
+    kernel = analyzer.kernel(Sums())
+    one = Sums.of(reduce({"k": kernel}, view(residuals(0, tokens=8)))[1]["k"])
     sums = one + one + one + one
     errors = torch.tensor([0.0, 4 * TOO_COARSE * factor, 0.0], dtype=torch.float64)
-    sums = lsim.Sums({**sums.fields, "step_error": errors})
+    sums = Sums({**sums.fields, "step_error": errors})
     if factor < 1:
         assert analyzer.compute(sums, layer_run(4)).step_error.tolist() == pytest.approx((errors / 4).tolist())
     else:

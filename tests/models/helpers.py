@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import tl_layersim as lsim
+from tl_layersim.models import View
 from tl_layersim.models.layer_logits import read_lens
 from tl_layersim.models.unembed import Unembed
 
@@ -185,5 +186,5 @@ def read_logits(logits: np.ndarray, target: torch.Tensor, memory_mb: float = 128
     index = torch.arange(tokens * layers, dtype=torch.float64).reshape(tokens, layers).T[..., None]
     residual = torch.cat([torch.zeros(1, tokens, 1, dtype=torch.float64), index])
     unembed = Unembed(None, (Table(),), "every", 1.0, None, None, None)
-    one = lsim.View(residual, torch.zeros(tokens).long(), torch.zeros(tokens).long(), torch.arange(tokens), unembed=unembed)
+    one = View(residual, torch.zeros(tokens).long(), torch.zeros(tokens).long(), torch.arange(tokens), unembed=unembed)
     return read_lens(one, target, True, memory_mb, 5, "t")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
+from tl_layersim.models import View
 from tl_layersim.models.layer_logits import read_lens, saturation_layers
 from tl_layersim.models.unembed import Unembed
 
@@ -66,9 +67,9 @@ def test_walking_down_finds_what_the_full_lens_finds(seed, memory, levels):
     residual = torch.cat([torch.zeros(1, 20, 1, dtype=torch.float64), index])
     unembed = Unembed(None, (Table(),), "every", 1.0, None, None, None)
 
-    def fresh() -> lsim.View:
+    def fresh() -> View:
         where = torch.arange(20)
-        return lsim.View(residual, where, where * 0, where, unembed=unembed)
+        return View(residual, where, where * 0, where, unembed=unembed)
 
     walked, bad = saturation_layers(fresh(), True, memory)
     assert not bad.any()
@@ -121,5 +122,5 @@ def test_a_source_that_names_no_next_token_is_read_from_neighbours():
     from tl_layersim.models.targets import targets
 
     tokens, row = torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 0, 0, 1, 1])
-    one = lsim.View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
+    one = View(torch.zeros(2, 5, 3), tokens, row, torch.tensor([0, 1, 3, 0, 1]))
     assert targets(one, "next_token").tolist() == [6, NO_LABEL, NO_LABEL, 9, NO_LABEL]

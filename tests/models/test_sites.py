@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import layer_names
 
 from ..tiny_models import VOCABULARY, random_tokens, tiny_gpt2, tiny_llama
 
@@ -178,7 +179,7 @@ def test_modules_of_an_unknown_architecture_that_hand_nothing_on_are_refused(wra
 
 def test_a_list_called_layers_that_holds_no_blocks_is_not_taken_for_blocks():
     whole = lsim.analyze(Own("layers"), random_tokens(), "cosine")["cosine"]
-    assert whole.layers == lsim.layer_names(3)
+    assert whole.layers == layer_names(3)
     with pytest.raises(
         lsim.LayersimError, match=r"layers of Own are not known(.|\n)*layers\.1 is not given what the module before"
     ):
@@ -225,4 +226,4 @@ def test_stitching_and_training_of_an_unknown_architecture_look_before_they_star
 def test_compare_names_the_modules_of_each_model():
     found = lsim.compare(tiny_llama(), tiny_llama(seed=1), random_tokens(), lsim.CKA(), layers=(MLPS, None))
     assert found.layers == ("model.layers.0.mlp.input", *MLPS)
-    assert found.column_layers == lsim.layer_names(3)
+    assert found.column_layers == layer_names(3)

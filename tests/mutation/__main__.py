@@ -38,7 +38,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("coupling.py", "block_coupling.py", "spectrum.py", "singular_vectors.py"),
         ("test_coupling*.py", "test_block_coupling*.py", "test_singular*.py", *EVERY),
     ),
-    (("adapter.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),
+    (("adapter.py", "closed_form.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),
     (
         ("losses.py", "objective.py", "objectives/*.py"),
         ("test_aligned*.py", "test_losses*.py", "test_objective*.py", "test_schedule.py", "training/test_api.py"),

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer
+from tl_layersim.core import LayerCurve
 
 from ..docs.helpers import ROOT, blocks
 from ..ndif.server import free_ports
@@ -75,14 +77,14 @@ def lsim_analyzer(function):
     from dataclasses import dataclass
 
     @dataclass(frozen=True)
-    class Own(lsim.Analyzer):
+    class Own(Analyzer):
         name = "own"
 
         def kernel(self, first):
             return function
 
         def compute(self, sums, run):
-            return lsim.LayerCurve(values=sums["norm"] / sums["count"], layers=run.layers, provenance=run.provenance)
+            return LayerCurve(values=sums["norm"] / sums["count"], layers=run.layers, provenance=run.provenance)
 
     return Own()
 

@@ -67,14 +67,14 @@ FACTOR = 2.0
 
 
 @dataclass(frozen=True)
-class Own(lsim.Analyzer):
+class Own(Analyzer):
     name = "own"
 
     def kernel(self, first):
         return norms
 
     def compute(self, sums, run):
-        return lsim.LayerCurve(values=sums["norm"] / sums["count"], layers=run.layers, provenance=run.provenance)
+        return LayerCurve(values=sums["norm"] / sums["count"], layers=run.layers, provenance=run.provenance)
 
 
 def norms(view):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.core import LayerCurve
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -30,7 +31,7 @@ def test_a_report_is_a_mapping_with_a_page(report, tmp_path):
 
 
 def test_model_names_do_not_run_as_code(tmp_path):
-    nasty = lsim.LayerCurve(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance(model="<script>x"))
+    nasty = LayerCurve(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance(model="<script>x"))
     page = lsim.Report({"a": nasty}).to_html(tmp_path / "r.html").read_text()
     assert "<script>x" not in page
     assert "&lt;script&gt;x" in page

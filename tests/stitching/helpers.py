@@ -1,4 +1,4 @@
-"""A model in another basis, halves of models by hand, and losses."""
+"""A model in another basis, parts of models by hand, and losses."""
 
 from __future__ import annotations
 

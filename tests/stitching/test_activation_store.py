@@ -17,17 +17,17 @@ class TestCache:
     def test_a_file_gives_the_same_numbers_and_goes_away(self, tmp_path, capsys):
         front, back = tiny_llama(), tiny_llama(seed=1)
         options = {"at": (2, 2), "adapter": "affine-norm", "fit": "sgd", "batch_size": 6, "training": QUICK}
-        here = lsim.stitch(front, back, rows(), **options)
-        there = lsim.stitch(front, back, rows(), cache=tmp_path, **options)
-        assert torch.equal(here.curve, there.curve)
+        in_memory = lsim.stitch(front, back, rows(), **options)
+        in_file = lsim.stitch(front, back, rows(), cache=tmp_path, **options)
+        assert torch.equal(in_memory.curve, in_file.curve)
         assert not list(tmp_path.iterdir())
         # 20 of 24 rows of 16 positions of 32 float32.
         assert "41.0 kB in a file" in capsys.readouterr().err
 
     def test_too_much_for_memory(self, monkeypatch):
-        from tl_layersim.stitching import activation_store as material
+        from tl_layersim.stitching import activation_store
 
-        monkeypatch.setattr(material, "_free", lambda folder: (1000.0, "memory"))
+        monkeypatch.setattr(activation_store, "_free", lambda folder: (1000.0, "memory"))
         with pytest.raises(lsim.LayersimError, match="do not fit into the memory"):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 2), fit="sgd", batch_size=6, training=QUICK)
 

@@ -39,26 +39,26 @@ class TestNumbers:
     @pytest.mark.parametrize("at", [(0, 0), (1, 1), (1, 2), (3, 1), (2, 3)])
     def test_losses_are_the_formula(self, at):
         front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(6, 10)
-        found = lsim.stitch(front, back, tokens, at=at, adapter="identity")
+        result = lsim.stitch(front, back, tokens, at=at, adapter="identity")
         with torch.no_grad():
             x = gpt2_parts(front, tokens)[at[0]]
             stitched = next_token_loss(gpt2_upper(back, x, at[1]), tokens)
             own = next_token_loss(back(tokens).logits, tokens)
             hits = (gpt2_upper(back, x, at[1])[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean()
-        assert found.loss == pytest.approx(stitched, abs=1e-9)
-        assert found.back_loss == pytest.approx(own, abs=1e-9)
-        assert found.penalty == pytest.approx(stitched - own, abs=1e-9)
-        assert found.accuracy == pytest.approx(float(hits))
-        assert found.accuracy_penalty == pytest.approx(found.back_accuracy - float(hits))
+        assert result.loss == pytest.approx(stitched, abs=1e-9)
+        assert result.back_loss == pytest.approx(own, abs=1e-9)
+        assert result.penalty == pytest.approx(stitched - own, abs=1e-9)
+        assert result.accuracy == pytest.approx(float(hits))
+        assert result.accuracy_penalty == pytest.approx(result.back_accuracy - float(hits))
 
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
     def test_closed_form_on_a_model(self, kind):
         front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(40, 10)
-        found = lsim.stitch(front, back, tokens, at=(2, 1), adapter=kind, fit="lstsq", batch_size=8)
-        fit, judged = tokens[:32], tokens[32:]
+        result = lsim.stitch(front, back, tokens, at=(2, 1), adapter=kind, fit="lstsq", batch_size=8)
+        fit, held_out = tokens[:32], tokens[32:]
         with torch.no_grad():
             x, y = gpt2_parts(front, fit)[2].reshape(-1, 32).numpy(), gpt2_parts(back, fit)[1].reshape(-1, 32).numpy()
-            new = gpt2_parts(front, judged)[2].reshape(-1, 32).numpy()
+            new = gpt2_parts(front, held_out)[2].reshape(-1, 32).numpy()
 
             def features(h):
                 if kind != "affine-norm":
@@ -69,7 +69,7 @@ class TestNumbers:
             offset = (lambda h: h) if kind == "affine-norm" else (lambda h: 0 * h)
             coefficients = np.linalg.lstsq(features(x), y - offset(x), rcond=None)[0]
             out = torch.as_tensor(features(new) @ coefficients + offset(new)).view(8, 10, 32)
-            assert found.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), judged), abs=1e-6)
+            assert result.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), held_out), abs=1e-6)
 
     @pytest.mark.parametrize("relative", [True, False])
     @pytest.mark.parametrize("kind", ["linear", "affine", "affine-norm"])
@@ -77,7 +77,7 @@ class TestNumbers:
         """The same steps by hand: whole models, plain autograd, torch's optimiser, in float64."""
         front, back, tokens = tiny_gpt2(0).double(), tiny_gpt2(1).double(), rows(12, 10)
         settings = lsim.StitchTraining(steps=12, lr=0.3, warmup=4, clip=0.7, relative=relative)
-        found = lsim.stitch(
+        result = lsim.stitch(
             front,
             back,
             tokens[:8],
@@ -128,11 +128,11 @@ class TestNumbers:
             torch.nn.utils.clip_grad_norm_(learnt, 0.7)
             optimiser.step()
             schedule.step()
-        np.testing.assert_allclose(found.curve.numpy(), curve, rtol=1e-7)
-        torch.testing.assert_close(found.weight, (start.double() + a * unit / size).detach(), rtol=1e-7, atol=1e-9)
+        np.testing.assert_allclose(result.curve.numpy(), curve, rtol=1e-7)
+        torch.testing.assert_close(result.weight, (start.double() + a * unit / size).detach(), rtol=1e-7, atol=1e-9)
         with torch.no_grad():
             out = apply(gpt2_parts(front, tokens[8:])[2])
-        assert found.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), tokens[8:]), abs=1e-6)
+        assert result.loss == pytest.approx(next_token_loss(gpt2_upper(back, out, 1), tokens[8:]), abs=1e-6)
 
     def test_a_planted_rotation(self):
         model = tiny_llama(4)
@@ -141,26 +141,26 @@ class TestNumbers:
         with torch.no_grad():
             logits = model(tokens).logits
             torch.testing.assert_close(logits[:2], turned(tokens[:2]).logits, rtol=1e-3, atol=1e-4)
-        # A random model is good at nothing but what it says itself.
+        # A random model predicts nothing but its own first choices.
         options = {"labels": logits.argmax(-1)}
         for at in ((1, 1), (3, 3)):
             plain = lsim.stitch(model, turned, tokens, at=at, adapter="identity", **options)
-            found = lsim.stitch(model, turned, tokens, at=at, adapter="linear", fit="lstsq", **options)
+            result = lsim.stitch(model, turned, tokens, at=at, adapter="linear", fit="lstsq", **options)
             assert plain.penalty > 0.5
             assert plain.accuracy < 0.3
-            assert found.accuracy > 0.99
-            assert abs(found.penalty) < 1e-3
-            torch.testing.assert_close(found.weight, q, atol=2e-4, rtol=0)
-            assert found.explained > 0.99999
+            assert result.accuracy > 0.99
+            assert abs(result.penalty) < 1e-3
+            torch.testing.assert_close(result.weight, q, atol=2e-4, rtol=0)
+            assert result.explained > 0.99999
 
     @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
     def test_a_model_with_itself_costs_nothing(self, build):
         model = build()
         for layer in range(len(open_split_model(model, None, False).model.layers)):
-            found = lsim.stitch(model, model, rows(5, 12), at=(layer, layer), adapter="identity", batch_size=2)
-            assert found.penalty == 0.0
-            assert found.accuracy_penalty == 0.0
-            assert tuple(found.penalty_interval()) == (0.0, 0.0, 0.0)
+            result = lsim.stitch(model, model, rows(5, 12), at=(layer, layer), adapter="identity", batch_size=2)
+            assert result.penalty == 0.0
+            assert result.accuracy_penalty == 0.0
+            assert tuple(result.penalty_interval()) == (0.0, 0.0, 0.0)
 
     def test_padding_changes_nothing(self):
         front, back = tiny_llama(seed=0).double(), tiny_llama(seed=1).double()
@@ -183,27 +183,27 @@ class TestNumbers:
         assert int(all_of_it.batch_tokens.sum()) == 4 * 9
         assert int(later.batch_tokens.sum()) == 4 * 5
 
-    def test_what_is_kept_out_does_not_depend_on_the_batch_size(self):
+    def test_held_out_rows_do_not_depend_on_the_batch_size(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(37)
         sizes = [lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=n) for n in (1, 5, 37)]
-        for found in sizes[1:]:
-            assert int(found.batch_tokens.sum()) == 7 * 15
-            torch.testing.assert_close(found.weight, sizes[0].weight)
-            assert found.penalty == pytest.approx(sizes[0].penalty, abs=1e-6)
+        for result in sizes[1:]:
+            assert int(result.batch_tokens.sum()) == 7 * 15
+            torch.testing.assert_close(result.weight, sizes[0].weight)
+            assert result.penalty == pytest.approx(sizes[0].penalty, abs=1e-6)
 
-    def test_the_last_fifth_is_kept_out(self):
+    def test_the_last_fifth_is_held_out(self):
         model, other, tokens = tiny_llama(), tiny_llama(seed=1), rows(40, 10)
-        found = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4)
+        result = lsim.stitch(model, other, tokens, at=(1, 1), adapter="linear", fit="lstsq", batch_size=4)
         apart = lsim.stitch(
             model, other, tokens[:32], at=(1, 1), adapter="linear", fit="lstsq", batch_size=4, eval_data=tokens[32:]
         )
-        assert torch.equal(found.weight, apart.weight)
-        assert found.penalty == apart.penalty
+        assert torch.equal(result.weight, apart.weight)
+        assert result.penalty == apart.penalty
         again = lsim.stitch(model, other, tokens[32:], at=(1, 1), adapter=apart.adapter, batch_size=4)
         assert again.penalty == apart.penalty
         assert again.fit == ""
 
-    def test_what_is_judged_is_what_is_given_back(self):
+    def test_the_evaluated_adapter_is_the_one_returned(self):
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         front, back = tiny_gpt2(0), tiny_gpt2(1)
         wide = lsim.stitch(front, back, rows(4), at=(1, 1), adapter=lsim.Adapter("linear", weight))
@@ -215,7 +215,7 @@ class TestNumbers:
 
     def test_a_table_of_labels_is_of_one_data_set(self):
         table = torch.full((6, 8), 5)
-        with pytest.raises(lsim.LayersimError, match="belongs to one data set"):
+        with pytest.raises(lsim.LayersimError, match="`labels` as a table belongs to one data set"):
             lsim.stitch(
                 tiny_gpt2(0), tiny_gpt2(1), rows(6, 8), at=(1, 1), adapter="identity", labels=table, eval_data=rows(6, 8)
             )
@@ -238,7 +238,7 @@ class TestNumbers:
         fewer = lsim.stitch(model, other, tokens, at=(1, 1), adapter="identity", labels=shifted)
         assert int(fewer.batch_tokens.sum()) == 6 * 3
 
-    def test_what_is_judged_is_cut_into_batches_enough_for_an_interval(self):
+    def test_held_out_rows_are_cut_into_batches_enough_for_an_interval(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         ragged = {"input_ids": [rows(25, 12)[i, : 3 + i % 9].tolist() for i in range(25)]}
         fine = lsim.stitch(front, back, ragged, at=(1, 1), adapter="identity", batch_size=2)
@@ -258,10 +258,10 @@ class TestNumbers:
         mean = sum(s for s, _ in pairs) / sum(n for _, n in pairs)
         count = len(pairs)
         variance = sum((s - mean * n) ** 2 for s, n in pairs) * count / (count - 1) / sum(n for _, n in pairs) ** 2
-        half = t.ppf(0.95, count - 1) * math.sqrt(variance)
+        margin = t.ppf(0.95, count - 1) * math.sqrt(variance)
         assert value == pytest.approx(mean, abs=1e-12)
-        assert high - value == pytest.approx(half, abs=1e-9)
-        assert value - low == pytest.approx(half, abs=1e-9)
+        assert high - value == pytest.approx(margin, abs=1e-9)
+        assert value - low == pytest.approx(margin, abs=1e-9)
 
     def test_the_interval_holds_what_it_promises(self):
         rng = np.random.default_rng(0)
@@ -274,9 +274,9 @@ class TestNumbers:
         assert 0.92 < inside / 1000 < 0.98
 
     def test_one_row_has_no_interval(self):
-        found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), adapter="identity")
-        assert all(math.isnan(end) for end in found.penalty_interval()[1:])
-        assert "nan" in repr(found)
+        result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), adapter="identity")
+        assert all(math.isnan(end) for end in result.penalty_interval()[1:])
+        assert "nan" in repr(result)
 
     @pytest.mark.parametrize(("steps", "warmup"), [(10, 0), (10, 3), (1, 0), (5, 4), (40, None)])
     def test_rates_rise_and_fall(self, steps, warmup):

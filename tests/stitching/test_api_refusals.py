@@ -1,4 +1,4 @@
-"""What is refused when models are stitched, and what is said."""
+"""Refusals and warnings of stitching."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.models import Source
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import QUICK, gpt2_of_kind, rows
 
 
-class TestTrouble:
+class TestRefusals:
     @staticmethod
     def losses(monkeypatch, values):
-        """Let the back say these losses, with its true slopes."""
+        """Let the back return these losses, with its true gradients."""
         from tl_layersim.models.split_model import LocalSplitModel
 
-        plain, said = LocalSplitModel.loss_and_gradient, iter(values)
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(said), plain(self, *given)[1]))
+        plain, losses = LocalSplitModel.loss_and_gradient, iter(values)
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: (next(losses), plain(self, *given)[1]))
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, 11.0])
     @pytest.mark.parametrize("good", [10, 60])
@@ -40,27 +41,27 @@ class TestTrouble:
         settings = lsim.StitchTraining(steps=80, warmup=10, relative=False)
         kept = "the best one on the way" if good == 60 else "the one that it started from"
         with pytest.warns(lsim.LayersimWarning, match=rf"exploded at step {good + 1} of 80.*The adapter is {kept}"):
-            found = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), training=settings, **options)
-        assert found.stopped == good + 1
-        assert len(found.curve) == good + 1
+            result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), training=settings, **options)
+        assert result.stopped == good + 1
+        assert len(result.curve) == good + 1
         # The best window ended with step 50; before the first one is over there is only the start, which is zero here.
         expected = next(tensors["weight"] for step, tensors in seen if step == 50) if good == 60 else torch.zeros(32, 32)
-        assert torch.equal(found.weight.float(), expected.float())
+        assert torch.equal(result.weight.float(), expected.float())
 
     @pytest.mark.parametrize("steps", [8, 60])
-    def test_a_loss_that_ends_higher_is_said_and_the_best_kept(self, steps):
+    def test_a_loss_that_ends_higher_is_reported_and_the_best_kept(self, steps):
         model, tokens = tiny_llama(), rows(200)
         with torch.no_grad():
             labels = model(tokens).logits.argmax(-1)
         options = {"at": (1, 1), "batch_size": 16, "labels": labels}
         wild = lsim.StitchTraining(steps=steps, lr=1e5, warmup=0)
         with pytest.warns(lsim.LayersimWarning, match=r"higher loss than it began with.*StitchTraining\(lr=1\)"):
-            found = lsim.stitch(model, model, tokens, fit="sgd", adapter="affine-norm", training=wild, **options)
+            result = lsim.stitch(model, model, tokens, fit="sgd", adapter="affine-norm", training=wild, **options)
         start = lsim.stitch(model, model, tokens, adapter="identity", **options)
-        assert found.loss <= start.back_loss + 1e-6
-        assert found.stopped == 0
+        assert result.loss <= start.back_loss + 1e-6
+        assert result.stopped == 0
 
-    def test_rows_that_are_fitted_and_judged_are_said(self):
+    def test_rows_of_fit_and_evaluation_are_counted_in_a_warning(self):
         with pytest.warns(lsim.LayersimWarning, match="3 of 5 rows of eval_data"):
             lsim.stitch(
                 tiny_llama(),
@@ -71,8 +72,8 @@ class TestTrouble:
                 eval_data=torch.cat([rows(40)[:3], random_tokens(2, 16, 8)]),
             )
 
-    def test_data_of_one_row_cannot_be_parted(self):
-        with pytest.raises(lsim.LayersimError, match="cannot be parted"):
+    def test_data_of_one_row_cannot_be_split(self):
+        with pytest.raises(lsim.LayersimError, match="cannot be split"):
             lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(1), at=(1, 1), fit="lstsq")
 
     def test_few_tokens_for_least_squares(self):
@@ -112,14 +113,14 @@ class TestTrouble:
 
     def test_half_precision(self):
         front, back = tiny_llama(), tiny_llama(seed=1, dtype=torch.float16)
-        with pytest.raises(lsim.LayersimError, match="float16 model vanish"):
+        with pytest.raises(lsim.LayersimError, match="float16 model, through which gradients vanish"):
             lsim.stitch(front, back, rows(), at=(1, 1), fit="sgd")
         for dtype in (torch.float16, torch.bfloat16):
             model = tiny_llama(dtype=dtype)
             assert lsim.stitch(model, model, rows(), at=(2, 2), adapter="identity").penalty == 0.0
-            found = lsim.stitch(tiny_llama(seed=1), model, rows(60), at=(2, 2), fit="lstsq")
+            result = lsim.stitch(tiny_llama(seed=1), model, rows(60), at=(2, 2), fit="lstsq")
             wide = lsim.stitch(tiny_llama(seed=1), tiny_llama(), rows(60), at=(2, 2), fit="lstsq")
-            assert found.penalty == pytest.approx(wide.penalty, abs=0.03)
+            assert result.penalty == pytest.approx(wide.penalty, abs=0.03)
         trained = lsim.stitch(
             tiny_llama(seed=1), model, rows(), at=(2, 2), fit="sgd", adapter="affine-norm", batch_size=6, training=QUICK
         )
@@ -136,23 +137,23 @@ class TestTrouble:
         wide = LlamaForCausalLM(
             LlamaConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=100)
         ).eval()
-        with pytest.raises(lsim.LayersimError, match="different widths there is no identity"):
+        with pytest.raises(lsim.LayersimError, match="`adapter='identity'` needs residual streams of equal width"):
             lsim.stitch(wide, tiny_llama(), rows(), at=(1, 1), adapter="identity")
-        with pytest.raises(lsim.LayersimError, match="different widths there is no identity"):
+        with pytest.raises(lsim.LayersimError, match="starts from the identity, which needs residual streams of equal width"):
             lsim.stitch(wide, tiny_llama(), rows(), at=(1, 1), fit="sgd", batch_size=6)
         for kind in ("linear", "affine", "affine-norm"):
-            found = lsim.stitch(
+            result = lsim.stitch(
                 wide, tiny_llama(), rows(60), at=(1, 2), adapter=kind, fit="lstsq+sgd", batch_size=6, training=QUICK
             )
-            assert found.weight.shape == (32, 48)
-            assert found.adapter(torch.zeros(2, 48)).shape == (2, 32)
-            assert float(found.curve[-5:].mean()) < float(found.curve[:5].mean())
+            assert result.weight.shape == (32, 48)
+            assert result.adapter(torch.zeros(2, 48)).shape == (2, 32)
+            assert float(result.curve[-5:].mean()) < float(result.curve[:5].mean())
             with torch.no_grad():
-                assert found.model(rows(2)).logits.shape == (2, 16, 100)
-        with pytest.raises(lsim.LayersimError, match="does not fit between these"):
-            lsim.stitch(tiny_llama(), wide, rows(), at=(1, 1), adapter=found.adapter)
+                assert result.model(rows(2)).logits.shape == (2, 16, 100)
+        with pytest.raises(lsim.LayersimError, match="`adapter` does not fit between these"):
+            lsim.stitch(tiny_llama(), wide, rows(), at=(1, 1), adapter=result.adapter)
 
-    def test_identity_between_bases_is_said(self):
+    def test_identity_between_bases_is_warned_of(self):
         bridge = gpt2_of_kind("bridge", 0)
         bridge.enable_compatibility_mode()
         with pytest.warns(lsim.LayersimWarning, match="written in different bases"):
@@ -161,16 +162,16 @@ class TestTrouble:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"adapter": "identity", "fit": "lstsq"}, "nothing to fit"),
-            ({"adapter": "identity", "training": QUICK}, "nothing to fit"),
-            ({"fit": "lstsq", "training": QUICK}, "Nothing is trained by gradients"),
-            ({"fit": "sgd", "ridge": 1.0}, "ridge belongs to least squares"),
-            ({"fit": "lstsq", "ridge": -1.0}, "ridge belongs to least squares"),
-            ({"adapter": "twisted"}, r"`adapter` of \w+ cannot be"),
+            ({"adapter": "identity", "fit": "lstsq"}, "`adapter` has nothing to fit"),
+            ({"adapter": "identity", "training": QUICK}, "`adapter` has nothing to fit"),
+            ({"fit": "lstsq", "training": QUICK}, "`training` needs a fit by gradients"),
+            ({"fit": "sgd", "ridge": 1.0}, "`ridge` must be"),
+            ({"fit": "lstsq", "ridge": -1.0}, "`ridge` must be"),
+            ({"adapter": "twisted"}, "`adapter` must be the name of a kind"),
             ({"fit": "adam"}, r"`fit` of \w+ cannot be"),
-            ({"eval_data": []}, "nothing to answer in eval_data"),
+            ({"eval_data": []}, "`eval_data` has no targets"),
             ({"labels": "class"}, "`labels` must be 'next_token'"),
-            ({"cache": "."}, "Nothing is kept where nothing is trained"),
+            ({"cache": "."}, "`cache` needs a fit by gradients"),
         ],
     )
     def test_options_that_do_not_fit(self, options, message):
@@ -191,7 +192,7 @@ class TestTrouble:
 
     @pytest.mark.parametrize("data", [[], torch.zeros(3, 1, dtype=torch.int64), [[5]]])
     def test_no_data(self, data):
-        with pytest.raises(lsim.LayersimError, match="nothing to answer"):
+        with pytest.raises(lsim.LayersimError, match="`data` has no targets"):
             lsim.stitch(tiny_llama(), tiny_llama(), data, at=(1, 1), adapter="identity")
 
     def test_a_back_that_is_broken(self):
@@ -201,14 +202,14 @@ class TestTrouble:
         with pytest.raises(lsim.LayersimError, match="is NaN, before anything is stitched"):
             lsim.stitch(tiny_llama(), broken, rows(), at=(1, 1), adapter="identity")
 
-    def test_a_front_that_is_broken_is_said(self):
+    def test_a_front_that_is_broken_is_warned_of(self):
         broken = tiny_llama()
         with torch.no_grad():
             broken.model.layers[0].mlp.down_proj.weight.fill_(torch.nan)
         with pytest.warns(lsim.LayersimWarning, match="stitched loss of .* is not finite"):
-            found = lsim.stitch(broken, tiny_llama(), rows(), at=(2, 2), adapter="identity")
-        assert math.isnan(found.penalty)
-        with pytest.raises(lsim.LayersimError, match="not finite, so nothing can be fitted"):
+            result = lsim.stitch(broken, tiny_llama(), rows(), at=(2, 2), adapter="identity")
+        assert math.isnan(result.penalty)
+        with pytest.raises(lsim.LayersimError, match="not finite, so that least squares"):
             lsim.stitch(broken, tiny_llama(), rows(), at=(2, 2), fit="lstsq", batch_size=6)
 
     def test_blocks_that_are_not_the_residual(self):
@@ -218,8 +219,8 @@ class TestTrouble:
             lsim.stitch(model, model, rows(), at=(1, 2), adapter="identity", layers=(None, paths))
 
     def test_a_layer_that_nothing_reads(self):
-        class Deaf(torch.nn.Module):
-            """Says the same whatever its blocks give."""
+        class Constant(torch.nn.Module):
+            """A model whose logits do not depend on its blocks."""
 
             def __init__(self):
                 super().__init__()
@@ -233,12 +234,12 @@ class TestTrouble:
 
         paths = ["steps.0", "steps.1"]
         with pytest.raises(lsim.LayersimError, match=r"cannot be entered(.|\n)*and another with another"):
-            lsim.stitch(Deaf(), Deaf(), rows(4), at=(1, 1), adapter="identity", layers=(paths, paths))
+            lsim.stitch(Constant(), Constant(), rows(4), at=(1, 1), adapter="identity", layers=(paths, paths))
 
     def test_a_source_of_ones_own(self):
         from tl_layersim.remote.open import open_source
 
-        class Own(lsim.Source):
+        class Own(Source):
             model = open_source(tiny_llama()).model
 
             def run(self, batch, kernels): ...

@@ -1,4 +1,4 @@
-"""Interrupted stitches go on with the same numbers."""
+"""Interrupted stitches resume with the same numbers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class TestInterrupts:
             lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
         again = []
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: again.append(1) or plain(self, *given))
-        found = lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
+        result = lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
         assert len(again) == 30 - after
-        for name in found.tensor_fields():
-            assert torch.equal(getattr(found, name), getattr(whole, name)), name
-        assert found.explained == whole.explained
+        for name in result.tensor_fields():
+            assert torch.equal(getattr(result, name), getattr(whole, name)), name
+        assert result.explained == whole.explained
         # And what is done is not done again.
         lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
         assert len(again) == 30 - after
@@ -69,7 +69,7 @@ class TestInterrupts:
         with pytest.raises(lsim.LayersimError, match="belongs to another run"):
             lsim.stitch(front, tiny_llama(seed=2), rows(80), checkpoint=path, **options)
 
-    def test_adapters_that_are_given_are_told_apart(self, tmp_path):
+    def test_given_adapters_are_told_apart(self, tmp_path):
         front, back, path = tiny_llama(), tiny_llama(seed=1), tmp_path / "stitch.safetensors"
         weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
         lsim.stitch(front, back, rows(), at=(1, 1), adapter=lsim.Adapter("affine", weight, torch.zeros(32)), checkpoint=path)
@@ -81,7 +81,7 @@ class TestInterrupts:
             with pytest.raises(lsim.LayersimError, match="belongs to another run"):
                 lsim.stitch(front, back, rows(), at=(1, 1), adapter=other, checkpoint=path)
 
-    def test_what_is_asked_and_of_what_is_told_apart(self, tmp_path):
+    def test_calls_with_other_targets_or_held_out_rows_are_told_apart(self, tmp_path):
         front, back, labels = tiny_llama(), tiny_llama(seed=1), random_tokens(20, 16, 7)
         options = {"at": (1, 1), "adapter": "identity", "labels": "data", "checkpoint": tmp_path / "a"}
         lsim.stitch(front, back, {"input_ids": rows(20), "labels": labels}, **options)
@@ -115,31 +115,31 @@ class TestInterrupts:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(StitchExperiment, "_judge", interrupted)
+            patch.setattr(StitchExperiment, "_evaluate", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS)
         from tl_layersim.models.split_model import LocalSplitModel
-        from tl_layersim.stitching import experiment as bench
+        from tl_layersim.stitching import experiment
 
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", interrupted)
-        monkeypatch.setattr(bench, "least_squares", interrupted)
+        monkeypatch.setattr(experiment, "least_squares", interrupted)
         assert lsim.stitch(front, back, rows(80), training=QUICK, checkpoint=path, **self.OPTIONS).penalty == whole.penalty
 
-    def test_data_that_cannot_be_judged_is_found_before_the_work(self, tmp_path, monkeypatch):
+    def test_unusable_held_out_data_is_refused_before_the_work(self, tmp_path, monkeypatch):
         from tl_layersim.models.split_model import LocalSplitModel
 
-        asked = []
+        calls = []
         plain = LocalSplitModel.loss_and_gradient
-        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: asked.append(1) or plain(self, *given))
+        monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
         bad = random_tokens(4, 16)
         bad[-1, -1] = 5000
-        data, judged = {"input_ids": rows()}, {"input_ids": random_tokens(4, 16, 3), "labels": bad}
+        data, held_out = {"input_ids": rows()}, {"input_ids": random_tokens(4, 16, 3), "labels": bad}
         with pytest.raises(lsim.LayersimError, match="none of the model's classes"):
             lsim.stitch(
                 tiny_llama(), tiny_llama(seed=1), {**data, "labels": rows().flip(1)}, at=(1, 1), fit="sgd", labels="data",
-                eval_data=judged, training=QUICK, batch_size=4, checkpoint=tmp_path / "f",
+                eval_data=held_out, training=QUICK, batch_size=4, checkpoint=tmp_path / "f",
             )  # fmt: skip
-        assert not asked
+        assert not calls
         assert not (tmp_path / "f").exists()
 
     def test_a_grid_goes_on_where_it_was(self, tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ class TestInterrupts:
         with pytest.raises(KeyboardInterrupt):
             lsim.stitch_grid(models, rows(), checkpoint=path, **options)
         monkeypatch.setattr(LocalSplitModel, "loss_and_gradient", lambda self, *given: calls.append(1) or plain(self, *given))
-        found = lsim.stitch_grid(models, rows(), checkpoint=path, **options)
+        result = lsim.stitch_grid(models, rows(), checkpoint=path, **options)
         assert len(calls) == 8 * 4
-        for name in found.tensor_fields():
-            assert torch.equal(getattr(found, name), getattr(whole, name)), name
+        for name in result.tensor_fields():
+            assert torch.equal(getattr(result, name), getattr(whole, name)), name

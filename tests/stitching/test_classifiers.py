@@ -47,36 +47,36 @@ class TestClassifiers:
         data = {"input_ids": tokens, "labels": classes}
         # The first two blocks are the same in both, so nothing is lost below the third.
         for layer in (1, 2):
-            found = lsim.stitch(base, tuned, data, at=(layer, layer), adapter="identity", batch_size=8)
-            assert found.accuracy_penalty == pytest.approx(0.0)
-            assert abs(found.penalty) < 1e-6
-        found = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity", batch_size=8)
+            result = lsim.stitch(base, tuned, data, at=(layer, layer), adapter="identity", batch_size=8)
+            assert result.accuracy_penalty == pytest.approx(0.0)
+            assert abs(result.penalty) < 1e-6
+        result = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity", batch_size=8)
         with torch.no_grad():
             own = tuned(tokens).logits
             swapped = copy.deepcopy(tuned)
             layers = swapped.bert.encoder.layer if name == "bert" else swapped.model.layers
             layers[2] = (base.bert.encoder.layer if name == "bert" else base.model.layers)[2]
             stitched = swapped(tokens).logits
-        assert found.back_accuracy == pytest.approx(float((own.argmax(-1) == classes).double().mean()))
-        assert found.accuracy == pytest.approx(float((stitched.argmax(-1) == classes).double().mean()))
-        assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(stitched, classes)), abs=1e-5)
-        assert int(found.batch_tokens.sum()) == 30
+        assert result.back_accuracy == pytest.approx(float((own.argmax(-1) == classes).double().mean()))
+        assert result.accuracy == pytest.approx(float((stitched.argmax(-1) == classes).double().mean()))
+        assert result.loss == pytest.approx(float(torch.nn.functional.cross_entropy(stitched, classes)), abs=1e-5)
+        assert int(result.batch_tokens.sum()) == 30
 
     def test_the_class_of_a_row_does_not_need_its_first_positions(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": rows(12, 9), "labels": torch.arange(12) % 3}
-        found = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity")
+        result = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity")
         later = lsim.stitch(base, tuned, data, at=(3, 3), adapter="identity", skip_first=2)
-        assert later.loss == found.loss
+        assert later.loss == result.loss
         assert int(later.batch_tokens.sum()) == 12
-        assert found.unit == "row"
-        assert "nats a row" in found.plot().layout.yaxis.title.text
+        assert result.unit == "row"
+        assert "nats a row" in result.plot().layout.yaxis.title.text
 
     def test_padded_rows_and_training(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)
         data = {"input_ids": [rows(20, 9)[i, : 4 + i % 5].tolist() for i in range(20)], "labels": [i % 3 for i in range(20)]}
-        found = lsim.stitch(base, tuned, data, at=(3, 3), fit="sgd", batch_size=4, training=QUICK)
-        assert len(found.curve) == 30
+        result = lsim.stitch(base, tuned, data, at=(3, 3), fit="sgd", batch_size=4, training=QUICK)
+        assert len(result.curve) == 30
         grid = lsim.stitch_grid({"a": base, "b": tuned}, data, adapter="identity", batch_size=4)
         assert grid.penalty.shape == (2, 2, 3)
         assert grid.accuracy_penalty[0, 0].abs().max() == 0
@@ -90,7 +90,7 @@ class TestClassifiers:
         with pytest.raises(lsim.LayersimError, match="some are classifiers"):
             lsim.stitch_grid({"a": self.build("llama", 0), "b": tiny_llama()}, rows(4), adapter="identity")
 
-    def test_the_last_token_is_where_the_back_looks_for_it(self):
+    def test_the_last_token_is_the_one_that_the_back_reads(self):
         """The tokenizer pads with another token than the classifier's own configuration names."""
         base, tuned = self.build("llama", 0), self.build("llama", 1)
         base.tokenizer = tuned.tokenizer = tiny_tokenizer()
@@ -113,14 +113,14 @@ class TestClassifiers:
             torch.manual_seed(seed)
             models.append(transformers.BertForTokenClassification(config).eval())
         data = {"input_ids": rows(4), "labels": rows(4) + 10}
-        found = lsim.stitch(*models, data, at=(1, 1), adapter="identity")
-        assert found.provenance.options["labels"] == "data"
+        result = lsim.stitch(*models, data, at=(1, 1), adapter="identity")
+        assert result.provenance.options["labels"] == "data"
         with torch.no_grad():
             own = models[1](rows(4)).logits
         expected = torch.nn.functional.cross_entropy(own.reshape(-1, 120), (rows(4) + 10).reshape(-1))
-        assert found.back_loss == pytest.approx(float(expected), abs=1e-6)
+        assert result.back_loss == pytest.approx(float(expected), abs=1e-6)
 
-    def test_models_that_say_nothing_or_see_the_answer(self):
+    def test_models_without_a_head_or_that_see_their_targets(self):
         with pytest.raises(lsim.LayersimError, match="it has no head"):
             lsim.stitch(tiny_llama().model, tiny_llama(seed=1).model, rows(4) % 30, at=(1, 1), adapter="identity")
         with pytest.raises(lsim.LayersimError, match="masked language model"):

@@ -24,10 +24,10 @@ class TestEveryKind:
     def test_one_answer(self, kind, side, expected):
         models = [tiny_gpt2(0), tiny_gpt2(1)]
         models[side == "back"] = gpt2_of_kind(kind, int(side == "back"))
-        found = lsim.stitch(*models, rows(), at=(2, 1), adapter="affine", fit="lstsq", batch_size=4)
-        assert found.loss == pytest.approx(expected.loss, abs=2e-6)
-        assert found.back_loss == pytest.approx(expected.back_loss, abs=2e-6)
-        torch.testing.assert_close(found.weight, expected.weight, rtol=1e-3, atol=1e-4)
+        result = lsim.stitch(*models, rows(), at=(2, 1), adapter="affine", fit="lstsq", batch_size=4)
+        assert result.loss == pytest.approx(expected.loss, abs=2e-6)
+        assert result.back_loss == pytest.approx(expected.back_loss, abs=2e-6)
+        torch.testing.assert_close(result.weight, expected.weight, rtol=1e-3, atol=1e-4)
 
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_training_through_it(self, kind):
@@ -40,14 +40,14 @@ class TestEveryKind:
     @pytest.mark.parametrize("kind", ["bridge", "nnsight", "wrapped", "hooked"])
     def test_the_stitched_model_of_it(self, kind):
         tokens = rows(4, 8)
-        found = lsim.stitch(gpt2_of_kind(kind, 0), gpt2_of_kind(kind, 1), tokens, at=(2, 1), adapter="identity")
+        result = lsim.stitch(gpt2_of_kind(kind, 0), gpt2_of_kind(kind, 1), tokens, at=(2, 1), adapter="identity")
         plain = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), tokens, at=(2, 1), adapter="identity")
         with torch.no_grad():
-            ours, theirs = found.model(tokens), plain.model(tokens)
+            ours, theirs = result.model(tokens), plain.model(tokens)
         ours = getattr(ours, "logits", ours)
         torch.testing.assert_close(ours, theirs.logits, rtol=1e-4, atol=1e-5)
-        lens = lsim.analyze(found.model, tokens, [lsim.LogitLens()])["logit_lens"]
-        assert float(lens.cross_entropy[-1]) == pytest.approx(found.loss, abs=1e-5)
+        lens = lsim.analyze(result.model, tokens, [lsim.LogitLens()])["logit_lens"]
+        assert float(lens.cross_entropy[-1]) == pytest.approx(result.loss, abs=1e-5)
         assert lens.layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
 
     def test_models_are_left_as_they_were(self):
@@ -55,8 +55,8 @@ class TestEveryKind:
         tokens = rows(4, 8)
         before = bridge(tokens)
         keys = [set(vars(block)) for block in bridge.blocks]
-        found = lsim.stitch(tiny_gpt2(0), bridge, tokens, at=(2, 2), adapter="identity")
-        found.model(tokens)
+        result = lsim.stitch(tiny_gpt2(0), bridge, tokens, at=(2, 2), adapter="identity")
+        result.model(tokens)
         assert torch.equal(bridge(tokens), before)
         assert [set(vars(block)) for block in bridge.blocks] == keys
 
@@ -66,20 +66,20 @@ class TestEveryKind:
         options |= {"training": lsim.StitchTraining(steps=3, warmup=1)} if fit == "sgd" else {}
         there = [gpt2_of_kind("nnsight", seed) for seed in (0, 1)]
         here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(), **options)
-        found = lsim.stitch(*there, rows(), remote="local", **options)
-        assert found.loss == pytest.approx(here.loss, abs=1e-6)
-        assert found.back_loss == pytest.approx(here.back_loss, abs=1e-6)
-        np.testing.assert_allclose(found.curve, here.curve, atol=1e-6)
+        result = lsim.stitch(*there, rows(), remote="local", **options)
+        assert result.loss == pytest.approx(here.loss, abs=1e-6)
+        assert result.back_loss == pytest.approx(here.back_loss, abs=1e-6)
+        np.testing.assert_allclose(result.curve, here.curve, atol=1e-6)
         mixed = lsim.stitch(tiny_gpt2(0), there[1], rows(), remote=(False, "local"), **options)
         assert mixed.loss == pytest.approx(here.loss, abs=1e-6)
-        with pytest.raises(lsim.LayersimError, match="not at hand"):
+        with pytest.raises(lsim.LayersimError, match="`model` needs both models"):
             _ = mixed.model
 
     def test_the_end_of_a_remote_back(self):
         there = gpt2_of_kind("nnsight", 1)
         here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=(3, 3), adapter="identity")
-        found = lsim.stitch(tiny_gpt2(0), there, rows(4, 8), at=(3, 3), adapter="identity", remote=(False, "local"))
-        assert found.loss == pytest.approx(here.loss, abs=1e-6)
+        result = lsim.stitch(tiny_gpt2(0), there, rows(4, 8), at=(3, 3), adapter="identity", remote=(False, "local"))
+        assert result.loss == pytest.approx(here.loss, abs=1e-6)
         first = lsim.stitch(tiny_gpt2(0), there, rows(4, 8), at=(0, 0), adapter="identity", remote=(False, "local"))
         assert first.loss == pytest.approx(
             lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(4, 8), at=(0, 0), adapter="identity").loss, abs=1e-6

@@ -40,7 +40,7 @@ class TestGrid:
         assert (table["difference"] <= table["high"]).all()
         swapped = grid.asymmetry("b", "a")
         np.testing.assert_allclose(swapped["difference"], -table["difference"], atol=1e-12)
-        with pytest.raises(lsim.LayersimError, match="no such model"):
+        with pytest.raises(lsim.LayersimError, match="not a model of this grid"):
             grid.asymmetry("a", "c")
 
     def test_beyond_what_fitting_costs(self, models):
@@ -74,7 +74,7 @@ class TestGrid:
 
     def test_models_of_different_depths(self, models):
         mixed = {"a": models["a"], "deep": tiny_llama(5, seed=2)}
-        with pytest.raises(lsim.LayersimError, match="not of one depth"):
+        with pytest.raises(lsim.LayersimError, match="`layers` must be given for models of different depths"):
             lsim.stitch_grid(mixed, rows(), adapter="identity")
         grid = lsim.stitch_grid(mixed, rows(), adapter="identity", layers={"a": [1, 3], "deep": [2, 5]})
         one = lsim.stitch(mixed["deep"], mixed["a"], rows(), at=(2, 1), adapter="identity")
@@ -83,10 +83,10 @@ class TestGrid:
         assert grid.penalty[0, 0].abs().max() == 0
 
     @pytest.mark.parametrize("layers", [[], {"a": [1]}, {"a": [1, 2], "b": [1]}])
-    def test_seams_that_do_not_fit(self, models, layers):
-        with pytest.raises(lsim.LayersimError, match="seams do not fit"):
+    def test_stitch_points_that_do_not_fit(self, models, layers):
+        with pytest.raises(lsim.LayersimError, match="`layers` does not fit the models"):
             lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
 
     def test_models_without_names(self, models):
-        with pytest.raises(lsim.LayersimError, match="names for its models"):
+        with pytest.raises(lsim.LayersimError, match="`models` must be a mapping from names"):
             lsim.stitch_grid(list(models.values()), rows(), adapter="identity")

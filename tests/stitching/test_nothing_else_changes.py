@@ -48,33 +48,33 @@ class TestNothingElseChanges:
                 assert not module._forward_hooks
                 assert not module._forward_pre_hooks
 
-    def test_no_block_below_the_seam_runs_in_a_step(self):
+    def test_no_block_below_the_stitch_point_runs_in_a_step(self):
         front, back = tiny_llama(4), tiny_llama(4, seed=1)
         runs = dict.fromkeys(range(4), 0)
         for number, block in enumerate(back.model.layers):
             block.mlp.register_forward_hook(lambda *_, n=number: runs.update({n: runs[n] + 1}))
-        half, other = open_split_model(back, None, False), open_split_model(front, None, False)
-        material = lsim_batches(rows(4))
-        half.tuples()
+        split_model, other = open_split_model(back, None, False), open_split_model(front, None, False)
+        batches = lsim_batches(rows(4))
+        split_model.tuples()
         runs.update(dict.fromkeys(runs, 0))
-        half.loss_and_gradient(material[0], material[0].next_tokens, 3, other.hidden(material[0], 3))
+        split_model.loss_and_gradient(batches[0], batches[0].next_tokens, 3, other.hidden(batches[0], 3))
         assert runs == {0: 0, 1: 0, 2: 0, 3: 1}
 
     def test_the_front_runs_once_a_batch(self, monkeypatch):
         from tl_layersim.models.split_model import LocalSplitModel
 
-        asked = []
+        calls = []
         plain = LocalSplitModel.hidden
         monkeypatch.setattr(
             LocalSplitModel,
             "hidden",
-            lambda self, batch, layer: asked.append(self.model.weights_hash) or plain(self, batch, layer),
+            lambda self, batch, layer: calls.append(self.model.weights_hash) or plain(self, batch, layer),
         )
         front, back = tiny_llama(), tiny_llama(seed=1)
-        found = lsim.stitch(front, back, rows(20), at=(1, 1), adapter="affine-norm", fit="sgd", batch_size=4, training=QUICK)
-        own = found.provenance.weights_hash.split(" | ")[0]
-        # Four batches of the fit; the fifth is judged row by row.
-        assert asked.count(own) == 4 + 4
+        result = lsim.stitch(front, back, rows(20), at=(1, 1), adapter="affine-norm", fit="sgd", batch_size=4, training=QUICK)
+        own = result.provenance.weights_hash.split(" | ")[0]
+        # Four batches of the fit; the fifth is evaluated row by row.
+        assert calls.count(own) == 4 + 4
 
     def test_inside_a_users_own_contexts(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
@@ -87,7 +87,7 @@ class TestNothingElseChanges:
         with torch.inference_mode():
             assert lsim.stitch(front, back, rows(), **options).penalty == plain.penalty
 
-    def test_hooks_below_the_seam_do_not_touch_what_is_put_there(self):
+    def test_hooks_below_the_stitch_point_do_not_touch_what_is_put_there(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         plain = lsim.stitch(front, back, rows(4), at=(2, 2), adapter="identity")
         handles = [back.model.layers[0].register_forward_hook(lambda _m, _a, out: out * 3)]

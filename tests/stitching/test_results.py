@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.core import storage
 
 from ..tiny_models import tiny_llama
 from .helpers import rows
@@ -14,7 +17,7 @@ from .helpers import rows
 
 class TestResult:
     @pytest.fixture(scope="class")
-    def found(self):
+    def result(self):
         return lsim.stitch(
             tiny_llama(),
             tiny_llama(seed=1),
@@ -25,44 +28,51 @@ class TestResult:
             training=lsim.StitchTraining(steps=60, warmup=5),
         )
 
-    def test_comes_back_from_a_file(self, found, tmp_path):
-        again = lsim.load(found.save(tmp_path / "stitch.safetensors"))
-        assert again.penalty == found.penalty
-        assert again.penalty_interval(0.9) == found.penalty_interval(0.9)
-        assert torch.equal(again.adapter.weight, found.adapter.weight)
-        assert again.provenance == found.provenance
-        with pytest.raises(lsim.LayersimError, match="not at hand"):
+    def test_comes_back_from_a_file(self, result, tmp_path):
+        again = lsim.load(result.save(tmp_path / "stitch.safetensors"))
+        assert again.penalty == result.penalty
+        assert again.penalty_interval(0.9) == result.penalty_interval(0.9)
+        assert torch.equal(again.adapter.weight, result.adapter.weight)
+        assert again.provenance == result.provenance
+        with pytest.raises(lsim.LayersimError, match="`model` needs both models"):
             _ = again.model
         tokens = rows(3, 8)
         joined = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(2, 1), adapter=again.adapter)
         with torch.no_grad():
-            assert torch.equal(joined.model(tokens).logits, found.model(tokens).logits)
+            assert torch.equal(joined.model(tokens).logits, result.model(tokens).logits)
 
-    def test_tables_and_plots(self, found):
-        table = found.to_frame()
+    def test_the_models_are_joined_once_and_stay_out_of_files_and_text(self, result, tmp_path):
+        assert result.model is result.model
+        assert "join" not in repr(result)
+        assert "join" not in {field.name for field in dataclasses.fields(result)}
+        header, _ = storage.read(result.save(tmp_path / "stitch.safetensors"), ("result",))
+        assert "join" not in header["fields"]
+
+    def test_tables_and_plots(self, result):
+        table = result.to_frame()
         assert list(table.columns) == ["step", "curve"]
         assert len(table) == 60
-        batches = found.to_frame("batch_loss")
+        batches = result.to_frame("batch_loss")
         assert {"batch", "batch_tokens", "batch_back_loss"} <= set(batches.columns)
-        names = [trace.name for trace in found.plot().data]
+        names = [trace.name for trace in result.plot().data]
         assert names[:2] == ["each step", "mean of 15 steps"]
-        assert f"back alone, held-out: {found.back_loss:.3f}" in names
-        each = found.plot("penalty").data[0].y
-        np.testing.assert_allclose(each, (found.batch_loss - found.batch_back_loss) / found.batch_tokens)
+        assert f"back alone, held-out: {result.back_loss:.3f}" in names
+        each = result.plot("penalty").data[0].y
+        np.testing.assert_allclose(each, (result.batch_loss - result.batch_back_loss) / result.batch_tokens)
         plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 1), adapter="identity")
         assert plain.plot().layout.title.text == "Penalty by batch"
         assert "nats a token" in plain.plot().layout.yaxis.title.text
-        assert len(found.plot("batch_loss").data) == 1
-        assert "penalty, nats" in repr(found)
+        assert len(result.plot("batch_loss").data) == 1
+        assert "penalty, nats" in repr(result)
 
-    def test_what_is_recorded(self, found):
-        options = found.provenance.options
+    def test_what_is_recorded(self, result):
+        options = result.provenance.options
         assert options["at"] == ["blocks.1.hook_resid_post", "blocks.0.hook_resid_post"]
         assert options["training"]["steps"] == 60
         assert options["fit_batches"] == 5
-        assert found.provenance.tokens == int(found.batch_tokens.sum())
-        assert found.provenance.seed == 0
+        assert result.provenance.tokens == int(result.batch_tokens.sum())
+        assert result.provenance.seed == 0
 
-    def test_in_a_report(self, found, tmp_path):
-        page = lsim.Report({"stitch": found}).to_html(tmp_path / "page.html").read_text()
+    def test_in_a_report(self, result, tmp_path):
+        page = lsim.Report({"stitch": result}).to_html(tmp_path / "page.html").read_text()
         assert "Learning curve of the adapter" in page

@@ -16,20 +16,20 @@ from .helpers import gpt2_of_kind, lsim_batches, next_token_loss, rows
 
 class TestStitchedModel:
     @pytest.fixture(scope="class")
-    def found(self):
+    def result(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         front.tokenizer = back.tokenizer = tiny_tokenizer()
         return lsim.stitch(front, back, rows(), at=(2, 1), fit="lstsq", batch_size=4)
 
-    def test_generates_what_its_logits_say(self, found):
+    def test_generates_the_argmax_of_its_logits(self, result):
         tokens = rows(1, 5)
         expected = tokens
         with torch.no_grad():
             for _ in range(6):
-                expected = torch.cat([expected, found.model(expected).logits[:, -1:].argmax(-1)], 1)
-        made = found.model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=2)
+                expected = torch.cat([expected, result.model(expected).logits[:, -1:].argmax(-1)], 1)
+        made = result.model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=2)
         assert torch.equal(made, expected)
-        text = found.model.generate("w5 w6", max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=2)
+        text = result.model.generate("w5 w6", max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=2)
         assert text.startswith("w5 w6")
 
     def test_making_it_changes_no_mode(self):
@@ -39,12 +39,12 @@ class TestStitchedModel:
         assert all(module.training for module in front.modules())
         assert not back.training
 
-    def test_left_padding_in_generation(self, found):
+    def test_left_padding_in_generation(self, result):
         tokens = rows(1, 5)
-        alone = found.model.generate(tokens, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2)
+        alone = result.model.generate(tokens, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2)
         padded = torch.cat([torch.full((1, 3), 2), tokens], 1)
         mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
-        made = found.model.generate(
+        made = result.model.generate(
             padded, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=2
         )
         assert torch.equal(made[:, 3:], alone)
@@ -67,7 +67,7 @@ class TestStitchedModel:
         padded = joined.generate(tokens, attention_mask=mask, **options)
         assert torch.equal(padded[0, 5:], joined.generate(tokens[:1, 5:], **options)[0])
 
-    def test_one_model_twice_is_measured_above_the_seam(self):
+    def test_one_model_twice_is_measured_above_the_stitch_point(self):
         model, tokens = tiny_llama(), rows(8)
         turn = lsim.Adapter("linear", torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))[0])
         for at in ((3, 1), (2, 1), (1, 2), (1, 0)):
@@ -87,12 +87,12 @@ class TestStitchedModel:
         from tl_layersim.remote.open import open_source
 
         front, back = tiny_llama(), tiny_llama(seed=1)
-        half = open_split_model(front, None, False)
+        split_model = open_split_model(front, None, False)
         [batch] = lsim_batches(rows(4), 4)
         for at in ((1, 0), (0, 0), (2, 1)):
             joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.Adapter("linear", torch.eye(32) * 2)).model
             seen = open_source(joined).collect(batch).residual[0]
-            torch.testing.assert_close(seen, 2 * half.hidden(batch, at[0]).reshape(-1, 32))
+            torch.testing.assert_close(seen, 2 * split_model.hidden(batch, at[0]).reshape(-1, 32))
 
     def test_another_adapter_is_another_model(self, tmp_path):
         front, back = tiny_llama(), tiny_llama(seed=1)
@@ -106,10 +106,10 @@ class TestStitchedModel:
 
     def test_the_tokenizer_that_was_given(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
-        found = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(1, 1), adapter="identity", tokenizer=tiny_tokenizer())
+        result = lsim.stitch(front, back, ["w5 w6 w7 w8"], at=(1, 1), adapter="identity", tokenizer=tiny_tokenizer())
         options = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 2}
-        assert found.model.generate("w5 w6", do_sample=False, **options).startswith("w5 w6")
-        assert len(found.model.generate("w5 w6", do_sample=True, num_return_sequences=3, **options)) == 3
+        assert result.model.generate("w5 w6", do_sample=False, **options).startswith("w5 w6")
+        assert len(result.model.generate("w5 w6", do_sample=True, num_return_sequences=3, **options)) == 3
 
     def test_a_model_of_ones_own(self):
         class Own(torch.nn.Module):
@@ -129,66 +129,66 @@ class TestStitchedModel:
 
         paths = [f"steps.{i}" for i in range(3)]
         front, back = Own(0), Own(1)
-        found = lsim.stitch(front, back, rows(4), at=(2, 1), adapter="identity", layers=(paths, paths))
+        result = lsim.stitch(front, back, rows(4), at=(2, 1), adapter="identity", layers=(paths, paths))
         with torch.no_grad():
-            logits = found.model(rows(4))
-        assert next_token_loss(logits, rows(4)) == pytest.approx(found.loss, abs=1e-5)
-        with pytest.raises(lsim.LayersimError, match="does not generate"):
-            found.model.generate(rows(1))
+            logits = result.model(rows(4))
+        assert next_token_loss(logits, rows(4)) == pytest.approx(result.loss, abs=1e-5)
+        with pytest.raises(lsim.LayersimError, match="cannot generate"):
+            result.model.generate(rows(1))
 
     def test_a_bridge_generates(self):
-        found = lsim.stitch(gpt2_of_kind("bridge", 0), gpt2_of_kind("bridge", 1), rows(4, 8), at=(1, 1), adapter="identity")
+        result = lsim.stitch(gpt2_of_kind("bridge", 0), gpt2_of_kind("bridge", 1), rows(4, 8), at=(1, 1), adapter="identity")
         tokens, expected = rows(1, 4), rows(1, 4)
         with torch.no_grad():
             for _ in range(4):
-                logits = found.model(expected)
+                logits = result.model(expected)
                 expected = torch.cat([expected, logits[:, -1:].argmax(-1)], 1)
-        made = found.model.generate(tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False)
+        made = result.model.generate(tokens, max_new_tokens=4, do_sample=False, stop_at_eos=False)
         assert torch.equal(made, expected)
 
-    def test_no_cache(self, found):
+    def test_no_cache(self, result):
         with pytest.raises(lsim.LayersimError, match="keeps no cache"):
-            found.model(rows(1), use_cache=True)
+            result.model(rows(1), use_cache=True)
 
-    def test_measured_like_any_model(self, found):
+    def test_measured_like_any_model(self, result):
         tokens = rows(6, 9)
-        report = lsim.analyze(found.model, tokens, [lsim.LogitLens(), lsim.Cosine(center="none"), lsim.Trajectory()])
-        judged = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(2, 1), adapter=found.adapter)
-        assert float(report["logit_lens"].cross_entropy[-1]) == pytest.approx(judged.loss, abs=1e-6)
+        report = lsim.analyze(result.model, tokens, [lsim.LogitLens(), lsim.Cosine(center="none"), lsim.Trajectory()])
+        evaluated = lsim.stitch(tiny_llama(), tiny_llama(seed=1), tokens, at=(2, 1), adapter=result.adapter)
+        assert float(report["logit_lens"].cross_entropy[-1]) == pytest.approx(evaluated.loss, abs=1e-6)
         assert report["cosine"].layers == ("blocks.1.hook_resid_pre", "blocks.1.hook_resid_post", "blocks.2.hook_resid_post")
         assert "affine" in report["cosine"].provenance.model
         # The first layer is what the adapter gives.
-        half = open_split_model(tiny_llama(), None, False)
+        split_model = open_split_model(tiny_llama(), None, False)
         [batch] = lsim_batches(tokens, 6)
-        norm = float(found.adapter(half.hidden(batch, 2)).norm(dim=-1).mean())
+        norm = float(result.adapter(split_model.hidden(batch, 2)).norm(dim=-1).mean())
         assert float(report["trajectory"].norm[0]) == pytest.approx(norm, rel=1e-5)
 
-    def test_its_pages_name_the_backs_blocks(self, found):
-        report = lsim.analyze(found.model, rows(6, 9), [lsim.LogitLens(), lsim.Cosine(center="none"), lsim.CKA(minibatch=32)])
+    def test_its_pages_name_the_backs_blocks(self, result):
+        report = lsim.analyze(result.model, rows(6, 9), [lsim.LogitLens(), lsim.Cosine(center="none"), lsim.CKA(minibatch=32)])
         assert "accuracy after block 2" in repr(report)
         assert "COS(blocks.1 input, last)" in repr(report)
         assert "CKA(blocks.1 input, last)" in repr(report)
         assert list(report["cosine"].plot().layout.xaxis.ticktext) == ["into 1", "1", "2"]
 
-    def test_in_attach_and_compare(self, found):
+    def test_in_attach_and_compare(self, result):
         tokens = rows(6, 9)
-        with lsim.attach(found.model, [lsim.LogitLens()]) as probe, torch.no_grad():
-            found.model(tokens)
-        expected = lsim.analyze(found.model, tokens, [lsim.LogitLens()])["logit_lens"]
+        with lsim.attach(result.model, [lsim.LogitLens()]) as probe, torch.no_grad():
+            result.model(tokens)
+        expected = lsim.analyze(result.model, tokens, [lsim.LogitLens()])["logit_lens"]
         torch.testing.assert_close(probe.results()["logit_lens"].cross_entropy, expected.cross_entropy)
-        same = lsim.compare(found.model, found.model, tokens, lsim.CKA(minibatch=32))
+        same = lsim.compare(result.model, result.model, tokens, lsim.CKA(minibatch=32))
         assert same.distance() < 1e-3
 
     def test_nothing_above_the_last_layer(self):
         model = tiny_llama()
-        found = lsim.stitch(model, model, rows(4), at=(3, 3), adapter="identity")
+        result = lsim.stitch(model, model, rows(4), at=(3, 3), adapter="identity")
         with torch.no_grad():
-            assert torch.equal(found.model(rows(4)).logits, model(rows(4)).logits)
+            assert torch.equal(result.model(rows(4)).logits, model(rows(4)).logits)
         with pytest.raises(lsim.LayersimError, match="no blocks left"):
-            lsim.analyze(found.model, rows(4), ["cosine"])
+            lsim.analyze(result.model, rows(4), ["cosine"])
 
-    def test_gradients_reach_what_comes_before_the_adapter_and_nothing_is_left(self, found):
-        back = found.model.back
-        with pytest.raises(lsim.LayersimError, match="reads tokens"):
-            found.model(inputs_embeds=torch.zeros(1, 3, 32), input_ids=None)
+    def test_gradients_reach_what_comes_before_the_adapter_and_nothing_is_left(self, result):
+        back = result.model.back
+        with pytest.raises(lsim.LayersimError, match="needs token ids"):
+            result.model(inputs_embeds=torch.zeros(1, 3, 32), input_ids=None)
         assert all("forward" not in vars(module) for module in back.modules())

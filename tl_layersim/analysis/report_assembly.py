@@ -57,7 +57,7 @@ def make_report(
                 f"{type(analyzer).__name__}.compute must return a Result.",
                 given=type(result).__name__,
                 expected="a Result, such as LayerCurve or LayerMatrix",
-                do="return lsim.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
+                do="return tl_layersim.core.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
             )
         results[name] = result
     return Report(results)

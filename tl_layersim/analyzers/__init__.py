@@ -9,7 +9,9 @@ import warnings
 from importlib.metadata import entry_points
 
 from ..core.typed import typed
-from .base import Analyzer
+from .base import Analyzer, Exchange, Run, need_head, need_tokens
+
+__all__ = ["Analyzer", "Exchange", "Run", "find_analyzers", "need_head", "need_tokens"]
 
 GROUP = "tl_layersim.analyzers"
 

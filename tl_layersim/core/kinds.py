@@ -7,37 +7,42 @@ from collections.abc import Iterator
 from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
-# By kind, which never changes: the class today, and module and class as files of format 1 name it.
+# By kind, which never changes: the class today, and the class as files of format 1 name it.
 KINDS = {
-    "layer_matrix": ("LayerMatrix", "results.LayerMatrix"),
-    "layer_curve": ("LayerCurve", "results.LayerCurve"),
-    "cka": ("CKAResult", "analyzers.cka.CKAResult"),
-    "cosine": ("CosineResult", "analyzers.cosine.CosineResult"),
-    "block_coupling": ("BlockCouplingResult", "analyzers.block_coupling.BlockCouplingResult"),
-    "neural_collapse": ("NeuralCollapseResult", "analyzers.collapse.NeuralCollapseResult"),
-    "logit_lens": ("LogitLensResult", "analyzers.logit_lens.LogitLensResult"),
-    "exit_curve": ("ExitCurveResult", "analyzers.exit_curve.ExitCurveResult"),
-    "saturation": ("SaturationResult", "analyzers.saturation.SaturationResult"),
-    "trajectory": ("TrajectoryResult", "analyzers.trajectory.TrajectoryResult"),
-    "prediction_grid": ("PredictionGrid", "prompt.PredictionGrid"),
-    "trajectory_pca": ("TrajectoryPCA", "prompt.TrajectoryPCA"),
-    "block_jacobians": ("BlockJacobians", "blocks.BlockJacobians"),
-    "coupling_matrices": ("CouplingMatrices", "blocks.CouplingMatrices"),
-    "stitch": ("StitchResult", "stitching.results.StitchResult"),
-    "stitch_grid": ("StitchGrid", "stitching.results.StitchGrid"),
-    "aligned_adapters": ("AlignedAdapters", "training.adapters.AlignedAdapters"),
-    "layer_change": ("LayerChange", "training.evaluation.LayerChange"),
-    "generation_quality": ("GenerationQuality", "training.evaluation.GenerationQuality"),
-    "aligned_training": ("AlignedResult", "training.results.AlignedResult"),
+    "layer_matrix": ("core.results.LayerMatrix", "results.LayerMatrix"),
+    "layer_curve": ("core.results.LayerCurve", "results.LayerCurve"),
+    "cka": ("analyzers.cka.CKAResult", "analyzers.cka.CKAResult"),
+    "cosine": ("analyzers.cosine.CosineResult", "analyzers.cosine.CosineResult"),
+    "block_coupling": ("analyzers.block_coupling.BlockCouplingResult", "analyzers.block_coupling.BlockCouplingResult"),
+    "neural_collapse": ("analyzers.neural_collapse.NeuralCollapseResult", "analyzers.collapse.NeuralCollapseResult"),
+    "logit_lens": ("analyzers.logit_lens.LogitLensResult", "analyzers.logit_lens.LogitLensResult"),
+    "exit_curve": ("analyzers.exit_curve.ExitCurveResult", "analyzers.exit_curve.ExitCurveResult"),
+    "saturation": ("analyzers.saturation.SaturationResult", "analyzers.saturation.SaturationResult"),
+    "trajectory": ("analyzers.trajectory.TrajectoryResult", "analyzers.trajectory.TrajectoryResult"),
+    "prediction_grid": ("analysis.one_prompt.PredictionGrid", "prompt.PredictionGrid"),
+    "trajectory_pca": ("analysis.one_prompt.TrajectoryPCA", "prompt.TrajectoryPCA"),
+    "block_jacobians": ("analysis.one_prompt_jacobians.BlockJacobians", "blocks.BlockJacobians"),
+    "coupling_matrices": ("analysis.one_prompt_jacobians.CouplingMatrices", "blocks.CouplingMatrices"),
+    "stitch": ("stitching.results.StitchResult", "stitching.results.StitchResult"),
+    "stitch_grid": ("stitching.results.StitchGrid", "stitching.results.StitchGrid"),
+    "aligned_adapters": ("training.adapters.AlignedAdapters", "training.adapters.AlignedAdapters"),
+    "layer_change": ("training.comparison_results.LayerChange", "training.evaluation.LayerChange"),
+    "generation_quality": ("training.comparison_results.GenerationQuality", "training.evaluation.GenerationQuality"),
+    "aligned_training": ("training.results.AlignedResult", "training.results.AlignedResult"),
 }
-_KIND_OF = {name: kind for kind, (name, _) in KINDS.items()}
-_OLD = {f"{PACKAGE}.{':'.join(old.rsplit('.', 1))}": kind for kind, (_, old) in KINDS.items()}
+
+
+def _full(name: str) -> str:
+    return f"{PACKAGE}.{':'.join(name.rsplit('.', 1))}"
+
+
+_KIND_OF = {_full(today): kind for kind, (today, _) in KINDS.items()}
+_OLD = {_full(old): kind for kind, (_, old) in KINDS.items()}
 
 
 def kind_of(cls: type[Any]) -> str:
     """The name of a result class in files: a kind; for a class outside this package, or a new one, its module and name."""
-    ours = cls.__module__.split(".")[0] == PACKAGE
-    return _KIND_OF.get(cls.__qualname__, _path(cls)) if ours else _path(cls)
+    return _KIND_OF.get(_path(cls), _path(cls))
 
 
 def class_of(kind: str, base: type[Any]) -> type[Any] | None:
@@ -49,7 +54,8 @@ def class_of(kind: str, base: type[Any]) -> type[Any] | None:
     """
     kind = _OLD.get(kind, kind)
     if kind in KINDS:
-        found: type[Any] = getattr(importlib.import_module(PACKAGE), KINDS[kind][0])
+        module, name = KINDS[kind][0].rsplit(".", 1)
+        found: type[Any] = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
         return found
     return next((cls for cls in below(base) if _path(cls) == kind), None)
 

@@ -1,1 +1,7 @@
 """Jacobians of blocks: products, singular vectors, coupling."""
+
+from .products import Jacobian
+
+__all__ = [
+    "Jacobian",
+]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
-from .adapter import cross_moments
 from .block_call import first_tensor
 from .hooked import HookedSource
 from .hooks import eval_mode, in_this_thread
@@ -26,6 +25,7 @@ from .unembed import rounding, tensor_of
 from .validation import need_stream
 
 Give = Callable[[Tensor], Tensor]
+Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
 
 def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -110,6 +110,11 @@ class SplitModel(ABC):
         """Where what is handed to it is made."""
         return torch.device("cpu")
 
+    @property
+    def local(self) -> LocalSplitModel | None:
+        """This model where its modules are in this process; None for one on a server."""
+        return None
+
     def settle(self, batch: Batch) -> None:
         """Refuse, where the layout does not say it, modules that a forward pass shows to hand on no stream."""
         if self.model.stream == "unknown":
@@ -134,8 +139,15 @@ class SplitModel(ABC):
         """Mean cross-entropy with `x` in place of the residual at a layer, and its derivative by `x`."""
 
     @abstractmethod
-    def moments(self, batch: Batch, layer: int, kind: str, h: Tensor) -> dict[str, Tensor]:
-        """`cross_moments` of the front's residual `batch pos d_front` and this model's own at a layer, over attended tokens."""
+    def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
+        """Sums over attended tokens of the front's residual and this model's own at a layer, computed where this model is.
+
+        Args:
+            batch: the tokens.
+            layer: the layer of this model.
+            moments_of: from residuals `token d_front` and `token d_back` to sums. It travels to servers as source.
+            h: the front's residual, `batch pos d_front`.
+        """
 
     def padded(self, batch: Batch) -> Batch:
         """The batch with the padding token of this model's own configuration.
@@ -199,6 +211,10 @@ class LocalSplitModel(SplitModel):
         self.source, self.model = source, model
         self.module, self.blocks = source.module, source.blocks
         self._tuples: list[int] | None = None
+
+    @property
+    def local(self) -> LocalSplitModel:
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -335,11 +351,11 @@ class LocalSplitModel(SplitModel):
             loss, slope = loss_and_slope(self._logits(batch, layer, x), targets, x)
         return float(loss), slope
 
-    def moments(self, batch: Batch, layer: int, kind: str, h: Tensor) -> dict[str, Tensor]:
+    def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         target = attended(batch, self.hidden(batch, layer))
         # Apple's GPUs have no float64.
         device = torch.device("cpu") if target.device.type == "mps" else target.device
-        found = cross_moments(kind, attended(batch, h).to(device), target.to(device))
+        found = moments_of(attended(batch, h).to(device), target.to(device))
         return {name: value.cpu() for name, value in found.items()}
 
 

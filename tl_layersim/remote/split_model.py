@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ..data.batches import Batch
-from ..models.adapter import cross_moments
 from ..models.block_call import first_tensor
 from ..models.layout import call_options
 from ..models.nnsight import NNsightSource
-from ..models.split_model import SplitModel, logits_of, loss_and_slope, score_of
+from ..models.split_model import Moments, SplitModel, logits_of, loss_and_slope, score_of
 from .source import RemoteSource
 
 T = TypeVar("T")
@@ -51,9 +50,9 @@ class RemoteSplitModel(SplitModel):
         loss, slope = self._ask(lambda at: _loss_and_gradient(*self._what(batch, at), targets, layer, narrow))
         return float(loss), slope.to(x.dtype)
 
-    def moments(self, batch: Batch, layer: int, kind: str, h: Tensor) -> dict[str, Tensor]:
+    def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         h = h.cpu()
-        return self._ask(lambda at: _moments(*self._what(batch, at), layer, kind, batch.attention, h))
+        return self._ask(lambda at: _moments(*self._what(batch, at), layer, moments_of, batch.attention, h))
 
     def _narrowed(self, x: Tensor) -> Tensor:
         """What is sent in place of a residual, no wider than the model there holds it."""
@@ -123,7 +122,7 @@ def _moments(
     tokens: Tensor,
     options: dict[str, Any],
     layer: int,
-    kind: str,
+    moments_of: Moments,
     attention: Tensor,
     h: Tensor,
 ) -> dict[str, Tensor]:
@@ -133,7 +132,7 @@ def _moments(
         target = residual_at(blocks, layer)
         keep = attention.to(target.device)
         # float64 is out of autocast's reach.
-        sums = cross_moments(kind, h.to(target.device)[keep], target[keep])
+        sums = moments_of(h.to(target.device)[keep], target[keep])
         found: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in sums.items()})
     return found
 

@@ -1,4 +1,4 @@
-"""What a stitch is fitted and judged on: batches, the right answers, and the front's activations, computed once."""
+"""The data of a stitch, split into fit and evaluation, and the front's activations on it, which are computed once."""
 
 from __future__ import annotations
 
@@ -22,90 +22,113 @@ from ..models.model_info import Model
 from ..models.split_model import SplitModel
 from ..models.targets import answers, check_batch_labels
 
-# Sizes that are said before they are taken.
-MUCH = 1e8
-HELD_OUT = 5
-FEWEST = 10
+# Activations of more bytes than this are reported before they are computed.
+LARGE = 1e8
+# One row in so many is kept for the evaluation.
+EVALUATION_EVERY = 5
+# An interval over batches needs as many of them.
+MIN_BATCHES = 10
 
 
 @dataclass(frozen=True)
 class StitchData:
-    """Batches of the fit and of the judgement, each with something to answer.
+    """The batches of the fit and of the evaluation, each with at least one target.
 
     Attributes:
         fit: batches that adapters are fitted on.
-        judged: batches that the penalty is measured on.
+        evaluation: batches that the penalty is measured on.
         labels: see `labels.targets`.
     """
 
     fit: tuple[Batch, ...]
-    judged: tuple[Batch, ...]
+    evaluation: tuple[Batch, ...]
     labels: str | Tensor
 
     @staticmethod
-    def of(batches: Batches, judged: Batches | None, labels: str | Tensor, model: Model, fitted: bool) -> StitchData:
-        """Read the data; where an adapter is fitted and no other data judges it, the last fifth of the rows is kept for that.
+    def of(batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool) -> StitchData:
+        """Read the data. Where an adapter is fitted and no other data is held out, that is the last fifth of the rows.
+
+        Args:
+            batches: the data of the fit, or of the evaluation where nothing is fitted.
+            held_out: the data of the evaluation, None to take it from `batches`.
+            labels: see `labels.targets`.
+            model: the back.
+            fitted: whether an adapter is fitted.
 
         Raises:
-            LayersimError: there is nothing to answer, or too little to keep any.
+            LayersimError: the data has no targets, or too few rows to split.
         """
-
-        def asks(batch: Batch) -> bool:
-            return bool((answers(batch, labels, model) != NO_LABEL).any())
-
-        def read(source: Batches) -> list[Batch]:
-            found = []
-            for batch in source:
-                check_batch_labels(labels, batch, model)
-                if asks(batch):
-                    found.append(batch)
-            if not found:
-                raise LayersimError(
-                    f"There is nothing to answer in {'this data' if source is batches else 'eval_data'}.",
-                    given=f"no position with a {'label' if labels != 'next_token' else 'next token'}",
-                    expected="rows of two or more tokens" if labels == "next_token" else "rows with labels",
-                    do="check the data, its mask and skip_first=",
-                )
-            return found
-
-        def finely(found: list[Batch]) -> tuple[Batch, ...]:
-            """In ten batches or more, as far as there are rows: an interval over batches needs some."""
-            size = max(1, min(batches.options.batch_size, sum(len(batch.tokens) for batch in found) // FEWEST))
-            parts = (b.rows(start, start + size) for b in found for start in range(0, len(b.tokens), size))
-            return tuple(part for part in parts if asks(part))
-
-        own = read(batches)
-        if judged is not None:
-            other = read(judged)
+        own = _batches_with_targets(batches, "data", labels, model)
+        size = batches.options.batch_size
+        if held_out is not None:
+            other = _batches_with_targets(held_out, "eval_data", labels, model)
             if fitted:
                 _warn_of_common_rows(own, other)
-            return StitchData(tuple(own) if fitted else (), finely(other), labels)
+            return StitchData(tuple(own) if fitted else (), _in_small_batches(other, size, labels, model), labels)
         if not fitted:
-            return StitchData((), finely(own), labels)
-        rows = sum(len(batch.tokens) for batch in own)
-        left = rows - max(1, rows // HELD_OUT)
-        fit, kept = list[Batch](), list[Batch]()
-        for batch in own:
-            here = min(left, len(batch.tokens))
-            fit += [batch.rows(0, here)] if here else []
-            kept += [batch.rows(here, len(batch.tokens))] if here < len(batch.tokens) else []
-            left -= here
-        fit = [batch for batch in fit if asks(batch)]
-        parts = finely(kept)
-        if not fit or not parts:
+            return StitchData((), _in_small_batches(own, size, labels, model), labels)
+        fit, kept = _split(own)
+        fit = [batch for batch in fit if _has_targets(batch, labels, model)]
+        evaluation = _in_small_batches(kept, size, labels, model)
+        if not fit or not evaluation:
             raise LayersimError(
-                "A fitted adapter is judged on data that it was not fitted on, and this data cannot be parted.",
-                given=f"{rows} rows",
-                expected="two rows or more with something to answer, the last fifth of which is kept; or eval_data=",
+                "`data` cannot be split into rows for the fit and rows for the evaluation.",
+                given=f"{sum(len(batch.tokens) for batch in own)} rows",
+                expected="two rows or more with targets, the last fifth of which is held out; or eval_data=",
                 do="more data, a smaller seq_len= that cuts it into more rows, or eval_data=other_data",
             )
-        return StitchData(tuple(fit), parts, labels)
+        return StitchData(tuple(fit), evaluation, labels)
 
 
-def _warn_of_common_rows(fit: list[Batch], judged: list[Batch]) -> None:
-    """Say how much of what judges was fitted on."""
-    seen = {row.numpy().tobytes() for batch in fit for row in _rows_of(batch)}
-    common = [row.numpy().tobytes() in seen for batch in judged for row in _rows_of(batch)]
+def _has_targets(batch: Batch, labels: str | Tensor, model: Model) -> bool:
+    return bool((answers(batch, labels, model) != NO_LABEL).any())
+
+
+def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, model: Model) -> list[Batch]:
+    """The batches with targets.
+
+    Raises:
+        LayersimError: no batch has any.
+    """
+    batches = []
+    for batch in source:
+        check_batch_labels(labels, batch, model)
+        if _has_targets(batch, labels, model):
+            batches.append(batch)
+    if not batches:
+        raise LayersimError(
+            f"`{argument}` has no targets: there is nothing to predict.",
+            given=f"no position with a {'label' if labels != 'next_token' else 'next token'}",
+            expected="rows of two or more tokens" if labels == "next_token" else "rows with labels",
+            do="check the data, its mask and skip_first=",
+        )
+    return batches
+
+
+def _split(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """The first four fifths of the rows, and the last fifth."""
+    rows = sum(len(batch.tokens) for batch in batches)
+    left = rows - max(1, rows // EVALUATION_EVERY)
+    first, last = list[Batch](), list[Batch]()
+    for batch in batches:
+        count = min(left, len(batch.tokens))
+        first += [batch.rows(0, count)] if count else []
+        last += [batch.rows(count, len(batch.tokens))] if count < len(batch.tokens) else []
+        left -= count
+    return first, last
+
+
+def _in_small_batches(batches: list[Batch], largest: int, labels: str | Tensor, model: Model) -> tuple[Batch, ...]:
+    """The same rows in ten batches or more, as far as there are rows, and none without targets."""
+    size = max(1, min(largest, sum(len(batch.tokens) for batch in batches) // MIN_BATCHES))
+    parts = (b.rows(start, start + size) for b in batches for start in range(0, len(b.tokens), size))
+    return tuple(part for part in parts if _has_targets(part, labels, model))
+
+
+def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
+    """Warn of rows of the evaluation that the adapter is fitted on."""
+    fitted = {row.numpy().tobytes() for batch in fit for row in _rows_of(batch)}
+    common = [row.numpy().tobytes() in fitted for batch in held_out for row in _rows_of(batch)]
     if any(common):
         warn(
             f"{sum(common)} of {len(common)} rows of eval_data are rows of data too: the penalty is measured on what the "
@@ -118,11 +141,11 @@ def _rows_of(batch: Batch) -> list[Tensor]:
 
 
 class ActivationStore:
-    """The front's residual at one layer, batch by batch: read anew each time, or kept after `keep`.
+    """The front's residuals at one layer, batch by batch: computed anew at each access, or once inside the context `keep`.
 
     Args:
         front: the model.
-        layer: where.
+        layer: the layer.
         batches: the data.
     """
 
@@ -137,7 +160,7 @@ class ActivationStore:
         return len(self.batches)
 
     def __getitem__(self, index: int) -> Tensor:
-        """`batch pos d_model` of a batch."""
+        """The residuals of a batch, `batch pos d_model`."""
         if self._kept is None:
             return self.front.hidden(self.batches[index], self.layer)
         rows = self._kept[self._starts[index] : self._starts[index + 1]]
@@ -145,10 +168,13 @@ class ActivationStore:
 
     @contextmanager
     def keep(self, folder: Path | None) -> Iterator[None]:
-        """Compute all of them once, in memory or in a file of a folder that is gone afterwards.
+        """Compute all residuals once and keep them, in memory or in a temporary file, until the context ends.
+
+        Args:
+            folder: the folder of the file; None for memory.
 
         Raises:
-            LayersimError: they do not fit.
+            LayersimError: memory or disk are too small for them.
         """
         if self._kept is not None:
             yield
@@ -156,7 +182,7 @@ class ActivationStore:
         first = self.front.hidden(self.batches[0], self.layer)
         width, total = first.shape[-1], self._starts[-1]
         size = total * width * first.element_size()
-        self._refuse_or_say(size, folder)
+        self._check_space(size, folder)
         name = ""
         try:
             if folder is None:
@@ -181,25 +207,25 @@ class ActivationStore:
             if name:
                 Path(name).unlink(missing_ok=True)
 
-    def _refuse_or_say(self, size: int, folder: Path | None) -> None:
-        free, what = _free(folder)
+    def _check_space(self, size: int, folder: Path | None) -> None:
+        free, place = _free(folder)
         if size > 0.9 * free:
             raise LayersimError(
-                f"The front's activations do not fit into the {what} that is free.",
+                f"The front's activations do not fit into the {place} that is free.",
                 given=f"{self._starts[-1]:,} positions at {self.front.model.layers[self.layer]}: {in_words(size)}",
                 expected=f"less than {in_words(0.9 * free)}",
                 do="a smaller max_tokens=" + ("" if folder else ", or cache='folder' for a memory-mapped file"),
             )
-        if size > MUCH or folder is not None:
+        if size > LARGE or folder is not None:
             where = f"a file in {folder}" if folder else "memory"
             tqdm.write(f"The front's activations take {in_words(size)} in {where}.", file=sys.stderr)
 
 
 def _reserve(handle: int, size: int, folder: Path) -> None:
-    """Take the space on disk: a mapped file that meets a full disk later ends the process.
+    """Reserve space on disk: writing to a mapped file on a full disk ends the process.
 
     Raises:
-        LayersimError: there is not so much.
+        LayersimError: the disk has less.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -207,10 +233,10 @@ def _reserve(handle: int, size: int, folder: Path) -> None:
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            # A file system that cannot take space ahead.
+            # The file system cannot reserve space.
             return
         raise LayersimError(
-            "`cache` names a folder on a disk that does not take the front's activations.",
+            "`cache` names a folder on a disk with too little space for the front's activations.",
             given=f"{in_words(size)} in {folder}: {error.strerror}",
             expected="free space for all of them",
             do="cache='a folder on another disk', or a smaller max_tokens=",
@@ -218,7 +244,7 @@ def _reserve(handle: int, size: int, folder: Path) -> None:
 
 
 def _free(folder: Path | None) -> tuple[float, str]:
-    """How many bytes are free, and of what."""
+    """The free bytes, and whether they are of disk or memory."""
     import psutil
 
     if folder is not None:

@@ -1,4 +1,4 @@
-"""stitch and stitch_grid: adapters between layers of two models, fitted and judged by use."""
+"""`stitch` and `stitch_grid`: adapters between layers of two models, fitted and evaluated by the loss of the stitched model."""
 
 from __future__ import annotations
 
@@ -6,30 +6,24 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core.errors import LayersimError
-from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable
 from ..core.typed import typed
 from ..data.options import DataOptions
-from ..models.adapter import Adapter
-from ..models.split_model import LocalSplitModel
+from ..models.split_model import SplitModel
 from ..remote.open import open_split_model
-from .experiment import JUDGED, StitchExperiment, StitchRun
+from .adapter import Adapter
+from .experiment import StitchExperiment, StitchRun
 from .fitting import Fit, StitchTraining
 from .progress import Progress
-from .results import StitchGrid, StitchResult, over_batches
-from .spec import StitchSpec, layer_number, seam_label, seams_of
-from .stitched_model import StitchedModel
+from .result_assembly import Cells, grid_of, joining, result_of
+from .results import StitchGrid, StitchResult
+from .spec import StitchSpec, kind_of_adapter, layer_number, stitch_point_label, stitch_points_of
 
-Kind = Literal["identity", "linear", "affine", "affine-norm"]
 Place = bool | str
 Layer = int | str
 
@@ -41,7 +35,7 @@ def stitch(
     data: Any,
     *,
     at: tuple[Layer, Layer],
-    adapter: Kind | Adapter = "affine",
+    adapter: str | Adapter = "affine",
     fit: Fit | None = None,
     training: StitchTraining | None = None,
     ridge: int | float = 0.0,
@@ -61,35 +55,35 @@ def stitch(
     prepend_bos: bool = True,
     column: str | None = None,
 ) -> StitchResult:
-    """Put the front's layer l, through an adapter, in the place of the back's layer m, and see what the back makes of it.
+    """Stitch two models: replace the back's layer m by the front's layer l through an adapter, and measure the back's loss.
 
-    Neither model is changed: nothing but the adapter learns. The front's activations are computed once; in training only the
-    back's blocks above the seam run. Adapters are fitted on all attended positions, also those that `skip_first` does not
-    count: the back reads them too.
+    Neither model is changed: only the adapter learns. The front's activations are computed once; in training only the back's
+    blocks above the stitch point run. Adapters are fitted on all attended positions, also those that `skip_first` does not
+    count: the back attends to them too.
 
     Args:
         front: the model whose lower blocks are used; kinds as in `analyze`.
         back: the model whose upper blocks are used. Widths and depths may differ, tokenizers may not.
         data: as in `analyze`, read by the front's tokenizer, or the back's where the front carries none.
-        at: layers (l, m): of the front, what is read; of the back, what is replaced. Numbers count what leaves blocks, 0 is
-            what enters block 0 (l blocks of the front run, and all of the back's but the first m); or names, such as
-            `blocks.2.hook_resid_post`.
-        adapter: `"identity"`, `"linear"`, `"affine"`, `"affine-norm"`, see `Adapter`; or an `Adapter`, judged as it is.
+        at: the stitch point (l, m): the layer of the front that is read, and the layer of the back that is replaced. Layer i is
+            the output of the i-th block, 0 the input of block 0 (l blocks of the front run, and all of the back's but the
+            first m); or names, such as `blocks.2.hook_resid_post`.
+        adapter: `"identity"`, `"linear"`, `"affine"`, `"affine-norm"`, see `Adapter`; or an `Adapter`, evaluated as it is.
         fit: `"lstsq"` for the closed form, nearest to the back's own residual; `"sgd"` for training by the back's loss, from
             the identity; `"lstsq+sgd"` for one after the other. Default: `"lstsq+sgd"`; `"lstsq"` where the back is in a
             server's sandbox.
         training: of `"sgd"`; default `StitchTraining()`, the paper's settings.
         ridge: of `"lstsq"`: added to the diagonal of X'X, in units of its mean.
         seed: of the order of batches in training.
-        eval_data: what the penalty is measured on, at most `max_tokens` of it too. Default: the last fifth of the rows of
-            `data`, which are then kept out of the fit; all of them where nothing is fitted.
-        labels: what the back ought to say: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`,
-            for a classifier `"data"`.
-        layers: paths of the blocks of each model, for layouts that are not known.
+        eval_data: the data that the penalty is measured on, at most `max_tokens` of it too. Default: the last fifth of the rows
+            of `data`, which are then kept out of the fit; all of them where nothing is fitted.
+        labels: the targets of the back: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
+            classifier `"data"`.
+        layers: paths of the blocks of each model, for unknown layouts.
         remote: for nnsight models, as in `analyze`, for both or for each. One request is one model: the front's activations at
-            the one layer cross, how much is said first; training needs a trusted server for the back.
-        cache: a folder for the front's activations, which are then mapped from a file there; default: in memory.
-        checkpoint: a file that keeps a training that is interrupted; the same call goes on from it, with the same numbers.
+            the one layer cross, and their size is printed first; training needs a trusted server for the back.
+        cache: a folder for the front's activations, which are then mapped from a file in it; default: in memory.
+        checkpoint: a file that keeps an interrupted training; the same call resumes from it, with the same numbers.
         tokenizer: in place of theirs; the two models are then taken to share it.
         batch_size: see `analyze`, as for all further options. A training step is one batch.
         seq_len: see `analyze`.
@@ -103,7 +97,7 @@ def stitch(
         A `StitchResult`: losses, penalty with its interval, learning curve, adapter, and the stitched model.
 
     Raises:
-        LayersimError: the models do not share their tokens, a layer does not exist, or the call cannot be done as asked.
+        LayersimError: the models do not share their tokens, a layer does not exist, or the arguments contradict one another.
 
     Source:
         Brown et al. 2023 (arXiv 2310.14993), sections 2 and 3, appendix C.1; Bansal, Nakkiran and Barak 2021 (arXiv
@@ -117,27 +111,27 @@ def stitch(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
+    # A name that no kind has is refused before models are opened.
+    kind_of_adapter(adapter)
     places = remote if isinstance(remote, tuple) else (remote, remote)
-    halves = [
+    models = [
         open_split_model(m, layers=paths, remote=place) for m, paths, place in zip((front, back), layers, places, strict=True)
     ]
-    numbers = (layer_number(halves[0].model, at[0]), layer_number(halves[1].model, at[1]))
-    task = StitchSpec.of(adapter, fit, training, ridge, seed, [halves[1]])
-    task.refuse(halves[0], halves[1], numbers)
+    numbers = (layer_number(models[0].model, at[0]), layer_number(models[1].model, at[1]))
+    spec = StitchSpec.of(adapter, fit, training, ridge, seed, [models[1]])
+    spec.refuse(models[0], models[1])
     options = {"eval_data": eval_data, "labels": labels, "tokenizer": tokenizer}
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    bench = StitchExperiment(halves, halves[1:], data, task, options, reading, cache, list(layers))
-    keep = Progress(checkpoint, bench.identity() | {"at": list(numbers)})
+    experiment = StitchExperiment(models, models[1:], data, spec, options, reading, cache, list(layers))
+    progress = Progress(checkpoint, experiment.identity() | {"at": list(numbers)})
     start = time.perf_counter()
-    with bench:
-        acts = bench.activations(halves[0], numbers[0])
-        cell = bench.cell("stitch", halves[0], halves[1], numbers, acts, keep)
-    names = tuple(half.model.layers[number] for half, number in zip(halves, numbers, strict=True))
-    result = _one(cell, names, task, bench.unit, bench.provenance(halves, time.perf_counter() - start, {"at": list(names)}))
-    lower, upper = halves
-    if isinstance(lower, LocalSplitModel) and isinstance(upper, LocalSplitModel):
-        object.__setattr__(result, "_join", partial(_join, lower, upper, result.adapter, numbers, bench.tokenizer))
-    return result
+    with experiment:
+        activations = experiment.activations(models[0], numbers[0])
+        run = experiment.cell("stitch", models[0], models[1], numbers, activations, progress)
+    names = tuple(each.model.layers[number] for each, number in zip(models, numbers, strict=True))
+    provenance = experiment.provenance(models, time.perf_counter() - start, {"at": list(names)})
+    join = joining(models[0], models[1], numbers, experiment.tokenizer)
+    return result_of(run, names, spec, experiment.unit, provenance, join)
 
 
 @typed
@@ -146,7 +140,7 @@ def stitch_grid(
     data: Any,
     *,
     layers: list[Layer] | dict[str, list[Layer]] | None = None,
-    adapter: Kind = "affine",
+    adapter: str = "affine",
     fit: Fit | None = None,
     training: StitchTraining | None = None,
     ridge: int | float = 0.0,
@@ -165,15 +159,16 @@ def stitch_grid(
     prepend_bos: bool = True,
     column: str | None = None,
 ) -> StitchGrid:
-    """Stitch some models in all directions at some seams, each with itself included: figures 1 and 2 of Brown et al.
+    """Stitch some models in all directions at some stitch points, each with itself included: figures 1 and 2 of Brown et al.
 
-    In training the front's activations are computed once for each front and seam; the back's own loss is once for each back.
+    In training the front's activations are computed once for each front and stitch point; the loss of the back alone once for
+    each back.
 
     Args:
         models: a mapping from names to models.
         data: as in `stitch`.
         layers: the layers that are joined, as in `at` of `stitch`: one list for all models, or one for each by name, of one
-            length: the i-th seam joins the i-th layers. Default: what leaves each block, for models of equal depth.
+            length: the i-th stitch point joins the i-th layers. Default: the output of each block, for models of equal depth.
         adapter: see `stitch`, as for all further options.
         fit: see `stitch`.
         training: see `stitch`.
@@ -183,7 +178,7 @@ def stitch_grid(
         labels: see `stitch`.
         remote: see `stitch`, for all models.
         cache: see `stitch`.
-        checkpoint: a file that keeps what is done; the same call goes on from it.
+        checkpoint: a file that keeps finished stitches and the training under way; the same call resumes from it.
         tokenizer: see `stitch`.
         batch_size: see `stitch`.
         seq_len: see `stitch`.
@@ -210,116 +205,51 @@ def stitch_grid(
         0.0
     """
     refuse_unwritable(checkpoint, "checkpoint")
+    kind_of_adapter(adapter)
     if not isinstance(models, Mapping) or not models or not all(isinstance(name, str) for name in models):
         raise LayersimError(
-            "A grid needs names for its models.",
+            "`models` must be a mapping from names to models.",
             given=type(models).__name__,
-            expected="a mapping from names to models",
+            expected="a name for each model",
             do='stitch_grid({"base": model_a, "tuned": model_b}, data)',
         )
-    halves = {name: open_split_model(model, layers=None, remote=remote) for name, model in models.items()}
-    seams = seams_of(halves, layers)
-    task = StitchSpec.of(adapter, fit, training, ridge, seed, list(halves.values()))
-    count = len(next(iter(seams.values())))
-    for a, front in halves.items():
-        for b, back in halves.items():
-            for s in range(count):
-                task.refuse(front, back, (seams[a][s], seams[b][s]))
+    opened = {name: open_split_model(model, layers=None, remote=remote) for name, model in models.items()}
+    points = stitch_points_of(opened, layers)
+    every = list(opened.values())
+    spec = StitchSpec.of(adapter, fit, training, ridge, seed, every)
+    for front in every:
+        for back in every:
+            spec.refuse(front, back)
     options = {"eval_data": eval_data, "labels": labels, "tokenizer": tokenizer}
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    bench = StitchExperiment(list(halves.values()), list(halves.values()), data, task, options, reading, cache)
-    keep = Progress(checkpoint, bench.identity() | {"names": list(halves), "seams": seams})
+    experiment = StitchExperiment(every, every, data, spec, options, reading, cache)
+    progress = Progress(checkpoint, experiment.identity() | {"names": list(opened), "seams": points})
     start = time.perf_counter()
+    cells = _run_grid(experiment, opened, points, progress)
+    count = len(next(iter(points.values())))
+    labels_of_points = tuple(stitch_point_label(opened, points, s) for s in range(count))
+    provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": points})
+    return grid_of(cells, tuple(opened), labels_of_points, spec, experiment.unit, provenance)
+
+
+def _run_grid(
+    experiment: StitchExperiment, models: Mapping[str, SplitModel], points: Mapping[str, list[int]], progress: Progress
+) -> Cells:
+    """Every stitch of a grid, by front, back and number of the stitch point."""
+    count = len(next(iter(points.values())))
     cells: dict[tuple[str, str, int], StitchRun] = {}
-    with bench, tqdm(total=len(halves) ** 2 * count, desc="stitches", disable=None) as bar:
-        for a, front in halves.items():
+    with experiment, tqdm(total=len(models) ** 2 * count, desc="stitches", disable=None) as bar:
+        for number, (a, front) in enumerate(models.items()):
             for s in range(count):
-                acts = bench.activations(front, seams[a][s])
+                activations = experiment.activations(front, points[a][s])
                 with ExitStack() as kept:
-                    # Numbers, since names may hold anything.
-                    keys = {b: f"{list(halves).index(a)} {number} {s}" for number, b in enumerate(halves)}
-                    waiting = [b for b in halves if not keep.done(keys[b])]
-                    if waiting and "sgd" in task.fit:
-                        kept.enter_context(acts[0].keep(bench.cache))
-                    for b, back in halves.items():
-                        bar.set_postfix_str(f"{a} into {b}, seam {s + 1} of {count}")
-                        cells[a, b, s] = bench.cell(keys[b], front, back, (seams[a][s], seams[b][s]), acts, keep)
+                    # Numbers, since names may hold any character.
+                    keys = {b: f"{number} {other} {s}" for other, b in enumerate(models)}
+                    if "sgd" in experiment.spec.fit and not all(progress.done(key) for key in keys.values()):
+                        kept.enter_context(activations[0].keep(experiment.cache))
+                    for b, back in models.items():
+                        bar.set_postfix_str(f"{a} into {b}, stitch point {s + 1} of {count}")
+                        at = (points[a][s], points[b][s])
+                        cells[a, b, s] = experiment.cell(keys[b], front, back, at, activations, progress)
                         bar.update()
-    labels_of_seams = tuple(seam_label(halves, seams, s) for s in range(count))
-    run = bench.provenance(list(halves.values()), time.perf_counter() - start, {"layers": seams})
-    return _grid(cells, tuple(halves), labels_of_seams, task, bench.unit, run)
-
-
-def _join(
-    front: LocalSplitModel, back: LocalSplitModel, adapter: Adapter, at: tuple[int, int], tokenizer: Any
-) -> StitchedModel:
-    reader = LocalSplitModel(back.source, replace(back.model, tokenizer=tokenizer))
-    return StitchedModel(front, reader, adapter.to(back.device), at)
-
-
-def _one(cell: StitchRun, names: tuple[str, ...], task: StitchSpec, unit: str, run: Provenance) -> StitchResult:
-    """A cell as a result."""
-    weight, bias = cell.adapter.weight, cell.adapter.bias
-    return StitchResult(
-        values=torch.tensor(cell.curve, dtype=torch.float64),
-        weight=torch.zeros(0, 0).double() if weight is None else weight.double(),
-        bias=torch.zeros(0).double() if bias is None else bias.double(),
-        kind=task.kind,
-        fit=task.fit,
-        explained=cell.explained,
-        stopped=cell.stopped + 1,
-        unit=unit,
-        layers=names,
-        provenance=run,
-        **{f"batch_{name}": cell.judged[name] for name in JUDGED},
-    )
-
-
-def _grid(
-    cells: Mapping[tuple[str, str, int], StitchRun],
-    names: tuple[str, ...],
-    seams: tuple[str, ...],
-    task: StitchSpec,
-    unit: str,
-    run: Provenance,
-) -> StitchGrid:
-    """All cells as one result."""
-
-    def table(of: Any) -> Tensor:
-        rows = [[[of(cells[a, b, s]) for s in range(len(seams))] for b in names] for a in names]
-        return torch.tensor(rows, dtype=torch.float64)
-
-    def mean(name: str) -> Tensor:
-        return table(lambda cell: float(cell.judged[name].sum() / cell.judged["tokens"].sum()))
-
-    def intervals(better: str, worse: str) -> list[Tensor]:
-        found = {
-            key: over_batches(cell.judged[worse] - cell.judged[better], cell.judged["tokens"], 0.95)
-            for key, cell in cells.items()
-        }
-        rows = [[[found[a, b, s] for s in range(len(seams))] for b in names] for a in names]
-        return list(torch.tensor(rows, dtype=torch.float64).unbind(-1))
-
-    penalty, low, high = intervals("back_loss", "loss")
-    missing, missing_low, missing_high = intervals("correct", "back_correct")
-    return StitchGrid(
-        values=penalty.contiguous(),
-        low=low.contiguous(),
-        high=high.contiguous(),
-        loss=mean("loss"),
-        back_loss=mean("back_loss"),
-        accuracy=mean("correct"),
-        accuracy_penalty=missing.contiguous(),
-        accuracy_low=missing_low.contiguous(),
-        accuracy_high=missing_high.contiguous(),
-        stopped=table(lambda cell: cell.stopped + 1.0),
-        batch_tokens=next(iter(cells.values())).judged["tokens"],
-        batch_penalty=table(lambda cell: (cell.judged["loss"] - cell.judged["back_loss"]).tolist()),
-        fronts=names,
-        seams=seams,
-        kind=task.kind,
-        fit=task.fit,
-        unit=unit,
-        layers=(),
-        provenance=run,
-    )
+    return cells

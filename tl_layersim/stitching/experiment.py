@@ -1,4 +1,4 @@
-"""Where stitches are fitted and judged: models, data and settings of one call."""
+"""The fit and evaluation of the stitches of one call, with its models, data and settings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ..data.batches import Batches, found_in
 from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.options import DataOptions
-from ..models.adapter import Adapter
 from ..models.split_model import SplitModel
 from ..models.targets import answers, usual_labels
 from .activation_store import ActivationStore, StitchData
+from .adapter import Adapter
 from .fitting import Trained, descend, least_squares, start_of
 from .progress import Progress
 from .spec import StitchSpec
@@ -63,63 +63,76 @@ class StitchRun:
 
 
 class StitchExperiment:
-    """Models, data and settings of a call: where stitches are fitted and judged."""
+    """The models, data and settings of one call of `stitch` or `stitch_grid`, and the fit and evaluation of each stitch.
+
+    A context: inside it dropout is off and no gradient reaches the models' weights.
+
+    Args:
+        models: every model.
+        backs: those that are used as backs.
+        data: see `stitch`.
+        spec: the adapter and its fit.
+        options: `eval_data`, `labels` and `tokenizer` of the call.
+        reading: options of reading the data.
+        cache: folder for the front's activations, None for memory.
+        layers: paths of the blocks that the call names.
+    """
 
     def __init__(
         self,
-        halves: list[SplitModel],
+        models: list[SplitModel],
         backs: list[SplitModel],
         data: Any,
-        task: StitchSpec,
+        spec: StitchSpec,
         options: Mapping[str, Any],
         reading: DataOptions,
         cache: str | os.PathLike[str] | None,
         layers: Any = None,
     ) -> None:
         self.layers = layers
-        self.halves, self.backs, self.task = halves, backs, task
+        self.models, self.backs, self.spec = models, backs, spec
         self.cache = None if cache is None else Path(cache)
-        if self.cache is not None and "sgd" not in task.fit:
+        if self.cache is not None and "sgd" not in spec.fit:
             raise LayersimError(
-                "Nothing is kept where nothing is trained by gradients.",
-                given=f"cache={cache} with fit={task.fit!r}",
+                "`cache` needs a fit by gradients: other fits keep no activations.",
+                given=f"cache={cache} with fit={spec.fit!r}",
                 expected="fit='sgd' or 'lstsq+sgd'",
                 do="leave cache= out",
             )
         if self.cache is not None:
             refuse_unwritable_folder(self.cache, "cache")
-        shared = halves[0].model
-        for other in halves[1:]:
+        shared = models[0].model
+        for other in models[1:]:
             shared = shared_tokens(shared, other.model, given=options["tokenizer"] is not None)
-        known = next((half.model.tokenizer for half in halves if half.model.tokenizer is not None), None)
+        known = next((each.model.tokenizer for each in models if each.model.tokenizer is not None), None)
         shared = with_tokenizer(replace(shared, tokenizer=known), options["tokenizer"])
         self.labels = usual_labels(options["labels"], [(back.model, back.module) for back in backs])
         if isinstance(self.labels, Tensor) and options["eval_data"] is not None:
             raise LayersimError(
-                "A table of labels belongs to one data set, and here are two.",
+                "`labels` as a table belongs to one data set, and two are given.",
                 given="labels= as a table, with eval_data=",
                 expected="labels beside the rows of each",
                 do="labels='data' and a column `labels` in data and eval_data",
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
         self.batches = Batches(data, shared, reading, labelled)
-        judged = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])
+        held_out = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])
         self.tokenizer = shared.tokenizer
         head = backs[0].model.head
         self.unit = "token" if head is None or head.reads == "every" else "row"
-        self.material = StitchData.of(self.batches, judged, self.labels, backs[0].model, task.fit != "")
-        self._found = found_in(self.batches, *([] if judged is None else [judged]))
-        wide = any(half.model.dtype == "torch.float64" for half in halves)
+        self.data = StitchData.of(self.batches, held_out, self.labels, backs[0].model, spec.fit != "")
+        self._columns = found_in(self.batches, *([] if held_out is None else [held_out]))
+        wide = any(each.model.dtype == "torch.float64" for each in models)
         self.dtype = torch.float64 if wide else torch.float32
-        self._own: dict[int, dict[str, Tensor]] = {}
+        self._back_scores: dict[int, dict[str, Tensor]] = {}
         self._checked: set[tuple[int, int]] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> StitchExperiment:
-        self._say_what_crosses()
-        for half in self.halves:
-            self._stack.enter_context(half.evaluating())
-            half.settle(self.material.judged[0])
+        self._report_traffic()
+        for each in self.models:
+            self._stack.enter_context(each.evaluating())
+            each.settle(self.data.evaluation[0])
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -128,39 +141,41 @@ class StitchExperiment:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
         return {
-            "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.dtype) for m in (h.model for h in self.halves)],
+            "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.dtype) for m in (h.model for h in self.models)],
             "blocks": self.layers,
-            "task": self.task.options() | {"seed": self.task.seed},
-            "data": self.batches.record() | {"digest": self._digest(answered=True)},
+            "task": self.spec.options() | {"seed": self.spec.seed},
+            "data": self.batches.record() | {"digest": self._digest(with_targets=True)},
             "version": version("tl_layersim"),
         }
 
-    def _digest(self, answered: bool = False) -> str:
-        """SHA-256 of the rows of the fit and of the judgement, with what is asked of them or without."""
+    def _digest(self, with_targets: bool = False) -> str:
+        """The SHA-256 of the rows of fit and evaluation, with or without their targets."""
         digest = new_digest()
-        for role, part in ((b"fit", self.material.fit), (b"judged", self.material.judged)):
+        # Identities of checkpoints contain these two words.
+        for role, part in ((b"fit", self.data.fit), (b"judged", self.data.evaluation)):
             for batch in part:
                 fingerprint(digest, batch)
-                if answered:
+                if with_targets:
                     digest.update(role + answers(batch, self.labels, self.backs[0].model).numpy().tobytes())
-        found: str = digest.hexdigest()
-        return found
+        hexadecimal: str = digest.hexdigest()
+        return hexadecimal
 
-    def provenance(self, halves: list[SplitModel], seconds: float, more: Mapping[str, Any]) -> Provenance:
-        """The record; `tokens`, `sequences` and `batches` are those of the judgement."""
-        judged, fit = self.material.judged, self.material.fit
-        tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in judged)
-        tally = Tally({}, len(judged), sum(len(b.tokens) for b in judged), tokens, self._digest(), seconds)
-        options = self.batches.record() | self._found | self.task.options() | dict(more)
+    def provenance(self, models: list[SplitModel], seconds: float, more: Mapping[str, Any]) -> Provenance:
+        """The record of a run; `tokens`, `sequences` and `batches` are those of the evaluation."""
+        held_out, fit = self.data.evaluation, self.data.fit
+        tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in held_out)
+        tally = Tally({}, len(held_out), sum(len(b.tokens) for b in held_out), tokens, self._digest(), seconds)
+        options = self.batches.record() | self._columns | self.spec.options() | dict(more)
         options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
         options |= {"fit_batches": len(fit), "fit_positions": sum(int(b.attention.sum()) for b in fit)}
-        found = record([half.model for half in halves], tally, options, self.task.seed if "sgd" in self.task.fit else None)
-        warn_of_unused(self.labels, replace(found, sequences=sum(len(b.tokens) for b in (*fit, *judged))))
-        return found
+        seed = self.spec.seed if "sgd" in self.spec.fit else None
+        provenance = record([each.model for each in models], tally, options, seed)
+        warn_of_unused(self.labels, replace(provenance, sequences=sum(len(b.tokens) for b in (*fit, *held_out))))
+        return provenance
 
     def activations(self, front: SplitModel, layer: int) -> tuple[ActivationStore, ActivationStore]:
-        """The front's, of the fit and of the judgement."""
-        return ActivationStore(front, layer, self.material.fit), ActivationStore(front, layer, self.material.judged)
+        """The front's activations at a layer, on the data of the fit and on that of the evaluation."""
+        return ActivationStore(front, layer, self.data.fit), ActivationStore(front, layer, self.data.evaluation)
 
     def cell(
         self,
@@ -171,21 +186,21 @@ class StitchExperiment:
         acts: tuple[ActivationStore, ActivationStore],
         keep: Progress,
     ) -> StitchRun:
-        """Fit and judge one stitch, or take it from the file."""
+        """Fit and evaluate one stitch, or read it from the file."""
         if keep.done(key) and (whole := keep.get(key, StitchRun.read)) is not None:
             return whole
         self._check(back, at[1])
-        # Trouble with the data that judges ought to come before the work.
-        self._own_scores(back)
+        # Trouble with the data of the evaluation ought to come before the work.
+        self._scores_of_back(back)
         state, start, explained = keep.get(key, _read_training) or (Trained(), None, float("nan"))
         try:
             with ExitStack() as stack:
-                if "sgd" in self.task.fit:
+                if "sgd" in self.spec.fit:
                     stack.enter_context(acts[0].keep(self.cache))
                 if start is None:
                     start, explained = self._start(back, at[1], acts[0])
                 adapter = start
-                if "sgd" in self.task.fit:
+                if "sgd" in self.spec.fit:
                     kept, known = start, explained
 
                     def save(now: Trained) -> None:
@@ -194,9 +209,9 @@ class StitchExperiment:
                     wanted = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
                     title = f"{front.model.layers[at[0]]} into {back.model.layers[at[1]]}"
                     adapter, state = descend(
-                        start, acts[0], back, at[1], wanted, self.task.training, self.task.seed, state, save, title
+                        start, acts[0], back, at[1], wanted, self.spec.training, self.spec.seed, state, save, title
                     )
-            judged = self._judge(back, at[1], acts[1], adapter)
+            judged = self._evaluate(back, at[1], acts[1], adapter)
         except BaseException as error:
             # An interrupt too: what was learnt so far is kept.
             if saved_or_warned(keep.save):
@@ -207,80 +222,87 @@ class StitchExperiment:
         return cell
 
     def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:
-        """The adapter that is done, or where training begins, in the dtype in which it is judged and given back; and R²."""
-        task = self.task
-        if task.given is not None:
-            return copy.deepcopy(task.given).to(self.dtype), float("nan")
-        if task.kind == "identity":
-            return Adapter("identity"), float("nan")
-        if "lstsq" in task.fit:
-            found, explained = least_squares(task.kind, acts, back, layer, task.ridge)
-            return found.to(self.dtype), explained
-        width = acts[0].shape[-1]
-        return start_of(task.kind, width, back.model.d_model or width).to(self.dtype), float("nan")
+        """The adapter from which training starts, or the finished one where nothing is trained; and R² of least squares.
 
-    def _judge(self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter) -> dict[str, Tensor]:
-        """By batch: answers, losses and hits of the stitched model and of the back by itself."""
-        own = self._own_scores(back)
+        Its dtype is the one in which the adapter is evaluated and returned.
+        """
+        spec = self.spec
+        if spec.given is not None:
+            return copy.deepcopy(spec.given).to(self.dtype), float("nan")
+        if not spec.kind.has_weight:
+            return Adapter(spec.kind.name), float("nan")
+        if "lstsq" in spec.fit:
+            adapter, explained = least_squares(spec.kind, acts, back, layer, spec.ridge)
+            return adapter.to(self.dtype), explained
+        width = acts[0].shape[-1]
+        return start_of(spec.kind, width, back.model.d_model or width).to(self.dtype), float("nan")
+
+    def _evaluate(self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter) -> dict[str, Tensor]:
+        """For each batch of the evaluation: number of targets, losses and hits of the stitched model and of the back alone."""
+        alone = self._scores_of_back(back)
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
-        for index in tqdm(range(len(acts)), desc="judging", unit="batch", disable=None, leave=False):
+        for index in tqdm(range(len(acts)), desc="evaluation", unit="batch", disable=None, leave=False):
             batch = acts.batches[index]
             with torch.no_grad():
                 x = worker(acts[index].to(back.device))
             scores.append(back.score(batch, answers(batch, self.labels, back.model), layer, x))
-        found = _stacked(scores, "loss", "correct")
-        bad = (~found["loss"].isfinite()).nonzero()[:, 0].tolist()
+        stitched = _stacked(scores, "loss", "correct")
+        bad = (~stitched["loss"].isfinite()).nonzero()[:, 0].tolist()
         if bad:
-            seam = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
+            point = f"{acts.front.model.layers[acts.layer]} into {back.model.layers[layer]}"
             warn(
-                f"The stitched loss of {seam} is not finite in batches {bad[:5]}, and so is the penalty: look "
-                "for NaN in the front, and for what overflows in the back."
+                f"The stitched loss of {point} is not finite in batches {bad[:5]}, and so is the penalty: check the front's "
+                "activations for NaN, and the back's for overflow."
             )
-        return {"tokens": own["count"], "back_loss": own["loss"], "back_correct": own["correct"]} | found
+        return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
-    def _own_scores(self, back: SplitModel) -> dict[str, Tensor]:
-        if id(back) not in self._own:
-            scores = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.material.judged]
-            found = _stacked(scores, "loss", "correct", "count")
-            if not bool(found["loss"].isfinite().all()):
-                bad = (~found["loss"].isfinite()).nonzero()[:, 0].tolist()
+    def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
+        """For each batch of the evaluation: number of targets, losses and hits of the back alone, computed once."""
+        if id(back) not in self._back_scores:
+            each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.data.evaluation]
+            scores = _stacked(each, "loss", "correct", "count")
+            if not bool(scores["loss"].isfinite().all()):
+                bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
                 raise LayersimError(
-                    f"The loss of {back.model.name} by itself is not finite.",
+                    f"The loss of {back.model.name} alone is not finite.",
                     given=f"batches {bad[:5]}, in {back.model.dtype}",
                     expected="finite logits",
                     do="load it in float32 or bfloat16",
                 )
-            self._own[id(back)] = found
-        return self._own[id(back)]
+            self._back_scores[id(back)] = scores
+        return self._back_scores[id(back)]
 
     def _check(self, back: SplitModel, layer: int) -> None:
-        """Once for each place of entry: that the model can be entered there."""
+        """Check, once for each back and layer, that the model can be run from that layer on."""
         if (id(back), layer) not in self._checked:
-            first = self.material.judged[0]
+            first = self.data.evaluation[0]
             row = first.first_row
-            wanted = answers(row, self.labels, back.model)
-            if not bool((wanted != NO_LABEL).any()):
-                row, wanted = first, answers(first, self.labels, back.model)
-            back.check(row, wanted, layer)
+            targets = answers(row, self.labels, back.model)
+            if not bool((targets != NO_LABEL).any()):
+                row, targets = first, answers(first, self.labels, back.model)
+            back.check(row, targets, layer)
             self._checked.add((id(back), layer))
 
-    def _say_what_crosses(self) -> None:
-        """What two models in different places will ask of the line, before it is asked."""
-        far = [half for half in self.halves if half.is_remote]
-        if not far:
+    def _report_traffic(self) -> None:
+        """Print how many bytes and requests a stitch with a server takes, before it takes them."""
+        remote = [each for each in self.models if each.is_remote]
+        if not remote:
             return
-        positions = [sum(b.tokens.numel() for b in part) for part in (self.material.fit, self.material.judged)]
-        width = max(half.model.d_model or 0 for half in self.halves)
-        bytes_each = 2 if all("16" in half.model.dtype for half in far) else 4
+        positions = [sum(b.tokens.numel() for b in part) for part in (self.data.fit, self.data.evaluation)]
+        width = max(each.model.d_model or 0 for each in self.models)
+        bytes_each = 2 if all("16" in each.model.dtype for each in remote) else 4
         words = f"{in_words(bytes_each * width * sum(positions))} of activations at one layer cross for each stitch and side"
-        if "sgd" in self.task.fit and any(half.is_remote for half in self.backs):
-            mean = positions[0] / max(len(self.material.fit), 1)
+        if "sgd" in self.spec.fit and any(each.is_remote for each in self.backs):
+            mean = positions[0] / max(len(self.data.fit), 1)
             words += (
-                f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.task.training.steps:,} steps"
+                f", and in training {in_words(2 * bytes_each * width * mean)} at each of {self.spec.training.steps:,} steps"
             )
-        requests = 2 * (len(self.material.fit) + len(self.material.judged))
-        tqdm.write(f"{words}; about {requests} requests without training. Activations of other layers stay.", file=sys.stderr)
+        requests = 2 * (len(self.data.fit) + len(self.data.evaluation))
+        tqdm.write(
+            f"{words}; about {requests} requests without training. Activations of other layers stay on the server.",
+            file=sys.stderr,
+        )
 
 
 def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:

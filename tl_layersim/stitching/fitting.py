@@ -1,10 +1,11 @@
-"""Fitting an adapter: in closed form from sums, by the back's own loss, or by one after the other."""
+"""Fits of adapters: least squares from sums over tokens, gradient descent on the back's loss, or one after the other."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,9 +15,12 @@ from tqdm.auto import tqdm
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
 from ..core.typed import typed
-from ..models.adapter import Adapter, features, mapped, own_moments, skips, solve, typical_size
 from ..models.split_model import SplitModel, attended
 from .activation_store import ActivationStore
+from .adapter import Adapter, mapped
+from .adapters import adapter_kind
+from .adapters.base import AdapterKind
+from .closed_form import cross_moments, own_moments, solve
 
 Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
 # Steps whose mean loss counts as one look at the adapter.
@@ -28,19 +32,19 @@ LOOK = 8
 @typed
 @dataclass(frozen=True)
 class StitchTraining:
-    """How an adapter is trained by gradients; the defaults are those of Brown et al. 2023, appendix C.1.
+    """The settings of training an adapter by gradients; the defaults are those of Brown et al. 2023, appendix C.1.
 
     Attributes:
         steps: optimiser steps, each on one batch.
-        lr: learning rate as tuned-lens counts it: what torch's SGD is given is `lr * (1 - momentum)`, since torch adds up
-            gradients without averaging them. A bare 1.0 is ten times as much, and diverges on some models.
+        lr: learning rate as tuned-lens counts it: torch's SGD gets `lr * (1 - momentum)`, since torch adds up gradients without
+            averaging them. A bare 1.0 is ten times as much, and diverges on some models.
         momentum: of Nesterov's method.
         warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the last step; default a tenth of them.
         clip: largest Euclidean norm of a step's gradient, as in tuned-lens.
-        relative: whether weights and biases are learnt in units of the back's own residual (a weight: divided by the front's
-            features; sizes are geometric means over tokens of root mean squares). Residual streams of models differ in size a
-            hundredfold, and steps in plain numbers are then a hundredfold too small or too large. False for plain numbers, as
-            in the paper.
+        relative: whether weights and biases are learnt in units of the back's own residual (weights: of the back's residual
+            divided by the front's features; sizes are geometric means over tokens of root mean squares). Residual streams of
+            models differ in size a hundredfold, and steps in plain numbers are then a hundredfold too small or too large. False
+            for plain numbers, as in the paper.
     """
 
     steps: int = 2000
@@ -60,22 +64,22 @@ class StitchTraining:
         }
         for name in (name for name, bad in wrong.items() if bad):
             raise LayersimError(
-                f"{name} is out of range.",
+                f"`{name}` is out of range.",
                 given=f"{name}={getattr(self, name)}",
                 expected="steps of 1 or more, lr and clip above 0, momentum between 0 and 1, warmup below steps",
                 do="StitchTraining(), the settings of the paper",
             )
 
     def rate(self, step: int) -> float:
-        """What torch's SGD is given at a step, counted from 0.
+        """The learning rate of torch's SGD at a step, counted from 0.
 
         >>> rates = [StitchTraining(steps=10, warmup=2).rate(step) for step in (0, 1, 2, 9)]
         >>> [round(rate, 4) for rate in rates]
         [0.05, 0.1, 0.1, 0.0125]
         """
         warmup = self.steps // 10 if self.warmup is None else self.warmup
-        share = (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
-        return self.lr * (1 - self.momentum) * share
+        fraction = (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)
+        return self.lr * (1 - self.momentum) * fraction
 
 
 @dataclass(frozen=True)
@@ -97,46 +101,60 @@ class Trained:
     stopped: int = -1
 
 
-def least_squares(kind: str, acts: ActivationStore, back: SplitModel, layer: int, ridge: float) -> tuple[Adapter, float]:
-    """The adapter whose output is nearest to the back's own residual, over attended tokens; and R² of the fit."""
+def least_squares(
+    kind: AdapterKind, acts: ActivationStore, back: SplitModel, layer: int, ridge: float
+) -> tuple[Adapter, float]:
+    """The adapter whose output is nearest to the back's own residual in squared distance over attended tokens, and its R².
+
+    Args:
+        kind: the kind of adapter.
+        acts: the front's activations.
+        back: the model whose residual is the target.
+        layer: the layer of the back.
+        ridge: added to the diagonal of X'X, in units of its mean.
+
+    Raises:
+        LayersimError: activations are not finite.
+    """
     total = Sums()
+    moments_of = partial(cross_moments, kind.features, kind.adds_residual)
     for index in tqdm(range(len(acts)), desc="least squares", unit="batch", disable=None, leave=False):
         batch, h = acts.batches[index], acts[index]
-        found = own_moments(kind, attended(batch, h).cpu()) | back.moments(batch, layer, kind, h)
-        total = total + Sums.of(found)
-    for name, half, number in (("u", acts.front, acts.layer), ("tt", back, layer)):
+        moments = own_moments(kind.features, attended(batch, h).cpu()) | back.moments(batch, layer, moments_of, h)
+        total = total + Sums.of(moments)
+    for name, side, number in (("u", acts.front, acts.layer), ("tt", back, layer)):
         if not bool(total[name].isfinite().all()):
             raise LayersimError(
-                f"Activations of {half.model.name} are not finite, so nothing can be fitted.",
-                given=half.model.layers[number],
+                f"Activations of {side.model.name} are not finite, so that least squares has no solution.",
+                given=side.model.layers[number],
                 expected="finite activations at every attended position",
                 do="load the model in float32 or bfloat16",
             )
     tokens, width = int(total["count"]), len(total["u"])
     if tokens < 2 * width:
         warn(
-            f"Least squares has {tokens} tokens for {width} features: it fits these tokens and not the model. Give it more "
+            f"Least squares has {tokens} tokens for {width} features, so that the adapter overfits these tokens. Give more "
             "data, or ridge=."
         )
-    weight, bias, explained = solve(kind, total.fields, ridge)
-    return Adapter(kind, weight, bias), explained
+    weight, bias, explained = solve(total.fields, ridge, kind.has_bias)
+    return Adapter(kind.name, weight, bias), explained
 
 
-def start_of(kind: str, d_front: int, d_back: int) -> Adapter:
-    """The map that changes nothing.
+def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
+    """The adapter that training starts from: a zero weight where the residual is added, else the identity matrix.
 
     Raises:
         LayersimError: the widths differ.
     """
     if d_front != d_back:
         raise LayersimError(
-            "Gradients have nothing to start from: between streams of different widths there is no identity.",
-            given=f"widths {d_front} and {d_back} with fit='sgd'",
+            "`fit='sgd'` starts from the identity, which needs residual streams of equal width.",
+            given=f"widths {d_front} and {d_back}",
             expected="equal widths, or a start in closed form",
             do="fit='lstsq+sgd'",
         )
-    weight = torch.zeros(d_back, d_front) if skips(kind, d_front, d_back) else torch.eye(d_back)
-    return Adapter(kind, weight.double(), None if kind == "linear" else torch.zeros(d_back).double())
+    weight = torch.zeros(d_back, d_front) if kind.adds_residual(d_front, d_back) else torch.eye(d_back)
+    return Adapter(kind.name, weight.double(), torch.zeros(d_back).double() if kind.has_bias else None)
 
 
 def descend(
@@ -270,9 +288,15 @@ def _units(kind: str, acts: ActivationStore, back: SplitModel, layer: int, train
         return 1.0, 1.0
     batch = acts.batches[0]
     # Apple's GPUs have no float64.
-    u = features(kind, attended(batch, acts[0]).cpu())
+    u = adapter_kind(kind).features(attended(batch, acts[0]).cpu())
     there = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
     return there / typical_size(u), there
+
+
+def typical_size(hidden: Tensor) -> float:
+    """Geometric mean over tokens `token d_model` of the root mean square of each: a few massive tokens do not set it."""
+    size = hidden.double().square().mean(-1).sqrt()
+    return float(size[size > 0].log().mean().exp()) if bool((size > 0).any()) else 1.0
 
 
 def _batch_of(step: int, count: int, seed: int) -> int:

@@ -1,9 +1,11 @@
-"""What stitching found: one stitch, and all directions and seams between some models."""
+"""Results of stitching: one stitch, and a grid of stitches in all directions between some models."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
 from ..core.typed import typed
-from ..models.adapter import Adapter
+from .adapter import Adapter
 
 if TYPE_CHECKING:
     import pandas
@@ -37,9 +39,9 @@ def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
     NaN for fewer than two.
 
     Args:
-        sums: `batch`, of what is averaged.
-        tokens: `batch`, of how many.
-        confidence: such as 0.95.
+        sums: `batch`, sums of the averaged quantity.
+        tokens: `batch`, numbers of tokens.
+        confidence: the level, such as 0.95.
 
     Source:
         Cochran 1977, Sampling Techniques, section 2.11.
@@ -54,32 +56,35 @@ def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
     if count < 2:
         return Interval(value, math.nan, math.nan)
     spread = (sums - value * tokens).square().sum() * count / (count - 1)
-    half = float(t.ppf(0.5 + confidence / 2, count - 1)) * float(spread.sqrt() / tokens.sum())
-    return Interval(value, value - half, value + half)
+    margin = float(t.ppf(0.5 + confidence / 2, count - 1)) * float(spread.sqrt() / tokens.sum())
+    return Interval(value, value - margin, value + margin)
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StitchResult(Result):
-    """One stitch: how much worse the back is when it reads the front's layer through an adapter. Tensors are float64.
+    """The losses of one stitch: the back that reads the front's layer through an adapter, and the back alone.
 
-    Losses are nats a token (of a classifier a row), on data that the adapter was not fitted on.
+    Tensors are float64. Losses are nats a token (of a classifier a row), on data that the adapter was not fitted on.
+
+    Args:
+        join: makes the stitched model with an adapter; None where a model is on a server. Files do not hold it.
 
     Attributes:
         values: `step`, the same as `curve`: the training loss at each step; empty where nothing was trained.
-        batch_tokens: `batch`, answers asked in each batch of the judgement.
+        batch_tokens: `batch`, number of targets in each batch of the evaluation.
         batch_loss: `batch`, sum of the stitched model's cross-entropy.
-        batch_back_loss: `batch`, of the back's own.
+        batch_back_loss: `batch`, sum of the cross-entropy of the back alone.
         batch_correct: `batch`, how many first choices of the stitched model are right.
-        batch_back_correct: `batch`, of the back's own.
-        weight: `back_dim front_dim` of the adapter; of size 0 for identity.
+        batch_back_correct: `batch`, how many first choices of the back alone are right.
+        weight: `back_dim front_dim` of the adapter; of size 0 where it has none.
         bias: `back_bias` of the adapter; of size 0 where it has none.
-        kind: of the adapter.
-        fit: how it was fitted, "" where it was not.
+        kind: the kind of adapter.
+        fit: how the adapter was fitted, "" where nothing was.
         explained: R² of least squares on the tokens of the fit, NaN where there was none.
         stopped: the step, from 1, at which the loss exploded, 0 where it did not.
         layers: the front's layer and the back's.
-        unit: of an answer: "token", or "row" of a classifier.
+        unit: the unit of a target: "token", or "row" of a classifier.
     """
 
     values_name = "curve"
@@ -96,15 +101,20 @@ class StitchResult(Result):
     explained: float
     stopped: int
     unit: str
+    join: InitVar[Callable[[Adapter], Any] | None] = None
 
     pictures = (
         Picture(
             "curve",
             "Learning curve of the adapter",
-            "Loss of the stitched model at each training step, and dashed what the back loses by itself (Brown et al. "
+            "Cross-entropy of the stitched model at each training step, and dashed that of the back alone (Brown et al. "
             "2023, figure 6).",
         ),
     )
+
+    def __post_init__(self, join: Callable[[Adapter], Any] | None) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_join", join)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -113,7 +123,7 @@ class StitchResult(Result):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of the batches of the judgement."""
+        """Numbers of the batches of the evaluation."""
         return tuple(range(len(self.batch_tokens)))
 
     @property
@@ -138,32 +148,32 @@ class StitchResult(Result):
 
     @property
     def loss(self) -> float:
-        """Of the stitched model."""
+        """Mean cross-entropy of the stitched model."""
         return float(self.batch_loss.sum() / self.batch_tokens.sum())
 
     @property
     def back_loss(self) -> float:
-        """Of the back by itself."""
+        """Mean cross-entropy of the back alone."""
         return float(self.batch_back_loss.sum() / self.batch_tokens.sum())
 
     @property
     def penalty(self) -> float:
-        """`loss - back_loss`."""
+        """The stitching penalty, `loss - back_loss`."""
         return self.penalty_interval().value
 
     @property
     def accuracy(self) -> float:
-        """Share of the stitched model's first choices that are right."""
+        """Fraction of the stitched model's first choices that are right."""
         return float(self.batch_correct.sum() / self.batch_tokens.sum())
 
     @property
     def back_accuracy(self) -> float:
-        """Of the back by itself."""
+        """Fraction of the first choices of the back alone that are right."""
         return float(self.batch_back_correct.sum() / self.batch_tokens.sum())
 
     @property
     def accuracy_penalty(self) -> float:
-        """`back_accuracy - accuracy`: above 0 where the stitched model is worse."""
+        """The accuracy penalty, `back_accuracy - accuracy`: above 0 where the stitched model is worse."""
         return self.accuracy_interval().value
 
     def penalty_interval(self, confidence: float = 0.95) -> Interval:
@@ -178,28 +188,25 @@ class StitchResult(Result):
     def adapter(self) -> Adapter:
         """The adapter, a module that maps `... d_front` to `... d_back`; in float32, or float64 where a model is."""
         dtype = torch.float64 if "float64" in self.provenance.dtype else torch.float32
-        weight = None if self.kind == "identity" else self.weight.to(dtype)
+        weight = self.weight.to(dtype) if len(self.weight) else None
         return Adapter(self.kind, weight, self.bias.to(dtype) if len(self.bias) else None)
 
-    @property
+    @cached_property
     def model(self) -> StitchedModel:
         """The stitched model, which runs, generates and can be given to `analyze`.
 
         Raises:
             LayersimError: the result was read from a file, or one of its models is on a server.
         """
-        join: Any = vars(self).get("_join")
+        join: Callable[[Adapter], StitchedModel] | None = vars(self)["_join"]
         if join is None:
             raise LayersimError(
-                "The models of this stitch are not at hand.",
+                "`model` needs both models of the stitch in this process.",
                 given="a result that was read from a file, or a model on a server",
-                expected="both models in this process",
+                expected="the result of a call of stitch with two models of this process",
                 do="stitch(front, back, data, at=..., adapter=result.adapter).model",
             )
-        if "_model" not in vars(self):
-            object.__setattr__(self, "_model", join())
-        found: StitchedModel = vars(self)["_model"]
-        return found
+        return join(self.adapter)
 
     def __repr__(self) -> str:
         how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
@@ -209,7 +216,7 @@ class StitchResult(Result):
         return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {len(self.batch_tokens)} batches"])
 
     def plot(self, field: str = "") -> plotly.graph_objects.Figure:
-        """The learning curve (`"curve"`), or by batch what is lost (`"penalty"`); by default the curve where there is one."""
+        """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); by default the curve where there is one."""
         from ..reporting.curves import learning_curve, over_groups
 
         field = field or ("curve" if len(self.values) else "penalty")
@@ -235,26 +242,28 @@ class StitchResult(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class StitchGrid(Result):
-    """Stitches between some models at some seams, in all directions, each model with itself included. Tensors are float64.
+    """Stitches between some models at some stitch points, in all directions, each model with itself included.
+
+    Tensors are float64; `seam` is the axis of stitch points.
 
     Attributes:
-        values: `front back seam`, the same as `penalty`: loss of the stitched model minus the back's own, nats a token.
-        low: lower end of its 95 % confidence interval over batches.
+        values: `front back seam`, the same as `penalty`: loss of the stitched model minus that of the back alone, nats a token.
+        low: lower end of the penalty's 95 % confidence interval over batches.
         high: the upper end.
-        loss: of the stitched model.
-        back_loss: of the back by itself.
-        accuracy: share of the stitched model's first choices that are right.
-        accuracy_penalty: what is missing to the back's own.
-        accuracy_low: lower end of its interval.
+        loss: loss of the stitched model.
+        back_loss: loss of the back alone.
+        accuracy: fraction of the stitched model's first choices that are right.
+        accuracy_penalty: accuracy of the back alone minus that of the stitched model.
+        accuracy_low: lower end of the accuracy penalty's interval.
         accuracy_high: the upper end.
         stopped: the step, from 1, at which a training exploded; 0 where none did.
-        batch_tokens: `batch`, answers asked in each batch of the judgement, the same for all.
-        batch_penalty: `front back seam batch`, sums of the difference of losses, for differences between cells.
+        batch_tokens: `batch`, number of targets in each batch of the evaluation, the same for all.
+        batch_penalty: `front back seam batch`, sums of the difference of losses, for differences between stitches.
         fronts: names of the models.
-        seams: labels of the seams: for each model its layer.
-        kind: of the adapters.
-        fit: how they were fitted.
-        unit: of an answer: "token", or "row" of a classifier.
+        seams: labels of the stitch points: the layer of each model.
+        kind: the kind of adapter.
+        fit: how adapters were fitted.
+        unit: the unit of a target: "token", or "row" of a classifier.
     """
 
     values_name = "penalty"
@@ -281,13 +290,12 @@ class StitchGrid(Result):
             "penalty",
             "Stitching penalty",
             "How many nats a token the back loses when it reads the front's layer through an adapter, with 95 % "
-            "intervals over batches; "
-            "dashed: a model with itself, what fitting alone costs (Brown et al. 2023, figure 1).",
+            "intervals over batches; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
         ),
         Picture(
             "accuracy_penalty",
             "Accuracy penalty",
-            "How much accuracy is lost in the same stitches (Brown et al. 2023, figure 2).",
+            "The accuracy that the back loses in the same stitches (Brown et al. 2023, figure 2).",
         ),
     )
 
@@ -298,7 +306,7 @@ class StitchGrid(Result):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of the batches of the judgement."""
+        """Numbers of the batches of the evaluation."""
         return tuple(range(len(self.batch_tokens)))
 
     @property
@@ -307,17 +315,20 @@ class StitchGrid(Result):
         return self.values
 
     def asymmetry(self, first: str, second: str, confidence: float = 0.95) -> pandas.DataFrame:
-        """Penalty of `first` into `second` minus that of `second` into `first`, by seam, with its interval over batches.
+        """Penalty of `first` into `second` minus that of `second` into `first`, by stitch point, with an interval over batches.
 
-        Above 0 where the first one's layers are of less use to the second than the other way round.
+        It is above 0 where the layers of `first` are of less use to `second` than the other way round.
 
         Raises:
-            LayersimError: a name is none of the models.
+            LayersimError: a name is not one of the models'.
         """
         for name in (first, second):
             if name not in self.fronts:
                 raise LayersimError(
-                    "There is no such model in this grid.", given=repr(name), expected=f"one of {self.fronts}", do="grid.fronts"
+                    f"{name!r} is not a model of this grid.",
+                    given=repr(name),
+                    expected=f"one of {self.fronts}",
+                    do="grid.fronts",
                 )
         a, b = self.fronts.index(first), self.fronts.index(second)
         return self._differences({(a, b): (b, a)}, confidence)[["seam", "difference", "low", "high"]]
@@ -325,32 +336,31 @@ class StitchGrid(Result):
     def beyond_self(self, confidence: float = 0.95) -> pandas.DataFrame:
         """Penalty of each stitch of two models minus that of the back with itself, with its interval over batches.
 
-        What fitting an adapter costs or brings by itself, on these texts, is so taken off. By least squares, and with identity,
-        a model loses nothing with itself, and this is the penalty.
+        The difference removes the cost or gain of fitting an adapter on these texts. By least squares and with identity a model
+        loses nothing with itself, so that the difference equals the penalty.
         """
         count = range(len(self.fronts))
         return self._differences({(a, b): (b, b) for a in count for b in count if a != b}, confidence)
 
     def _differences(self, pairs: dict[tuple[int, int], tuple[int, int]], confidence: float) -> pandas.DataFrame:
-        """One cell minus another, batch by batch, for each pair and seam."""
+        """The penalty of one pair minus that of another, batch by batch, for each pair and stitch point."""
         import pandas
 
         rows = []
         for (a, b), other in pairs.items():
             for s, seam in enumerate(self.seams):
-                found = over_batches(
-                    self.batch_penalty[a, b, s] - self.batch_penalty[(*other, s)], self.batch_tokens, confidence
-                )
-                rows.append((self.fronts[a], self.fronts[b], seam, *found))
+                difference = self.batch_penalty[a, b, s] - self.batch_penalty[(*other, s)]
+                interval = over_batches(difference, self.batch_tokens, confidence)
+                rows.append((self.fronts[a], self.fronts[b], seam, *interval))
         return pandas.DataFrame(rows, columns=["front", "back", "seam", "difference", "low", "high"])
 
     def __repr__(self) -> str:
         how = f"{self.kind}{f', {self.fit}' if self.fit else ''}"
-        lines = [f"StitchGrid({', '.join(self.fronts)}: {len(self.seams)} seams, {how})"]
+        lines = [f"StitchGrid({', '.join(self.fronts)}: {len(self.seams)} stitch points, {how})"]
         return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
 
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
-        """A field by seam, a line for each direction, with intervals where there are; models with themselves dashed."""
+        """A field by stitch point, a line for each direction, with intervals where there are; models with themselves dashed."""
         from ..reporting.curves import directions
 
         field = "penalty" if field == "values" else field
@@ -361,12 +371,14 @@ class StitchGrid(Result):
         low, high = ends.get(field, (values, values))
         titles = {picture.field: picture.title for picture in self.pictures}
         title = f"{titles.get(field, field)}: {self.kind}{f', {self.fit}' if self.fit else ''}"
-        unit = "share of answers" if "accuracy" in field else "training step" if field == "stopped" else f"nats a {self.unit}"
+        unit = (
+            "fraction of targets" if "accuracy" in field else "training step" if field == "stopped" else f"nats a {self.unit}"
+        )
         return directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, title, unit)
 
     def headline(self) -> dict[str, float]:
         own = torch.eye(len(self.fronts), dtype=torch.bool)
-        found = {"penalty of models with themselves, mean over seams": float(self.values[own].mean())}
+        alone = {"penalty of models with themselves, mean over stitch points": float(self.values[own].mean())}
         if len(self.fronts) == 1:
-            return found
-        return {"penalty of two models, mean over directions and seams": float(self.values[~own].mean())} | found
+            return alone
+        return {"penalty of two models, mean over directions and stitch points": float(self.values[~own].mean())} | alone

@@ -1,4 +1,4 @@
-"""What a stitch is to be: the adapter, how it is fitted, and between which layers."""
+"""What a call stitches: the adapter and its fit, and the layers at which models are joined."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.errors import LayersimError, warn
-from ..models.adapter import KINDS, Adapter
 from ..models.model_info import Model, entering
 from ..models.source import refuse_inference_weights
-from ..models.split_model import LocalSplitModel, SplitModel
+from ..models.split_model import SplitModel
+from .adapter import Adapter
+from .adapters import adapter_kind, find_adapter_kinds
+from .adapters.base import AdapterKind
 from .fitting import StitchTraining
 
 
 @dataclass(frozen=True)
 class StitchSpec:
-    """What is fitted, and how."""
+    """The adapter of a stitch and how it is fitted.
 
-    kind: str
+    Attributes:
+        kind: the kind of adapter.
+        given: a finished adapter, which is evaluated as it is; None where one is fitted.
+        fit: `"lstsq"`, `"sgd"`, `"lstsq+sgd"`, or "" where nothing is fitted.
+        training: settings of `"sgd"`.
+        ridge: of `"lstsq"`: added to the diagonal of X'X, in units of its mean.
+        seed: of the order of batches in training.
+    """
+
+    kind: AdapterKind
     given: Adapter | None
     fit: str
     training: StitchTraining
@@ -28,94 +39,126 @@ class StitchSpec:
 
     @staticmethod
     def of(
-        adapter: Any, fit: str | None, training: StitchTraining | None, ridge: float, seed: int, backs: list[SplitModel]
+        adapter: str | Adapter,
+        fit: str | None,
+        training: StitchTraining | None,
+        ridge: float,
+        seed: int,
+        backs: list[SplitModel],
     ) -> StitchSpec:
+        """The specification of a call with these arguments.
+
+        Raises:
+            LayersimError: the arguments contradict one another.
+        """
         given = adapter if isinstance(adapter, Adapter) else None
-        kind = given.kind if given is not None else adapter
-        nothing = given is not None or kind == "identity"
-        if nothing and (fit is not None or training is not None or ridge):
+        kind = kind_of_adapter(adapter)
+        fitted = given is None and kind.has_weight
+        if not fitted and (fit is not None or training is not None or ridge):
             raise LayersimError(
-                "There is nothing to fit in this adapter.",
-                given=f"fit={fit!r}, ridge={ridge} with {'an adapter that is done' if given is not None else 'identity'}",
+                "`adapter` has nothing to fit.",
+                given=f"fit={fit!r}, ridge={ridge} with {f'adapter={kind.name!r}' if given is None else 'a finished adapter'}",
                 expected="none of fit=, training= and ridge=",
                 do="leave them out, or adapter='affine'",
             )
         chosen = fit or ("lstsq+sgd" if all(back.model.calls == "gradients" for back in backs) else "lstsq")
-        if not nothing and training is not None and "sgd" not in chosen:
+        if fitted and training is not None and "sgd" not in chosen:
             raise LayersimError(
-                "Nothing is trained by gradients here.",
+                "`training` needs a fit by gradients.",
                 given=f"training= with fit={chosen!r}",
                 expected="fit='sgd' or 'lstsq+sgd'",
                 do="leave training= out",
             )
-        if not 0 <= ridge < math.inf or (ridge and not nothing and "lstsq" not in chosen):
+        if not 0 <= ridge < math.inf or (ridge and fitted and "lstsq" not in chosen):
             raise LayersimError(
-                "ridge belongs to least squares.",
+                "`ridge` must be a finite number of 0 or more, and needs a fit by least squares.",
                 given=f"ridge={ridge} with fit={chosen!r}",
                 expected="0 or more, with fit='lstsq' or 'lstsq+sgd'",
                 do="ridge=1e-4",
             )
-        return StitchSpec(kind, given, "" if nothing else chosen, training or StitchTraining(), float(ridge), seed)
+        return StitchSpec(kind, given, chosen if fitted else "", training or StitchTraining(), float(ridge), seed)
 
     def options(self) -> dict[str, Any]:
-        """For the record."""
-        which = self.kind if self.given is None else f"{self.kind} {self.given.digest()}"
-        found: dict[str, Any] = {"adapter": which, "fit": self.fit}
-        found |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
-        return found | ({"training": asdict(self.training)} if "sgd" in self.fit else {})
+        """The options that provenance records."""
+        which = self.kind.name if self.given is None else f"{self.kind.name} {self.given.digest()}"
+        recorded: dict[str, Any] = {"adapter": which, "fit": self.fit}
+        recorded |= {"ridge": self.ridge} if "lstsq" in self.fit else {}
+        return recorded | ({"training": asdict(self.training)} if "sgd" in self.fit else {})
 
-    def refuse(self, front: SplitModel, back: SplitModel, at: tuple[int, ...]) -> None:
-        """Refuse what cannot be done between these two, before anything runs."""
-        widths = (front.model.d_model, back.model.d_model)
-        if self.kind == "identity" and None not in widths and widths[0] != widths[1]:
+    def refuse(self, front: SplitModel, back: SplitModel) -> None:
+        """Refuse two models that this adapter and fit cannot join, before anything runs.
+
+        Raises:
+            LayersimError: their widths, dtypes or places do not allow it.
+        """
+        self._refuse_widths(front.model, back.model)
+        known = "unknown" not in (front.model.stream, back.model.stream)
+        if not self.kind.has_weight and known and front.model.basis != back.model.basis:
+            warn(
+                f"The two residual streams are written in different bases ({front.model.basis}; {back.model.basis}): the "
+                f"penalty of {self.kind.name} includes that difference."
+            )
+        if "sgd" in self.fit:
+            self._refuse_training(back)
+
+    def _refuse_widths(self, front: Model, back: Model) -> None:
+        widths = (front.d_model, back.d_model)
+        if self.kind.needs_equal_widths and None not in widths and widths[0] != widths[1]:
+            others = sorted(name for name, kind in find_adapter_kinds().items() if not kind.needs_equal_widths)
             raise LayersimError(
-                "Between streams of different widths there is no identity.",
-                given=f"{front.model.name} of width {widths[0]} and {back.model.name} of width {widths[1]}",
-                expected=f"an adapter that is fitted, one of {', '.join(KINDS[1:])}",
+                f"`adapter={self.kind.name!r}` needs residual streams of equal width.",
+                given=f"{front.name} of width {widths[0]} and {back.name} of width {widths[1]}",
+                expected=f"one of {', '.join(others)}",
                 do="adapter='affine'",
             )
         shape = None if self.given is None or self.given.weight is None else tuple(reversed(self.given.weight.shape))
         if shape is not None and None not in widths and shape != widths:
             raise LayersimError(
-                "The adapter does not fit between these models.",
+                "`adapter` does not fit between these models.",
                 given=f"an adapter from width {shape[0]} to {shape[1]}",
                 expected=f"from {widths[0]} to {widths[1]}",
                 do="adapter='affine' to fit one",
             )
-        known = "unknown" not in (front.model.stream, back.model.stream)
-        if self.kind == "identity" and known and front.model.basis != back.model.basis:
-            warn(
-                f"The two residual streams are written in different bases ({front.model.basis}; {back.model.basis}): identity "
-                "measures that difference too."
-            )
-        if "sgd" not in self.fit:
-            return
+
+    def _refuse_training(self, back: SplitModel) -> None:
         if back.model.calls != "gradients":
             raise LayersimError(
-                "Training through the back needs its gradients, and this server runs requests in a sandbox that "
-                "weights stay out of.",
+                "`fit` needs gradients through the back, and this server runs requests in a sandbox that weights stay out of.",
                 given=f"fit={self.fit!r} and {back.model.source}",
                 expected="a trusted server, or a fit from sums",
                 do="fit='lstsq'",
             )
-        if isinstance(back, LocalSplitModel):
-            refuse_inference_weights(back.module)
+        if (local := back.local) is not None:
+            refuse_inference_weights(local.module)
         if back.model.dtype == "torch.float16":
             raise LayersimError(
-                "Gradients through a float16 model vanish: its smallest number is 6e-8.",
+                "`back` is a float16 model, through which gradients vanish: its smallest number is 6e-8.",
                 given=f"{back.model.name} in float16 with fit={self.fit!r}",
                 expected="float32, or bfloat16, which has float32's range",
                 do="fit='lstsq', or back.to(torch.bfloat16)",
             )
 
 
+def kind_of_adapter(adapter: str | Adapter) -> AdapterKind:
+    """The kind of the argument `adapter`.
+
+    Raises:
+        LayersimError: it names no kind.
+    """
+    return adapter.definition if isinstance(adapter, Adapter) else adapter_kind(adapter, "adapter")
+
+
 def layer_number(model: Model, layer: int | str) -> int:
-    """Which residual layer of the model is meant."""
+    """The number of a residual layer that is given by number or name.
+
+    Raises:
+        LayersimError: the model does not have it.
+    """
     count = len(model.layers)
     if isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < count:
         return layer
     if isinstance(layer, str):
-        # What enters block i is what left block i - 1.
+        # The residual that enters block i is the one that left block i - 1.
         names = {name: number for number, name in enumerate(model.layers)}
         names |= {entering(name): number for number, name in enumerate(model.layers[1:])}
         if layer in names:
@@ -123,38 +166,46 @@ def layer_number(model: Model, layer: int | str) -> int:
     raise LayersimError(
         f"{model.name} has no such layer.",
         given=repr(layer),
-        expected=f"0 to {count - 1}: 0 is what enters block 0, {count - 1} what leaves the last block; or a name as "
+        expected=f"0 to {count - 1}: 0 is what enters block 0, {count - 1} what leaves the last block; or a name such as "
         f"{model.layers[-1]}",
         do=f"{count // 2}; at=(layer of the front, layer of the back)",
     )
 
 
-def seams_of(halves: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
-    """The layers that are joined, by model."""
+def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str, list[int]]:
+    """For each model, by name, the numbers of its layers at the stitch points.
+
+    Args:
+        models: by name.
+        layers: see `stitch_grid`.
+
+    Raises:
+        LayersimError: the lists do not fit the models.
+    """
     if layers is None:
-        depths = {name: len(half.model.layers) for name, half in halves.items()}
+        depths = {name: len(each.model.layers) for name, each in models.items()}
         if len(set(depths.values())) > 1:
             raise LayersimError(
-                "These models are not of one depth, so it is not clear which layers to join.",
+                "`layers` must be given for models of different depths.",
                 given=", ".join(f"{name}: {depth - 1} blocks" for name, depth in depths.items()),
                 expected="layers= with a list for each model, of one length",
                 do=f"layers={ {name: [1, depth - 1] for name, depth in depths.items()} }",
             )
         layers = list(range(1, next(iter(depths.values()))))
-    by_name = layers if isinstance(layers, dict) else dict.fromkeys(halves, layers)
-    if set(by_name) != set(halves) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
+    by_name = layers if isinstance(layers, dict) else dict.fromkeys(models, layers)
+    if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         raise LayersimError(
-            "The seams do not fit the models.",
+            "`layers` does not fit the models.",
             given=f"{ {name: len(own) for name, own in by_name.items()} } layers",
-            expected=f"one list of layers for each of {', '.join(halves)}, all of one length",
+            expected=f"one list of layers for each of {', '.join(models)}, all of one length",
             do="layers=[1, 2, 3], or a list for each model by name",
         )
-    return {name: [layer_number(half.model, layer) for layer in by_name[name]] for name, half in halves.items()}
+    return {name: [layer_number(each.model, layer) for layer in by_name[name]] for name, each in models.items()}
 
 
-def seam_label(halves: Mapping[str, SplitModel], seams: Mapping[str, list[int]], s: int) -> str:
-    """One layer's name where all models are joined at it, else each model's layer."""
-    names = {name: halves[name].model.layers[seams[name][s]] for name in halves}
+def stitch_point_label(models: Mapping[str, SplitModel], points: Mapping[str, list[int]], s: int) -> str:
+    """The label of stitch point number `s`: the name of the layer where it is the same in all models, else each model's."""
+    names = {name: models[name].model.layers[points[name][s]] for name in models}
     if len(set(names.values())) == 1:
         return next(iter(names.values()))
-    return ", ".join(f"{name} {names[name]}" for name in halves)
+    return ", ".join(f"{name} {names[name]}" for name in models)

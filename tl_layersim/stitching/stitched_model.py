@@ -1,4 +1,4 @@
-"""A stitched model: the lower blocks of one model, an adapter, the upper blocks of another; and how it is measured."""
+"""Stitched models: lower blocks of one model, an adapter and upper blocks of another; and the source that reads them."""
 
 from __future__ import annotations
 
@@ -16,50 +16,49 @@ from ..core.errors import LayersimError
 from ..core.typed import named
 from ..data.batches import Batches
 from ..data.options import DataOptions
-from ..models.adapter import Adapter
 from ..models.hooked import HookedSource, taps
 from ..models.model_info import Model, entering
 from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
+from .adapter import Adapter
 
 
 @named
 class StitchedModel(nn.Module):
-    """The front's blocks up to a layer, an adapter, and the back's from a layer on, as one model.
+    """The front's blocks up to a layer, an adapter, and the back's blocks from a layer on, as one model.
 
-    It takes tokens (and an attention mask) and gives what the back gives. Its masks, positions, final norm and head are the
-    back's.
-    `analyze` measures it from the seam on: its layer 0 is what the adapter hands to the back. Neither model is copied or
+    The model takes tokens (and an attention mask) and returns the back's outputs. Masks, positions, final norm and head are the
+    back's. `analyze` measures it from the stitch point on: its layer 0 is the output of the adapter. Neither model is copied or
     changed; gradients reach the adapter's input as in any module.
 
-    `result.model` of `stitch` is one.
+    `stitch(...).model` is one.
     """
 
     def __init__(self, front: LocalSplitModel, back: LocalSplitModel, adapter: Adapter, at: tuple[int, int]) -> None:
         super().__init__()
         self.front, self.adapter, self.back = front.module, adapter, back.module
         self.at = at
-        self._halves = (front, back)
+        self._split_models = (front, back)
         self.reading_front = False
-        # Before anybody measures this model: it runs the back once.
+        # This runs the back once, so it comes before any measurement.
         back.tuples()
 
     def open_source(self, layers: list[str] | None, unembed: list[str] | None) -> StitchedSource:
-        """How `analyze` and `attach` read this model."""
+        """The source by which `analyze` and `attach` read this model."""
         return StitchedSource(self, layers, unembed)
 
     @property
     def config(self) -> Any:
-        """The back's."""
+        """The configuration of the back."""
         return getattr(self.back, "config", None)
 
     @property
     def tokenizer(self) -> Any:
-        """The one that the stitch was measured with, None where it had tokens alone."""
-        return self._halves[1].model.tokenizer
+        """The tokenizer of the stitch's data, None where the data was token ids."""
+        return self._split_models[1].model.tokenizer
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        """What the back's forward gives, with its own further options."""
+        """The output of the back's forward pass, which takes its own further options."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         # As `layout.call_options`: HookedTransformer knows no such option.
         known = hasattr(getattr(self.back, "config", None), "use_cache")
@@ -67,14 +66,14 @@ class StitchedModel(nn.Module):
             return self.back(input_ids, **mask, **self._no_cache(options, "use_cache" if known else None))
 
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
-        """The back's own `generate`: text for a text, token ids `batch pos` for token ids.
+        """Generate with the back's own `generate`: text for a text, token ids `batch pos` for token ids.
 
         Args:
             prompt: a text, tokenised as `analyze` does, or token ids `batch pos`.
             options: of the back's generate, such as `max_new_tokens`. Nothing is cached: every step runs the whole rows.
 
         Returns:
-            Token ids with the prompt; of a text the text, or a list where there are several.
+            Token ids with the prompt; for a text a text, or a list where several are sampled.
 
         Raises:
             LayersimError: the back cannot generate.
@@ -87,18 +86,18 @@ class StitchedModel(nn.Module):
             'Once upon a time, there was'
         """
         generate = getattr(self.back, "generate", None)
-        # HookedTransformer feeds its own embeddings to itself, which no front can read.
+        # HookedTransformer generates from embeddings, which no front can read.
         if generate is None or type(self.back).__name__ == "HookedTransformer":
             raise LayersimError(
-                f"{self._halves[1].model.name} does not generate.",
+                f"{self._split_models[1].model.name} cannot generate.",
                 given=type(self.back).__name__,
                 expected="a back that is a Hugging Face language model or a TransformerBridge",
                 do="stitched(tokens) for its logits, and their argmax as the next token",
             )
-        described, device = self._halves[1].model, self._halves[1].device
+        described, device = self._split_models[1].model, self._split_models[1].device
         if not isinstance(prompt, str | Tensor):
             raise LayersimError(
-                "A stitched model goes on from one text, or from token ids.",
+                "`prompt` must be one text, or token ids.",
                 given=type(prompt).__name__,
                 expected="a text, or a tensor `batch pos`",
                 do="generate(encoded.input_ids, attention_mask=encoded.attention_mask) for several texts, padded on the left",
@@ -121,13 +120,13 @@ class StitchedModel(nn.Module):
 
     @staticmethod
     def _no_cache(options: dict[str, Any], name: str | None) -> dict[str, Any]:
-        """The options without a cache, which would know nothing of the blocks that do not run."""
-        asked = [key for key in ("use_cache", "use_past_kv_cache") if options.get(key)]
-        asked += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
-        if asked:
+        """The options with the cache switched off: it would miss the keys and values of blocks that do not run."""
+        given = [key for key in ("use_cache", "use_past_kv_cache") if options.get(key)]
+        given += [key for key in ("past_key_values", "past_kv_cache") if options.get(key) is not None]
+        if given:
             raise LayersimError(
-                "A stitched model keeps no cache of keys and values.",
-                given=", ".join(asked),
+                f"`{given[0]}` is not supported: a stitched model keeps no cache of keys and values.",
+                given=", ".join(given),
                 expected="none of them",
                 do="leave it out: every step runs whole rows",
             )
@@ -135,8 +134,8 @@ class StitchedModel(nn.Module):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """Every forward pass of the back reads its tokens through the front."""
-        front, back = self._halves
+        """A context in which every forward pass of the back reads its tokens through the front."""
+        front, back = self._split_models
         own = vars(self.back).get("forward")
         call: Callable[..., Any] = self.back.forward
         names = list(inspect.signature(call).parameters)
@@ -147,7 +146,7 @@ class StitchedModel(nn.Module):
             else:
                 vars(self.back)["forward"] = own
 
-        # Generation reads from the signature what it may pass, positions for one.
+        # Generation reads from the signature which arguments it may pass, such as positions.
         @functools.wraps(call)
         def through_front(*args: Any, **kwargs: Any) -> Any:
             # The front may be the same model.
@@ -160,20 +159,20 @@ class StitchedModel(nn.Module):
                 vars(self.back)["forward"] = through_front
 
         try:
-            # Not a hook: TransformerLens and some loops of generation call `forward` past hooks.
+            # Not a hook: TransformerLens and some generation loops call `forward` past hooks.
             vars(self.back)["forward"] = through_front
             yield
         finally:
             plain()
 
     def _read_front(self, front: LocalSplitModel, given: dict[str, Any]) -> Tensor:
-        """The front's residual at the seam, for the tokens, mask and positions that the back is given."""
+        """The front's residual at the stitch point, for the tokens, mask and positions that the back is given."""
         accepted = inspect.signature(type(self.front).forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         tokens = next((value for value in given.values() if isinstance(value, Tensor) and not value.is_floating_point()), None)
         if tokens is None:
             raise LayersimError(
-                "A stitched model reads tokens, which both models embed.",
+                "A stitched model needs token ids, which both models embed.",
                 given=", ".join(name for name, value in given.items() if value is not None and value is not False) or "nothing",
                 expected="token ids",
                 do="stitched(tokenizer(text, return_tensors='pt').input_ids); stitched.generate(text) takes texts",
@@ -190,16 +189,16 @@ class StitchedModel(nn.Module):
         passed = {name: value.to(front.device) if isinstance(value, Tensor) else value for name, value in passed.items()}
         try:
             self.reading_front = True
-            return front.read(self.at[0], lambda: self.front(tokens, **passed)).to(self._halves[1].device)
+            return front.read(self.at[0], lambda: self.front(tokens, **passed)).to(self._split_models[1].device)
         finally:
             self.reading_front = False
 
 
 class StitchedSource(HookedSource):
-    """A stitched model, whose layers are what the adapter gives and what the back's blocks above it give."""
+    """The source of a stitched model, whose layers are the output of the adapter and those of the back's blocks above it."""
 
     def aside(self) -> bool:
-        # Front and back may be one model, or share blocks.
+        # The front's pass is not recorded: front and back may be one model, or share blocks.
         return bool(self.module.reading_front)
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
@@ -207,19 +206,19 @@ class StitchedSource(HookedSource):
         assert isinstance(stitched, StitchedModel)
         if layers is not None or unembed is not None:
             raise LayersimError(
-                "A stitched model has its own layers.",
+                "`layers` and `unembed` cannot be given for a stitched model, which has its own.",
                 given=f"layers={layers}, unembed={unembed}",
                 expected="neither",
                 do="leave them out; stitch(layers=...) names the blocks of its two models",
             )
-        front, back = stitched._halves
-        seam = stitched.at[1]
-        self.blocks = back.blocks[seam:]
+        front, back = stitched._split_models
+        above = stitched.at[1]
+        self.blocks = back.blocks[above:]
         if not self.blocks:
             raise LayersimError(
-                "Above this seam there are no blocks left to measure.",
-                given=f"a seam at {back.model.layers[-1]}",
-                expected="a seam below the back's last block",
+                "A model stitched after the back's last block has no blocks left to measure.",
+                given=f"a stitch point at {back.model.layers[-1]}",
+                expected="a stitch point below the back's last block",
                 do="stitched(tokens) gives the logits, and the result the loss",
             )
         self._taps = taps(self.blocks)
@@ -234,7 +233,7 @@ class StitchedSource(HookedSource):
             config_hash=f"{front.model.config_hash}+{back.model.config_hash}",
             weights_hash=f"{front.model.weights_hash}+{stitched.adapter.digest()}+{back.model.weights_hash}",
             source=f"stitched {front.model.source} and {back.model.source}",
-            layers=(entering(back.model.layers[seam + 1]), *back.model.layers[seam + 1 :]),
+            layers=(entering(back.model.layers[above + 1]), *back.model.layers[above + 1 :]),
             head=head,
             **front.model.inputs_with(back.model),
         )

@@ -1,4 +1,4 @@
-"""Affine adapters in closed form."""
+"""Adapters and their fit in closed form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.adapter import cross_moments, own_moments, solve
+from tl_layersim.core import Sums
+from tl_layersim.stitching.adapters import adapter_kind
+from tl_layersim.stitching.closed_form import cross_moments, own_moments, solve
+
+
+def moments(kind: str, h: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All sums of the closed form, of some tokens."""
+    definition = adapter_kind(kind)
+    return own_moments(definition.features, h) | cross_moments(definition.features, definition.adds_residual, h, t)
 
 
 class TestAdapter:
@@ -16,11 +24,11 @@ class TestAdapter:
     def test_closed_form_is_least_squares(self, kind, widths):
         rng = np.random.default_rng(0)
         x, y = (rng.normal(size=(50, d)) * (1 + np.arange(d)) + 3 for d in widths)
-        total = lsim.Sums()
+        total = Sums()
         for part in (slice(0, 7), slice(7, 50)):
             h, t = torch.as_tensor(x[part]), torch.as_tensor(y[part])
-            total = total + lsim.Sums.of(own_moments(kind, h) | cross_moments(kind, h, t))
-        weight, bias, explained = solve(kind, total.fields, 0.0)
+            total = total + Sums.of(moments(kind, h, t))
+        weight, bias, explained = solve(total.fields, 0.0, kind != "linear")
 
         u = x
         if kind == "affine-norm":
@@ -40,7 +48,7 @@ class TestAdapter:
         rng = np.random.default_rng(1)
         x, y = rng.normal(size=(30, 5)), rng.normal(size=(30, 3))
         h, t = torch.as_tensor(x), torch.as_tensor(y)
-        weight, _, _ = solve("linear", own_moments("linear", h) | cross_moments("linear", h, t), 0.5)
+        weight, _, _ = solve(moments("linear", h, t), 0.5, bias=False)
         gram = x.T @ x
         by_hand = np.linalg.solve(gram + 0.5 * gram.diagonal().mean() * np.eye(5), x.T @ y).T
         np.testing.assert_allclose(weight.numpy(), by_hand, atol=1e-12)
@@ -50,21 +58,21 @@ class TestAdapter:
         adapter = lsim.Adapter("linear", weight)
         weight.zero_()
         assert torch.equal(adapter(torch.ones(2)), torch.ones(2))
-        with pytest.raises(lsim.LayersimError, match="whole numbers"):
+        with pytest.raises(lsim.LayersimError, match="`weight` must be of a floating-point type"):
             lsim.Adapter("linear", torch.eye(2).long())
 
     def test_a_large_mean_in_a_linear_map(self):
         h = torch.randn(400, 6, dtype=torch.float64) + 1e5
         truth = torch.randn(3, 6, dtype=torch.float64)
         t = h @ truth.T
-        weight, _, _ = solve("linear", own_moments("linear", h) | cross_moments("linear", h, t), 0.0)
+        weight, _, _ = solve(moments("linear", h, t), 0.0, bias=False)
         torch.testing.assert_close(weight, truth, rtol=0, atol=0.02)
 
     def test_directions_that_no_token_has_are_left_alone(self):
         x = torch.randn(40, 3, dtype=torch.float64)
         h = torch.cat([x, x[:, :1], torch.zeros(40, 1)], 1).double()
         t = x[:, :2].double()
-        weight, _, explained = solve("linear", own_moments("linear", h) | cross_moments("linear", h, t), 0.0)
+        weight, _, explained = solve(moments("linear", h, t), 0.0, bias=False)
         assert weight.isfinite().all()
         assert weight[:, 4].abs().max() == 0
         # Twice the same feature shares its weight.
@@ -76,7 +84,7 @@ class TestAdapter:
         h[::20, 0] += 1e6
         truth = torch.randn(3, 4, dtype=torch.float64)
         t = h @ truth.T + 7
-        weight, bias, _ = solve("affine", own_moments("affine", h) | cross_moments("affine", h, t), 0.0)
+        weight, bias, _ = solve(moments("affine", h, t), 0.0, bias=True)
         torch.testing.assert_close(weight, truth, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(bias, torch.full((3,), 7.0).double(), rtol=1e-5, atol=1e-3)
 
@@ -92,8 +100,8 @@ class TestAdapter:
             ("linear", torch.zeros(2), None),
         ],
     )
-    def test_what_is_none(self, given):
-        with pytest.raises(lsim.LayersimError, match=r"no adapter|do not fit each other"):
+    def test_parts_that_do_not_belong_to_the_kind(self, given):
+        with pytest.raises(lsim.LayersimError, match=r"`kind` must be|as an adapter of kind|must have shapes"):
             lsim.Adapter(*given)
 
     def test_nothing_of_it_learns(self):

@@ -1,0 +1,48 @@
+"""Options of analyzers written as text."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
+from tl_layersim.analyzers.options import with_options
+
+OPTIONS = [(name, field.name) for name, cls in sorted(find_analyzers().items()) for field in fields(cls)]
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_every_option_of_every_analyzer_can_be_written(name, option):
+    plain = find_analyzers()[name]()
+    text = f"{name}.{option}={getattr(plain, option)!r}"
+    assert with_options({name: plain}, [text])[name].options() == plain.options()
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "value"),
+    [
+        ("cosine.center=none", "center", "none"),
+        ("cosine.center='none'", "center", "none"),
+        ("cosine.histogram_bins=100", "histogram_bins", 100),
+    ],
+)
+def test_values_are_python_or_plain_text(text, option, value):
+    assert getattr(with_options({"cosine": lsim.Cosine()}, [text])["cosine"], option) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "says", "do"),
+    [
+        ("minibatch=128", "must have the form", "--option cka.minibatch=128"),
+        ("cka", "must have the form", "--option cka.minibatch=128"),
+        ("cak.minibatch=128", "an analyzer that is not part of this run", "--option cka.minibatch=128"),
+        ("cka.minibach=128", "an option that cka does not have", "--option cka.minibatch=128"),
+        ("cka.minibatch=many", "`minibatch`", ""),
+    ],
+)
+def test_what_is_wrong_is_named(text, says, do):
+    with pytest.raises(lsim.LayersimError, match=says) as caught:
+        with_options({"cka": lsim.CKA()}, [text])
+    assert do in str(caught.value)

@@ -1,0 +1,274 @@
+"""The laws of adapters, over every kind that is discovered: a new file in `stitching/adapters/` needs no edit here."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from functools import partial
+
+import nnsight
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nnsight.intervention.serialization import dumps
+
+import tl_layersim as lsim
+from tl_layersim.core import Sums
+from tl_layersim.stitching import adapters
+from tl_layersim.stitching.adapters import adapter_kind, find_adapter_kinds
+from tl_layersim.stitching.closed_form import cross_moments, own_moments, solve
+
+from ..stitching.helpers import gpt2_of_kind, rows
+from ..tiny_models import tiny_gpt2, tiny_llama
+
+KINDS = sorted(find_adapter_kinds())
+WIDTHS = [(6, 6), (6, 4), (4, 6)]
+QUICK = lsim.StitchTraining(steps=4, warmup=1)
+each_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def residuals(tokens: int, width: int, seed: int = 0) -> torch.Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, width, generator=made, dtype=torch.float64) * torch.arange(1, width + 1) + 3
+
+
+def parameters(name: str, widths: tuple[int, int], seed: int = 1) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A random weight and bias, as far as the kind has them."""
+    kind, made = adapter_kind(name), torch.Generator().manual_seed(seed)
+    weight = torch.randn(widths[1], widths[0], generator=made, dtype=torch.float64) if kind.has_weight else None
+    return weight, torch.randn(widths[1], generator=made, dtype=torch.float64) if kind.has_bias else None
+
+
+def moments(name: str, hidden: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    kind = adapter_kind(name)
+    return own_moments(kind.features, hidden) | cross_moments(kind.features, kind.adds_residual, hidden, target)
+
+
+def possible(name: str, widths: tuple[int, int]) -> bool:
+    return widths[0] == widths[1] or not adapter_kind(name).needs_equal_widths
+
+
+def wide() -> torch.nn.Module:
+    """A model whose residual stream is wider than those of the other tiny models."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=100)
+    return LlamaForCausalLM(config).eval()
+
+
+@each_kind
+def test_it_declares_what_it_is(name):
+    cls = find_adapter_kinds()[name]
+    assert cls.name == name
+    assert "$" in (cls.__doc__ or ""), "the docstring gives the formula"
+    assert cls.has_weight or not cls.has_bias
+    assert cls.has_weight or cls.needs_equal_widths, "a map without a weight keeps the width"
+    assert not any(cls.adds_residual(*widths) for widths in WIDTHS if widths[0] != widths[1])
+
+
+@each_kind
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_the_closed_form_reaches_a_planted_map(name, widths):
+    kind = adapter_kind(name)
+    if not possible(name, widths):
+        pytest.skip("widths that this kind refuses")
+    hidden, (weight, bias) = residuals(300, widths[0]), parameters(name, widths)
+    target = kind.apply(hidden, weight, bias)
+    assert target.shape == (300, widths[1])
+    if not kind.has_weight:
+        return
+    fitted_weight, fitted_bias, explained = solve(moments(name, hidden, target), 0.0, kind.has_bias)
+    assert (fitted_bias is not None) == kind.has_bias
+    torch.testing.assert_close(kind.apply(hidden, fitted_weight, fitted_bias), target, rtol=1e-9, atol=1e-9)
+    assert explained == pytest.approx(1.0, abs=1e-12)
+
+
+@each_kind
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_the_map_is_the_formula(name, widths):
+    kind = adapter_kind(name)
+    if not possible(name, widths):
+        pytest.skip("widths that this kind refuses")
+    hidden, (weight, bias) = residuals(7, widths[0]), parameters(name, widths)
+    features = kind.features(hidden).numpy()
+    assert features.shape == hidden.shape
+    expected = np.zeros((7, widths[1]))
+    for token in range(7):
+        for row in range(widths[1]):
+            for column in range(widths[0]):
+                factor = float(row == column) if weight is None else float(weight[row, column])
+                expected[token, row] += factor * features[token, column]
+            expected[token, row] += 0.0 if bias is None else float(bias[row])
+            expected[token, row] += float(hidden[token, row]) if kind.adds_residual(*widths) else 0.0
+    ours = lsim.Adapter(name, weight, bias)(hidden)
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@each_kind
+def test_gradients_reach_weight_bias_and_residual(name):
+    kind, hidden, (weight, bias) = adapter_kind(name), residuals(5, 6), parameters(name, (6, 6))
+    inputs = [part.requires_grad_() for part in (hidden, weight, bias) if part is not None]
+    learnt = len(inputs) - 1
+    assert learnt == kind.has_weight + kind.has_bias
+
+    def apply(*given: torch.Tensor) -> torch.Tensor:
+        return kind.apply(given[0], *given[1:], *[None] * (2 - learnt))
+
+    assert torch.autograd.gradcheck(apply, inputs)
+    for gradient in torch.autograd.grad(apply(*inputs).square().sum(), inputs):
+        assert gradient.abs().max() > 0
+
+
+@each_kind
+@settings(max_examples=15, deadline=None)
+@given(order=st.permutations(range(40)), cut=st.integers(1, 39))
+def test_order_and_grouping_of_tokens_do_not_change_the_moments(name, order, cut):
+    hidden, target = residuals(40, 6), residuals(40, 6, seed=2)
+    total = Sums.of(moments(name, hidden, target))
+    shuffled = torch.tensor(order)
+    parts = (shuffled[:cut], shuffled[cut:])
+    merged = Sums()
+    for part in parts:
+        merged = merged + Sums.of(moments(name, hidden[part], target[part]))
+    for key, value in total.fields.items():
+        torch.testing.assert_close(merged[key], value, rtol=1e-11, atol=1e-11)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_residuals(name, dtype):
+    hidden, target = residuals(40, 6).to(dtype), residuals(40, 6, seed=2).to(dtype)
+    for key, value in moments(name, hidden, target).items():
+        assert value.dtype == (torch.int64 if key == "count" else torch.float64)
+        assert torch.equal(value, moments(name, hidden.double(), target.double())[key])
+    weight, bias = (None if part is None else part.float() for part in parameters(name, (6, 6)))
+    adapter = lsim.Adapter(name, weight, bias)
+    assert adapter(hidden).dtype == (dtype if weight is None else torch.float32)
+    options = {} if weight is None else {"fit": "lstsq"}
+    models = tiny_llama(dtype=dtype), tiny_llama(seed=1)
+    result = lsim.stitch(*models, rows(60), at=(2, 2), adapter=name, batch_size=6, **options)
+    same = lsim.stitch(tiny_llama(), models[1], rows(60), at=(2, 2), adapter=name, batch_size=6, **options)
+    assert result.penalty == pytest.approx(same.penalty, abs=0.05)
+
+
+@each_kind
+def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
+    options = {"fit": "lstsq+sgd", "training": QUICK} if adapter_kind(name).has_weight else {}
+    result = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(60), at=(2, 1), adapter=name, batch_size=6, **options)
+    loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
+    for field in result.tensor_fields():
+        assert torch.equal(getattr(loaded, field), getattr(result, field)), field
+    assert (loaded.kind, loaded.fit, loaded.provenance) == (name, result.fit, result.provenance)
+    assert loaded.adapter.digest() == result.adapter.digest()
+    hidden = residuals(5, 32).float()
+    assert torch.equal(loaded.adapter(hidden), result.adapter(hidden))
+    again = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(60)[48:], at=(2, 1), adapter=loaded.adapter)
+    with torch.no_grad():
+        assert torch.equal(again.model(rows(2)).logits, result.model(rows(2)).logits)
+
+
+@each_kind
+def test_widths_that_differ_are_refused_or_work(name):
+    kind = adapter_kind(name)
+    options = {"fit": "lstsq"} if kind.has_weight else {}
+    call = partial(lsim.stitch, wide(), tiny_llama(), rows(60), at=(1, 2), adapter=name, batch_size=6, **options)
+    if kind.needs_equal_widths:
+        with pytest.raises(lsim.LayersimError, match="needs residual streams of equal width"):
+            call()
+        return
+    result = call()
+    assert result.weight.shape == (32, 48)
+    assert np.isfinite(result.penalty)
+
+
+@each_kind
+def test_its_moments_are_computed_where_this_package_is_not_installed(name, tmp_path):
+    kind, hidden, target = adapter_kind(name), residuals(20, 6), residuals(20, 6, seed=2)
+    nnsight.register("tl_layersim")
+    blob = tmp_path / "blob"
+    blob.write_bytes(dumps((partial(cross_moments, kind.features, kind.adds_residual), hidden, target)))
+    script = (
+        "import sys\n"
+        "for name in ('tl_layersim', 'jaxtyping', 'beartype'): sys.modules[name] = None\n"
+        "from nnsight.intervention.serialization import loads\n"
+        "moments_of, hidden, target = loads(open(sys.argv[1], 'rb').read())\n"
+        "print({key: float(value.sum()) for key, value in moments_of(hidden, target).items()})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(blob)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = cross_moments(kind.features, kind.adds_residual, hidden, target)
+    assert done.stdout.strip() == str({key: float(value.sum()) for key, value in expected.items()})
+
+
+@pytest.mark.parametrize("name", ["twisted", "Affine", "", 3])
+def test_an_unknown_name_is_refused_with_all_kinds(name):
+    with pytest.raises(lsim.LayersimError, match="`kind` must be the name of a kind of adapter") as refused:
+        lsim.Adapter(name)
+    assert all(known in str(refused.value) for known in KINDS)
+    if isinstance(name, str):
+        with pytest.raises(lsim.LayersimError, match="`adapter` must be the name of a kind of adapter"):
+            lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(1, 1), adapter=name)
+        with pytest.raises(lsim.LayersimError, match="`adapter` must be the name of a kind of adapter"):
+            lsim.stitch_grid({"a": tiny_llama()}, rows(), adapter=name)
+
+
+NEW_KIND = '''
+"""Linear adapters of the residual divided by its root mean square."""
+
+from torch import Tensor
+
+from .base import AdapterKind
+
+
+class LinearRMS(AdapterKind):
+    """$y = W h / \\\\mathrm{rms}(h)$."""
+
+    name = "linear-rms"
+    has_bias = False
+
+    @staticmethod
+    def features(hidden: Tensor) -> Tensor:
+        return hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+'''
+
+
+class TestOneNewFile:
+    @pytest.fixture
+    def new(self, tmp_path, monkeypatch):
+        """The name of a kind whose only trace is one file in a folder of the package's path."""
+        (tmp_path / "linear_rms.py").write_text(NEW_KIND)
+        monkeypatch.setattr(adapters, "__path__", [*adapters.__path__, str(tmp_path)])
+        importlib.invalidate_caches()
+        yield "linear-rms"
+        sys.modules.pop(f"{adapters.__name__}.linear_rms", None)
+        vars(adapters).pop("linear_rms", None)
+
+    def test_is_discovered(self, new):
+        assert sorted(find_adapter_kinds()) == sorted([*KINDS, new])
+
+    def test_is_stitched_saved_and_loaded(self, new, tmp_path):
+        options = {"at": (2, 1), "batch_size": 6}
+        result = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60), adapter=new, fit="lstsq+sgd", training=QUICK, **options)
+        assert (result.kind, result.adapter.bias) == (new, None)
+        hidden = residuals(4, 32).float()
+        by_hand = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()) @ result.adapter.weight.T
+        torch.testing.assert_close(result.adapter(hidden), by_hand)
+        loaded = lsim.load(result.save(tmp_path / "stitch.safetensors"))
+        again = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60)[48:], adapter=loaded.adapter, **options)
+        assert again.loss == pytest.approx(result.loss, abs=1e-6)
+        grid = lsim.stitch_grid({"a": tiny_gpt2(0), "b": tiny_gpt2(1)}, rows(60), layers=[1], adapter=new, fit="lstsq")
+        assert grid.kind == new
+
+    def test_is_fitted_beside_a_model_in_nnsights_simulation_of_a_server(self, new):
+        options = {"at": (2, 1), "adapter": new, "fit": "lstsq", "batch_size": 6}
+        here = lsim.stitch(tiny_gpt2(0), tiny_gpt2(1), rows(60), **options)
+        there = lsim.stitch(tiny_gpt2(0), gpt2_of_kind("nnsight", 1), rows(60), remote=(False, "local"), **options)
+        assert there.loss == pytest.approx(here.loss, abs=1e-6)
+
+    def test_is_unknown_without_its_file(self):
+        with pytest.raises(lsim.LayersimError, match="`kind` must be the name"):
+            lsim.Adapter("linear-rms", torch.eye(2))

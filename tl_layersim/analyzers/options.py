@@ -1,0 +1,67 @@
+"""Options of analyzers written as text, such as `cka.minibatch=128` on the command line."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
+
+from ..core.errors import LayersimError
+from .base import Analyzer
+
+
+def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> dict[str, Analyzer]:
+    """The analyzers with some of their options set from text.
+
+    Args:
+        analyzers: by name.
+        settings: each `name.option=value`; the value is written as in Python or JSON, text needs no quotation marks.
+
+    Raises:
+        LayersimError: a setting has another form, or names an analyzer or option that does not exist.
+
+    >>> from .cka import CKA
+    >>> with_options({"cka": CKA()}, ["cka.minibatch=128"])["cka"].minibatch
+    128
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in analyzers}
+    for setting in settings:
+        match = re.fullmatch(r"(\w+)\.(\w+)=(.*)", setting, re.DOTALL)
+        if match is None:
+            raise LayersimError(
+                "`--option` must have the form name.option=value.",
+                given=f"--option {setting}",
+                expected="the name of an analyzer, a dot, the name of its option, =, and a value",
+                do="--option cka.minibatch=128",
+            )
+        name, option, text = match.groups()
+        _refuse_unknown(name, list(analyzers), setting, "an analyzer that is not part of this run")
+        known = [field.name for field in fields(analyzers[name])]  # type: ignore[arg-type]  # analyzers are dataclasses
+        _refuse_unknown(option, known, setting, f"an option that {name} does not have")
+        values[name][option] = _value(text)
+    return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}  # type: ignore[type-var]
+
+
+def _value(text: str) -> Any:
+    """A value written as in JSON or Python; anything else is text."""
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    return text
+
+
+def _refuse_unknown(name: str, known: list[str], setting: str, what: str) -> None:
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    raise LayersimError(
+        f"`--option` names {what}.",
+        given=f"--option {setting}",
+        expected=f"one of {', '.join(sorted(known))}" if known else "an analyzer that has options",
+        do=f"--option {setting.replace(name, near[0], 1)}" if near else "--analyzers with that analyzer, or another --option",
+    )

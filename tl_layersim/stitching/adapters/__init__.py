@@ -1,0 +1,47 @@
+"""Kinds of adapters, one class per file; a new file with a subclass of `AdapterKind` is a new kind, without further edits."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+
+from ...core.discovery import discovered
+from ...core.errors import LayersimError
+from ...core.typed import brief
+from .base import AdapterKind
+
+
+def find_adapter_kinds() -> dict[str, type[AdapterKind]]:
+    """All kinds of adapters by name.
+
+    >>> sorted(find_adapter_kinds())
+    ['affine', 'affine-norm', 'identity', 'linear']
+    """
+    return _kinds_in(tuple(__path__))
+
+
+@cache
+def _kinds_in(path: tuple[str, ...]) -> dict[str, type[AdapterKind]]:
+    return discovered(__name__, path, AdapterKind)  # type: ignore[type-abstract]  # only its subclasses are instantiated
+
+
+def adapter_kind(name: object, argument: str = "kind") -> AdapterKind:
+    """The kind of adapter with a name.
+
+    Args:
+        name: the name.
+        argument: the argument that holds it, for the refusal.
+
+    Raises:
+        LayersimError: no kind has this name.
+    """
+    kinds = find_adapter_kinds()
+    if isinstance(name, str) and name in kinds:
+        return kinds[name]()
+    near = difflib.get_close_matches(str(name), kinds, n=1)
+    raise LayersimError(
+        f"`{argument}` must be the name of a kind of adapter.",
+        given=f"{argument}={brief(name)}",
+        expected=f"one of {', '.join(sorted(kinds))}",
+        do=f"{argument}={(near or ['affine'])[0]!r}",
+    )

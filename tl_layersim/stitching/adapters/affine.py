@@ -1,0 +1,21 @@
+"""Affine adapters: a change of basis and an offset."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import AdapterKind
+
+
+class Affine(AdapterKind):
+    """$y = W h + b$.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 3.
+    """
+
+    name = "affine"
+
+    @staticmethod
+    def features(hidden: Tensor) -> Tensor:
+        return hidden

@@ -1,0 +1,48 @@
+"""The contract of a kind of adapter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+class AdapterKind(ABC):
+    r"""A family of maps from the front's residual stream $h$ to the back's.
+
+    $$ y = [h +]\; W \varphi(h)\; [+\, b] $$
+
+    `features` is $\varphi$ and `adds_residual` decides about the first bracket. Both are static methods that need torch alone:
+    they travel to NDIF servers as source.
+
+    Class attributes:
+        name: the name that users write and that files hold.
+        has_weight: whether there is a $W$. A kind without one is the map $\varphi$ itself, and nothing of it is fitted.
+        has_bias: whether there is a $b$. The closed form then centres features and targets.
+        needs_equal_widths: whether both residual streams must be of one width.
+    """
+
+    name: ClassVar[str]
+    has_weight: ClassVar[bool] = True
+    has_bias: ClassVar[bool] = True
+    needs_equal_widths: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def features(hidden: Tensor) -> Tensor:
+        """The features `... d_front` that the weight multiplies, of residuals `... d_front`."""
+
+    @staticmethod
+    def adds_residual(d_front: int, d_back: int) -> bool:
+        """Whether the residual itself is added to what the weight makes of its features, between streams of these widths."""
+        return False
+
+    def apply(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The map with these parameters: `... d_front` to `... d_back`."""
+        out = self.features(hidden)
+        if weight is None:
+            return out
+        out = torch.nn.functional.linear(out, weight, bias)
+        return hidden + out if self.adds_residual(hidden.shape[-1], weight.shape[0]) else out

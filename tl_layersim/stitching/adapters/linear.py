@@ -1,0 +1,18 @@
+"""Linear adapters: a change of basis."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import AdapterKind
+
+
+class Linear(AdapterKind):
+    """$y = W h$."""
+
+    name = "linear"
+    has_bias = False
+
+    @staticmethod
+    def features(hidden: Tensor) -> Tensor:
+        return hidden
