@@ -24,9 +24,10 @@ from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.early_exit.api import EarlyExit
-from tl_layersim.early_exit.costs import ExitCosts, plan_for, seconds_of
+from tl_layersim.early_exit.costs import ExitCosts, plan_for
 from tl_layersim.early_exit.frequent_tokens import frequent_tokens
 from tl_layersim.early_exit.results import Generated
+from tl_layersim.early_exit.timing import seconds_of
 
 THRESHOLDS = (0.5, 0.7, 0.9, 0.97)
 
@@ -60,7 +61,7 @@ def ways(model: Any, curve: Any, costs: dict[str, ExitCosts], short: Tensor) -> 
     for threshold in THRESHOLDS:
         early = EarlyExit(model, threshold, curve=curve, costs=costs["full"])
         found[f"max-prob > {threshold:g}, chosen layers"] = early
-    middle = (len(early.half.blocks) // 2, len(early.half.blocks) - 1)
+    middle = (len(early.split_model.blocks) // 2, len(early.split_model.blocks) - 1)
     found["max-prob > 0.9, every layer"] = EarlyExit(model, 0.9, at="all")
     found["max-prob > 0.9, default layers"] = EarlyExit(model, 0.9)
     found[f"max-prob > 0.9 over {len(short)} tokens, chosen layers"] = EarlyExit(
@@ -117,7 +118,7 @@ def table(model: Any, curve: Any, text: str, batch: int, arguments: argparse.Nam
             lines.append(f"| {name} | | {rate:.1f} | 1 | {times_whole:.2f} | | | | 1 | {blocks} |")
             continue
         early, result = runs[name], found[name]
-        kind = "cosine" if early.rule.name == "cosine" else "short" if early.rule.shortlist is not None else "full"
+        kind = "full" if early.rule.gives_logits else "short" if early.rule.reads_logits else "cosine"
         by_curve = f"{early.plan.speedup:.2f}" if early.plan is not None else ""
         at = early.ends[:-1]
         by_exits = plan_for(costs[kind], gone(result), 1, at).speedup

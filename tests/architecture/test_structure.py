@@ -12,7 +12,6 @@ from . import measure
 LONG_FILES = {
     "tl_layersim/analyzers/cka.py": 410,
     "tl_layersim/core/typed.py": 460,
-    "tl_layersim/early_exit/api.py": 415,
     "tl_layersim/jacobians/products.py": 430,
     "tl_layersim/models/layout.py": 480,
     "tl_layersim/remote/client.py": 445,

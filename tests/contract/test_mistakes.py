@@ -78,9 +78,9 @@ def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_p
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda m: lsim.ExitCosts.count(m, rule="max-probs"), "`rule` of ExitCosts.count cannot be"),
+        (lambda m: lsim.ExitCosts.count(m, rule="max-probs"), "`rule` must be the name of an exit rule"),
         (lambda m: lsim.ExitCosts.count(m, batch=0), "`batch` must be at least 1"),
-        (lambda m: lsim.ExitCosts.count(m, shortlist=3), "`shortlist` is no list"),
+        (lambda m: lsim.ExitCosts.count(m, shortlist=3), "`shortlist` must be a list of token ids"),
         (lambda m: lsim.frequent_tokens(m, [], 5), "empty"),
         (lambda m: lsim.Adapter(["linear"]), "`kind` must be the name"),
         (lambda m: lsim.Report([]), "`results` is no mapping"),

@@ -9,7 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.early_exit.api import EarlyExit
-from tl_layersim.early_exit.costs import ExitCosts, plan_for, shares_of, spread
+from tl_layersim.early_exit.costs import ExitCosts, evenly_spread, exited_fractions, plan_for
 
 from ..tiny_models import VOCABULARY, tiny_llama
 
@@ -72,7 +72,7 @@ class TestCosts:
 
     def test_layers_are_chosen_from_a_curve(self, demo):
         curve = lsim.analyze(demo, lsim.demo_text()[:6], [lsim.ExitCurve(thresholds=(0.5, 0.9))])["exit_curve"]
-        shares = shares_of(curve, 0.5, 8)
+        shares = exited_fractions(curve, 0.5, 8)
         exits = curve.at(0.5).exits
         assert shares[:7] == pytest.approx([float(exits[: i + 1].sum() / exits.sum()) for i in range(7)])
         early = EarlyExit(demo, 0.5, curve=curve)
@@ -84,7 +84,7 @@ class TestCosts:
             EarlyExit(demo, 0.7, curve=curve)
 
     def test_few_layers_without_a_curve(self):
-        assert spread(ExitCosts(block=1, check=0.1, head=0.1, blocks=12), 1) == (2, 5, 7, 10)
-        assert spread(ExitCosts(block=1, check=5, head=5, blocks=12), 1) == (6,)
-        assert spread(ExitCosts(block=1, check=5, head=5, blocks=12), 8) == (8,)
-        assert spread(ExitCosts(block=1, check=5, head=5, blocks=1), 1) == ()
+        assert evenly_spread(ExitCosts(block=1, check=0.1, head=0.1, blocks=12), 1) == (2, 5, 7, 10)
+        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=12), 1) == (6,)
+        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=12), 8) == (8,)
+        assert evenly_spread(ExitCosts(block=1, check=5, head=5, blocks=1), 1) == ()

@@ -93,5 +93,5 @@ class TestLogits:
         assert torch.allclose(whole.logits[asked], own[asked], atol=1e-5)
         if name != "masked":
             assert found.share_of_block_tokens == pytest.approx(float((layer + 1).float().mean()) / 3)
-        with pytest.raises(lsim.LayersimError, match="does not generate"):
+        with pytest.raises(lsim.LayersimError, match="cannot generate"):
             EarlyExit(model, 0.5).generate(random_tokens(1, 4))

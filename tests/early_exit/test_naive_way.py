@@ -84,7 +84,7 @@ class TestAgainstTheNaiveWay:
         curve = lsim.analyze(demo, texts, [lsim.ExitCurve(thresholds=(0.6,))], seq_len=64)["exit_curve"]
         early = EarlyExit(demo, 0.6, at="all")
         counts = torch.zeros(8)
-        for batch in Batches(texts, early.half.model, DataOptions(batch_size=4, seq_len=64)):
+        for batch in Batches(texts, early.split_model.model, DataOptions(batch_size=4, seq_len=64)):
             exits = early.logits(batch.tokens, batch.attention).exits
             counts += torch.bincount(exits[exits > 0] - 1, minlength=8)
         assert counts.tolist() == curve.exits[0].tolist()

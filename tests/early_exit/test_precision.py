@@ -96,13 +96,13 @@ def test_generation_exits_where_float64_exits(sharp):
 @pytest.mark.parametrize("rule", ["max-prob", "margin"])
 def test_a_probability_a_hair_below_the_threshold_does_not_exit(top, rule):
     """Two logits, a known distance apart: both rules decide as exact arithmetic does, 1e-9 of 1 - p from the threshold."""
-    from tl_layersim.early_exit.rules import ConfidenceCheck, Rule
+    from tl_layersim.early_exit.rules import exit_rule
+    from tl_layersim.early_exit.rules.base import CheckedTokens
 
     gap = np.float64(np.float32(top + 11.5)) - np.float64(np.float32(top))
     p = 1 / (1 + np.exp(-gap))
     score = p if rule == "max-prob" else p - (1 - p)
     logits = torch.tensor([[top, top + 11.5]], dtype=torch.float32)
     for nudge, expected in ((1 + 1e-9, True), (1 - 1e-9, False)):
-        rule_of = Rule(rule, 1 - (1 - score) * nudge)
-        judge = ConfidenceCheck(rule_of, None, 1)  # type: ignore[arg-type]  # logits are given
-        assert bool(judge.sure(logits, torch.tensor([0]))) == expected
+        tokens = CheckedTokens(logits, logits, logits, torch.tensor([0]))
+        assert bool(exit_rule(rule)(1 - (1 - score) * nudge).exits(tokens, {})) == expected

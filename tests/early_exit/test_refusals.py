@@ -19,18 +19,18 @@ class TestRefusals:
             ({"threshold": 1.5}, "must be between 0 and 1"),
             ({"threshold": -0.1}, "must be between 0 and 1"),
             ({"threshold": 0.9, "rule": "patience"}, "must be a whole number of checks"),
-            ({"at": (0,)}, "no layers"),
-            ({"at": (4,)}, "no layers"),
-            ({"at": (2, 1)}, "no layers"),
-            ({"at": (1,), "min_layer": 2}, "no layers"),
-            ({"at": "some"}, "counted"),
+            ({"at": (0,)}, "`at` must be ascending layer numbers from 1 to 3"),
+            ({"at": (4,)}, "`at` must be ascending"),
+            ({"at": (2, 1)}, "`at` must be ascending"),
+            ({"at": (1,), "min_layer": 2}, "`at` must be ascending layer numbers from 2 to 3"),
+            ({"at": "some"}, "`at` must be layer numbers or"),
             ({"rule": "entropy"}, "rule"),
-            ({"curve": "x"}, "no exit curve"),
-            ({"curve": "x", "rule": "margin"}, "largest probability"),
-            ({"shortlist": [1]}, "no shortlist"),
-            ({"shortlist": [1, 1]}, "no shortlist"),
-            ({"shortlist": [1, VOCABULARY]}, "no shortlist"),
-            ({"shortlist": [1, 2], "rule": "cosine"}, "no use"),
+            ({"curve": "x"}, "not an exit curve"),
+            ({"curve": "x", "rule": "margin"}, "does not measure"),
+            ({"shortlist": [1]}, "`shortlist` must be two or more distinct token ids"),
+            ({"shortlist": [1, 1]}, "`shortlist` must be two or more distinct token ids"),
+            ({"shortlist": [1, VOCABULARY]}, "`shortlist` must be two or more distinct token ids"),
+            ({"shortlist": [1, 2], "rule": "cosine"}, "`shortlist` cannot be used"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 EarlyExit(model, **options)
@@ -40,20 +40,24 @@ class TestRefusals:
         tokens = random_tokens(2, 6)
         for prompt, options, words in (
             (tokens, {"max_new_tokens": 0}, "`max_new_tokens` must be at least 1"),
-            (tokens, {"max_new_tokens": 60}, "rows this long"),
-            (tokens, {"temperature": 2.0}, "Nothing is drawn"),
-            (tokens, {"do_sample": True, "top_p": 0.0}, "Nothing can be drawn"),
-            (tokens, {"attention_mask": torch.ones(2, 5)}, "no token ids"),
-            (tokens, {"attention_mask": torch.zeros(2, 6)}, "nothing to go on"),
-            (tokens.float(), {}, "no token ids"),
-            (tokens, {"stop": "w3"}, "cannot be looked for"),
-            (3, {}, "no prompt"),
+            (tokens, {"max_new_tokens": 60}, "exceed the model's context"),
+            (tokens, {"temperature": 2.0}, "require do_sample=True"),
+            (tokens, {"do_sample": True, "top_p": 0.0}, "out of range"),
+            (tokens, {"attention_mask": torch.ones(2, 5)}, "does not hold token ids"),
+            (tokens, {"attention_mask": torch.zeros(2, 6)}, "a row without a token"),
+            (tokens.float(), {}, "does not hold token ids"),
+            (tokens, {"stop": "w3"}, "`stop` requires a tokenizer"),
+            (3, {}, "`prompt` must be text or token ids"),
             ("w3", {}, "tokenizer"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.generate(prompt, **options)
-        for given, mask in ((tokens.float(), None), (tokens[0], None), (tokens, torch.ones(2, 5))):
-            with pytest.raises(lsim.LayersimError, match="does not"):
+        for given, mask, words in (
+            (tokens.float(), None, "`tokens` must be token ids"),
+            (tokens[0], None, "`tokens` must be token ids"),
+            (tokens, torch.ones(2, 5), "`attention_mask` does not fit"),
+        ):
+            with pytest.raises(lsim.LayersimError, match=words):
                 early.logits(given, mask)
 
     def test_models(self):
@@ -64,10 +68,10 @@ class TestRefusals:
             EarlyExit("gpt2")
         # Weights that accelerate keeps elsewhere.
         spread_out = pytest.importorskip("accelerate").cpu_offload(tiny_llama(3))
-        with pytest.raises(lsim.LayersimError, match="one place"):
+        with pytest.raises(lsim.LayersimError, match="on one device"):
             EarlyExit(spread_out)
         stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(1, 1), adapter="identity").model
-        with pytest.raises(lsim.LayersimError, match="own blocks"):
+        with pytest.raises(lsim.LayersimError, match="its own blocks"):
             EarlyExit(stitched)
 
     def test_models_of_other_libraries(self):
@@ -75,7 +79,7 @@ class TestRefusals:
         from transformer_lens.model_bridge.sources import build_bridge_from_module
 
         handle = nnsight.NNsight(tiny_llama(3))
-        with pytest.raises(lsim.LayersimError, match="handles are none"):
+        with pytest.raises(lsim.LayersimError, match="nnsight envoy"):
             EarlyExit(handle)
         model = tiny_llama(3)
         bridge = build_bridge_from_module(model, "LlamaForCausalLM", hf_config=model.config)
@@ -92,12 +96,12 @@ class TestRefusals:
         early = EarlyExit(mamba, 0.0, at=(2,))
         with torch.no_grad():
             assert torch.allclose(early.logits(tokens).logits, truncate(mamba, 2)(tokens).logits, atol=1e-5)
-        with pytest.raises(lsim.LayersimError, match="does not generate"):
+        with pytest.raises(lsim.LayersimError, match="cannot generate"):
             early.generate(tokens)
         config = transformers.Qwen3NextConfig(
             **small, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
         )
-        with pytest.raises(lsim.LayersimError, match="cannot be run in parts"):
+        with pytest.raises(lsim.LayersimError, match="cannot run segment by segment"):
             EarlyExit(transformers.Qwen3NextForCausalLM(config).eval(), at=(1,))
 
     def test_a_model_that_does_not_run_in_parts(self):
@@ -115,5 +119,5 @@ class TestRefusals:
                 return self.inner(x, *args, **kwargs) + self.calls
 
         model.model.layers[2] = Counting(model.model.layers[2])
-        with pytest.raises(lsim.LayersimError, match="does not say what it says"):
+        with pytest.raises(lsim.LayersimError, match="gives other logits"):
             EarlyExit(model, at=(1, 2))

@@ -67,9 +67,9 @@ class TestTruncate:
         assert short.model.rotary_emb.inv_freq.dtype == model.model.rotary_emb.inv_freq.dtype
 
     def test_refusals(self):
-        with pytest.raises(lsim.LayersimError, match="no such part"):
+        with pytest.raises(lsim.LayersimError, match="`n_layers` must be between 1 and 3"):
             truncate(tiny_llama(3), 4)
-        with pytest.raises(lsim.LayersimError, match="no such part"):
+        with pytest.raises(lsim.LayersimError, match="`n_layers` must be between 1 and 3"):
             truncate(tiny_llama(3), 0)
         own = torch.nn.Module()
         own.layers = torch.nn.ModuleList([torch.nn.Identity()])

@@ -1,4 +1,4 @@
-"""What a token costs, and which layers are worth asking."""
+"""Costs of decoding steps with early exit, and the choice of the layers at which checks pay."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 from ..core.errors import LayersimError, warn
 from ..core.typed import brief, named, typed
-from .rules import RuleName
-from .supported_models import opened
+from .rules import exit_rule
+from .supported_models import open_for_early_exit
 from .timing import timed_costs
 
 
 @typed
 @dataclass(frozen=True, kw_only=True)
 class ExitCosts:
-    """What one step of a generation is made of, in any unit of time; a step is one token in each row.
+    """The costs of the parts of a decoding step, in any unit of time; a step gives each row one token.
 
-    A block that is given n tokens at once costs `block + n * block_token`: reading its weights, and then each token. So do
-    checks and the head.
+    A block that runs n tokens at once costs `block + n * block_token`: reading its weights, and the arithmetic of each token.
+    The same holds for checks and for the head.
 
     Attributes:
         block: one block.
@@ -31,15 +31,15 @@ class ExitCosts:
         check_token: each token in it.
         head: one full unembedding.
         head_token: each token in it.
-        start: what a step costs besides: embedding, masks, choosing tokens.
-        again: a further forward pass of a step, for rows that stop, or for tokens that wait.
-        blocks: how many the model has.
-        batch: rows.
-        full_check: whether a check is a full unembedding, which is then not paid again by those that exit there.
+        start: the rest of a step: embedding, masks, choosing tokens.
+        again: a further forward pass in a step, where some rows stop or tokens are pending.
+        blocks: number of blocks of the model.
+        batch: number of rows.
+        full_check: whether a check computes a full unembedding, which tokens that exit there do not pay again.
 
     Source:
-        Schuster et al. 2022 (arXiv 2207.07061), section 3.5, say what measures of confidence cost. The account by weights
-        read is this package's.
+        Schuster et al. 2022 (arXiv 2207.07061), section 3.5, on the cost of confidence measures. Counting by weights read is
+        this package's.
 
     Example:
         >>> import tl_layersim as lsim
@@ -65,32 +65,33 @@ class ExitCosts:
     def count(
         model: Any,
         *,
-        rule: RuleName = "max-prob",
+        rule: str = "max-prob",
         shortlist: Any = None,
         batch: int = 1,
         layers: list[str] | None = None,
         unembed: list[str] | None = None,
     ) -> ExitCosts:
-        """Parameters read: what a step costs where weights come from memory, as in generation at small batches.
+        """Costs in parameters read: proportional to time where reading weights is the bottleneck, as with small batches.
 
         Args:
             model: a Hugging Face model.
             rule: of the checks, see `EarlyExit`.
             shortlist: of the checks, see `EarlyExit`.
-            batch: rows.
+            batch: number of rows.
             layers: see `EarlyExit`.
             unembed: see `EarlyExit`.
         """
-        _check(batch, shortlist)
-        half, _ = opened(model, layers, unembed)
-        sizes = [sum(p.numel() for p in block.parameters()) for block in half.blocks]
-        known = half.model.head
+        rule_class = exit_rule(rule)
+        _check_counts(batch, shortlist)
+        split_model, _ = open_for_early_exit(model, layers, unembed)
+        sizes = [sum(p.numel() for p in block.parameters()) for block in split_model.blocks]
+        known = split_model.model.head
         paths = known.parts if known is not None else ()
-        head = sum(p.numel() for path in paths for p in half.module.get_submodule(path).parameters())
-        if rule == "cosine":
+        head = sum(p.numel() for path in paths for p in split_model.module.get_submodule(path).parameters())
+        if not rule_class.reads_logits:
             check = 0.0
         elif shortlist is not None:
-            check = float(len(shortlist) * (half.model.d_model or 0))
+            check = float(len(shortlist) * (split_model.model.d_model or 0))
         else:
             check = float(head)
         return ExitCosts(
@@ -99,7 +100,7 @@ class ExitCosts:
             head=float(head),
             blocks=len(sizes),
             batch=batch,
-            full_check=rule != "cosine" and shortlist is None,
+            full_check=rule_class.reads_logits and shortlist is None,
         )
 
     @staticmethod
@@ -108,7 +109,7 @@ class ExitCosts:
         model: Any,
         *,
         batch: int = 1,
-        rule: RuleName = "max-prob",
+        rule: str = "max-prob",
         shortlist: Any = None,
         context: int = 64,
         repeats: int = 15,
@@ -116,79 +117,82 @@ class ExitCosts:
         unembed: list[str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> ExitCosts:
-        """Seconds on this machine, timed through the code that generates.
+        """Costs in seconds on this machine, measured through the code that generates.
 
         Args:
             model: a Hugging Face language model.
-            batch: rows.
+            batch: number of rows.
             rule: of the checks, see `EarlyExit`.
             shortlist: of the checks, see `EarlyExit`.
-            context: how many tokens stand before those that are timed.
-            repeats: how often each part is timed; the fastest counts, since what else a machine does only adds.
+            context: number of tokens before those that are timed.
+            repeats: number of times that each part is timed; the fastest counts, since other work on the machine only adds.
             layers: see `EarlyExit`.
             unembed: see `EarlyExit`.
-            clock: what says the time. On a CPU that others use too, with one thread, `time.thread_time` leaves out what they
-                take.
+            clock: returns the time in seconds. On a CPU that is shared with other programs, with one thread,
+                `time.thread_time` leaves out their time.
         """
-        _check(batch, shortlist)
-
-        return ExitCosts(**timed_costs(model, batch, rule, shortlist, context, repeats, layers, unembed, clock))
+        rule_class = exit_rule(rule)
+        _check_counts(batch, shortlist)
+        ids = None if shortlist is None else torch.as_tensor(shortlist)
+        split_model, lens = open_for_early_exit(model, layers, unembed)
+        timed_rule = rule_class(rule_class.unreachable, ids)
+        return ExitCosts(**timed_costs(split_model, lens, timed_rule, batch, context, repeats, clock))
 
     def full(self) -> float:
-        """A step of the whole model."""
+        """The cost of a step of the full model."""
         n = self.batch
         return self.start + self.blocks * (self.block + n * self.block_token) + self.head + n * self.head_token
 
-    def stretch(self, blocks: int, gone: float) -> float:
-        """Some blocks in a row, where that share of tokens has exited below.
+    def segment(self, blocks: int, exited: float) -> float:
+        """The cost of some consecutive blocks, where this fraction of tokens has exited below.
 
-        Weights are read when any row comes; every token runs through in the end, with those that come later.
+        Weights are read when any row runs through; every token runs through in the end, with a later one.
         """
-        return blocks * (self.block * (1 - gone**self.batch) + self.block_token * self.batch)
+        return blocks * (self.block * (1 - exited**self.batch) + self.block_token * self.batch)
 
-    def asked(self, gone: float, then: float) -> float:
-        """A check, and what follows from it.
+    def checked(self, exited: float, exited_after: float) -> float:
+        """The cost of a check, of the unembedding of the tokens that exit at it, and of the further pass that it may cause.
 
         Args:
-            gone: share of tokens that exited before it.
-            then: share that has exited after it.
+            exited: fraction of tokens that exited before the check.
+            exited_after: fraction of tokens that have exited after it.
         """
         n = self.batch
-        cost = self.check * (1 - gone**n) + self.check_token * n * (1 - gone)
+        cost = self.check * (1 - exited**n) + self.check_token * n * (1 - exited)
         if not self.full_check:
-            exits = then - gone
+            exits = exited_after - exited
             cost += self.head * (1 - (1 - exits) ** n) + self.head_token * n * exits
-        # Another pass, if some row goes on, unless all do and nothing waits for them there.
-        return cost + self.again * max(0.0, (1 - then**n) - (1 - then) ** (2 * n))
+        # A further pass where some row continues, unless all rows do and have no pending tokens.
+        return cost + self.again * max(0.0, (1 - exited_after**n) - (1 - exited_after) ** (2 * n))
 
-    def last(self, gone: float) -> float:
-        """The unembedding of those that come to the end."""
-        return self.head * (1 - gone**self.batch) + self.head_token * self.batch * (1 - gone)
+    def last_unembed(self, exited: float) -> float:
+        """The cost of the unembedding after the last block, where this fraction of tokens has exited below."""
+        return self.head * (1 - exited**self.batch) + self.head_token * self.batch * (1 - exited)
 
-    def step(self, at: tuple[int, ...], gone: dict[int, float]) -> float:
-        """An expected step with checks.
+    def step(self, at: tuple[int, ...], exited: dict[int, float]) -> float:
+        """The expected cost of a step with checks.
 
         Args:
             at: layers of the checks, ascending.
-            gone: for each of them, the share of tokens that are sure at it or below.
+            exited: for each of them, the fraction of tokens that have exited at it or below.
         """
-        cost, before, share = self.start, 0, 0.0
+        cost, before, fraction = self.start, 0, 0.0
         for layer in at:
-            cost += self.stretch(layer - before, share) + self.asked(share, gone[layer])
-            before, share = layer, gone[layer]
-        return cost + self.stretch(self.blocks - before, share) + self.last(share)
+            cost += self.segment(layer - before, fraction) + self.checked(fraction, exited[layer])
+            before, fraction = layer, exited[layer]
+        return cost + self.segment(self.blocks - before, fraction) + self.last_unembed(fraction)
 
 
 @named
 @dataclass(frozen=True)
 class ExitPlan:
-    """Which layers are asked, and what is promised.
+    """The layers at which checks are made, and the speed-up that is expected of them.
 
     Attributes:
-        at: the layers: counts of blocks that have run.
-        speedup: a step of the whole model over an expected step, by these costs.
-        exits: share of tokens that are expected to leave at each of `at`, and after the last block.
-        costs: what was counted with.
+        at: the layers: numbers of blocks that have run.
+        speedup: cost of a step of the full model over the expected cost of a step.
+        exits: fraction of tokens that are expected to exit at each of `at`, and after the last block.
+        costs: the costs of the parts of a step.
     """
 
     at: tuple[int, ...]
@@ -197,46 +201,49 @@ class ExitPlan:
     costs: ExitCosts
 
     def __str__(self) -> str:
-        shares = ", ".join(f"{share:.0%} after block {layer}" for layer, share in self.exits.items())
-        return f"checks at {self.at}: {self.speedup:.2f} times as fast is expected; exits {shares}"
+        exits = ", ".join(f"{fraction:.0%} after block {layer}" for layer, fraction in self.exits.items())
+        return f"checks at {self.at}: {self.speedup:.2f} times as fast is expected; exits {exits}"
 
 
-def plan_for(costs: ExitCosts, gone: list[float], min_layer: int = 1, at: tuple[int, ...] | None = None) -> ExitPlan:
-    """The cheapest layers to ask at, or what given ones cost.
+def plan_for(costs: ExitCosts, exited: list[float], min_layer: int = 1, at: tuple[int, ...] | None = None) -> ExitPlan:
+    """The cheapest set of layers for checks, or the plan for given layers.
 
-    The expected cost is a sum over neighbouring checks, so that a dynamic programme over layers finds the best of all subsets.
+    The expected cost is a sum over neighbouring checks, so dynamic programming over layers finds the best of all subsets.
 
     Args:
-        costs: of a step.
-        gone: for each block, the share of tokens that are sure after it or after one below. A token that is sure is taken to
-            stay sure: it then leaves at the first check above.
-        min_layer: no check below.
+        costs: of the parts of a step.
+        exited: for each block, the fraction of tokens whose rule is met after it or after a block below. A token whose rule is
+            met is assumed to meet it at all layers above, and exits at the next check.
+        min_layer: lowest layer of a check.
         at: the layers, where they are given.
     """
-    shares = {0: 0.0} | dict(enumerate(gone, 1))
+    fractions = {0: 0.0} | dict(enumerate(exited, 1))
     if at is None:
         best: dict[int, tuple[float, tuple[int, ...]]] = {0: (costs.start, ())}
         for layer in range(max(1, min_layer), costs.blocks):
             best[layer] = min(
                 (
-                    cost + costs.stretch(layer - below, shares[below]) + costs.asked(shares[below], shares[layer]),
+                    cost + costs.segment(layer - below, fractions[below]) + costs.checked(fractions[below], fractions[layer]),
                     (*chosen, layer),
                 )
                 for below, (cost, chosen) in best.items()
             )
         _, at = min(
-            (cost + costs.stretch(costs.blocks - layer, shares[layer]) + costs.last(shares[layer]), chosen)
+            (
+                cost + costs.segment(costs.blocks - layer, fractions[layer]) + costs.last_unembed(fractions[layer]),
+                chosen,
+            )
             for layer, (cost, chosen) in best.items()
         )
     exits, before = {}, 0.0
     for layer in at:
-        exits[layer], before = shares[layer] - before, shares[layer]
+        exits[layer], before = fractions[layer] - before, fractions[layer]
     exits[costs.blocks] = 1.0 - before
-    return ExitPlan(at, costs.full() / costs.step(at, shares), exits, costs)
+    return ExitPlan(at, costs.full() / costs.step(at, fractions), exits, costs)
 
 
-def shares_of(curve: Any, threshold: float, blocks: int) -> list[float]:
-    """For each block, the share of positions that an `ExitCurve` saw to be sure after it or below.
+def exited_fractions(curve: Any, threshold: float, blocks: int) -> list[float]:
+    """For each block, the fraction of positions that an `ExitCurve` measured to exit after it or below.
 
     Raises:
         LayersimError: the curve is of another model, or was not measured at this threshold.
@@ -245,18 +252,18 @@ def shares_of(curve: Any, threshold: float, blocks: int) -> list[float]:
     if not isinstance(exits, torch.Tensor) or exits.shape[-1] != blocks:
         shape = f" of {exits.shape[-1]} layers" if isinstance(exits, torch.Tensor) else ""
         raise LayersimError(
-            "This is no exit curve of this model.",
+            "`curve` is not an exit curve of this model.",
             given=f"{type(curve).__name__}{shape}",
             expected=f"the result of ExitCurve on this model, of {blocks} layers",
             do='curve=analyze(model, data, [ExitCurve()])["exit_curve"]',
         )
     counts = curve.at(threshold).exits
-    shares = (counts.cumsum(0) / counts.sum()).tolist()
-    return [*shares[:-1], 0.0]
+    fractions = (counts.cumsum(0) / counts.sum()).tolist()
+    return [*fractions[:-1], 0.0]
 
 
-def spread(costs: ExitCosts, min_layer: int) -> tuple[int, ...]:
-    """Layers to ask at where nothing is known: evenly spread, few enough to cost at most a sixth of the model, at most four."""
+def evenly_spread(costs: ExitCosts, min_layer: int) -> tuple[int, ...]:
+    """Evenly spread layers for checks: at most four, which cost at most a sixth of the model, and at least one."""
     span = costs.blocks - max(1, min_layer)
     if span <= 0:
         return ()
@@ -268,7 +275,7 @@ def spread(costs: ExitCosts, min_layer: int) -> tuple[int, ...]:
 
 
 def warn_if_slower(plan: ExitPlan) -> None:
-    """Say so where asking is expected to cost more than it saves."""
+    """Warn where checks are expected to cost more time than they save."""
     if plan.speedup < 1 and plan.at:
         warn(
             f"Checks at {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a check is an "
@@ -276,13 +283,13 @@ def warn_if_slower(plan: ExitPlan) -> None:
         )
 
 
-def _check(batch: int, shortlist: Any) -> None:
-    """Refuse rows and candidates that cannot be counted."""
+def _check_counts(batch: int, shortlist: Any) -> None:
+    """Refuse a batch size and a shortlist whose costs cannot be counted."""
     if batch < 1:
         raise LayersimError("`batch` must be at least 1.", given=f"batch={batch}", expected="a number of rows", do="batch=1")
     if shortlist is not None and (isinstance(shortlist, str) or not hasattr(shortlist, "__len__") or not len(shortlist)):
         raise LayersimError(
-            "`shortlist` is no list of token ids.",
+            "`shortlist` must be a list of token ids.",
             given=f"shortlist={brief(shortlist)}",
             expected="token ids",
             do="frequent_tokens(model, texts, 1000)",

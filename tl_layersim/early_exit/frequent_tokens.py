@@ -1,4 +1,4 @@
-"""The tokens that are said most often."""
+"""The most frequent tokens of a data set, as a shortlist for checks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..core.errors import LayersimError
 from ..core.typed import brief, typed
 from ..data.batches import Batches
 from ..data.options import DataOptions
-from .supported_models import opened
+from .supported_models import open_for_early_exit
 
 
 @typed
 def frequent_tokens(model: Any, data: Any, size: int, *, max_tokens: int | None = 100_000, column: str | None = None) -> Any:
-    """The most frequent token ids of data, as a shortlist for checks.
+    """The most frequent token ids of a data set, as a shortlist for the checks of `EarlyExit`.
 
     Args:
-        model: whose tokenizer and vocabulary apply.
+        model: its tokenizer and vocabulary apply.
         data: as in `analyze`.
-        size: how many ids at most.
-        max_tokens: stop after so many tokens.
+        size: maximum number of ids.
+        max_tokens: stop after this many tokens.
         column: see `analyze`.
 
     Returns:
@@ -34,10 +34,10 @@ def frequent_tokens(model: Any, data: Any, size: int, *, max_tokens: int | None 
     """
     if size < 1:
         raise LayersimError("`size` must be at least 1.", given=f"size={size}", expected="1 or more", do="size=1000")
-    half, _ = opened(model, None, None)
-    batches = Batches(data, half.model, DataOptions(batch_size=64, max_tokens=max_tokens, column=column))
-    found = [batch.tokens[batch.attention] for batch in batches]
-    if not found:
+    split_model, _ = open_for_early_exit(model, None, None)
+    batches = Batches(data, split_model.model, DataOptions(batch_size=64, max_tokens=max_tokens, column=column))
+    tokens = [batch.tokens[batch.attention] for batch in batches]
+    if not tokens:
         raise LayersimError("`data` is empty.", given=brief(data), expected="texts or tokens", do="one text or more")
-    counts = torch.cat(found).bincount()
+    counts = torch.cat(tokens).bincount()
     return counts.topk(min(size, int((counts > 0).sum()))).indices

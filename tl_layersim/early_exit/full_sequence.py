@@ -1,4 +1,4 @@
-"""Whole rows at once, without a cache: each position leaves at the first check that is sure of it."""
+"""Full-sequence forward passes with early exit, without a cache: each position exits at the first check that it passes."""
 
 from __future__ import annotations
 
@@ -13,137 +13,151 @@ from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.split_model import Enough, LocalSplitModel
 from ..models.unembed import Unembed
+from .exit_check import ExitCheck
 from .generation import Counts, entered
-from .rules import ConfidenceCheck, Rule
+from .rules.base import ExitRule
 from .supported_models import no_cache
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a model is given.
+    """The inputs of a full-sequence forward pass.
 
     Attributes:
-        inputs: arguments of its forward by name, each with one entry for each row.
-        asked: `row pos`, which positions are read; a classifier of rows reads one of each.
-        causal: whether positions know nothing of those behind them, so that rows may be cut there.
+        inputs: arguments of the model's forward by name, each with one entry per row.
+        positions: `row pos`, True where logits are computed; one position per row for a classifier of rows.
+        causal: whether a position does not depend on later ones, so that rows may be shortened at the end.
     """
 
     inputs: dict[str, Tensor]
-    asked: Tensor
+    positions: Tensor
     causal: bool
 
     def part(self, rows: Tensor, length: int) -> dict[str, Tensor]:
         """The arguments for some rows, up to a position."""
-        cut = self.causal and length < self.asked.shape[1]
+        cut = self.causal and length < self.positions.shape[1]
         return {name: x[rows, :length] if cut else x[rows] for name, x in self.inputs.items()}
 
 
 class FullSequence:
-    """A forward pass from which rows and positions leave.
+    """A forward pass in which positions exit at checks, and rows are dropped or shortened when their positions have exited.
 
     Args:
-        half: the model.
-        unembed: the lens.
-        ends: counts of blocks after which is asked; the last is all blocks.
-        rule: what is asked.
-        forced: `row pos`, at which of these checks (counted from 0) a position leaves whatever the rule says; for a self-check.
+        split_model: the model.
+        unembed: its final norm and head.
+        ends: numbers of blocks after which positions may exit; the last is the number of all blocks.
+        rule: the exit rule; None where `forced` gives all exits or `ends` has no check.
+        forced: `row pos`, the index in `ends` at which each position exits, for verification.
     """
 
     def __init__(
-        self, half: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...], rule: Rule, forced: Tensor | None = None
+        self,
+        split_model: LocalSplitModel,
+        unembed: Unembed,
+        ends: tuple[int, ...],
+        rule: ExitRule | None = None,
+        forced: Tensor | None = None,
     ) -> None:
-        self.half, self.unembed, self.ends, self.rule, self.forced = half, unembed, ends, rule, forced
+        self.split_model, self.unembed, self.ends, self.rule, self.forced = split_model, unembed, ends, rule, forced
         self.counts = Counts()
 
-    def __call__(self, given: Rows) -> tuple[Tensor, Tensor]:
-        """Logits `row pos vocabulary` and exits `row pos`, both 0 where nothing was asked."""
-        self.given = given
-        self.left = given.asked.clone()
-        self.exits = torch.zeros(self.left.shape, dtype=torch.int64)
+    def __call__(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Logits `row pos vocabulary` and exits `row pos` (number of blocks), both 0 where `rows.positions` is False."""
+        self.inputs = rows
+        self.running = rows.positions.clone()
+        self.exits = torch.zeros(self.running.shape, dtype=torch.int64)
         self.logits: Tensor | None = None
-        self.judge = ConfidenceCheck(self.rule, self.unembed, self.left.numel())
+        self.check = None if self.rule is None else ExitCheck(self.rule, self.unembed, self.running.numel())
         self.first_tokens = 0
-        self.rows, self.length = torch.arange(len(self.left), device=self.left.device), self.left.shape[1]
-        self.stage, self.hidden = 0, torch.empty(0)
+        self.rows, self.length = torch.arange(len(self.running), device=self.running.device), self.running.shape[1]
+        self.segment, self.hidden = 0, torch.empty(0)
         while len(self.rows):
-            self._run()
+            self._forward()
         assert self.logits is not None
         return self.logits, self.exits
 
-    def _run(self) -> None:
+    def _forward(self) -> None:
+        """One forward pass of the current rows from the current segment on."""
         self.stopped = False
         self.counts.passes += 1
-        options: dict[str, Any] = {**self.given.part(self.rows, self.length), **no_cache(self.half)}
+        options: dict[str, Any] = {**self.inputs.part(self.rows, self.length), **no_cache(self.split_model)}
         with ExitStack() as stack:
-            for number in range(self.stage, len(self.ends)):
-                handle = self.half.blocks[self.ends[number] - 1].register_forward_hook(self._hook(number), with_kwargs=True)
+            for number in range(self.segment, len(self.ends)):
+                block = self.split_model.blocks[self.ends[number] - 1]
+                handle = block.register_forward_hook(self._hook(number), with_kwargs=True)
                 stack.callback(handle.remove)
-            if self.stage:
+            if self.segment:
                 x = self.hidden
-                stack.enter_context(entered(self.half, self.ends[self.stage - 1], x))
+                stack.enter_context(entered(self.split_model, self.ends[self.segment - 1], x))
             with suppress(Enough):
-                self.half.module(**options)
+                self.split_model.module(**options)
         if not self.stopped:
             raise LayersimError(
-                f"The forward pass of {self.half.model.name} did not come to block {self.ends[self.stage] - 1}.",
-                given=type(self.half.module).__name__,
+                f"The forward pass of {self.split_model.model.name} did not reach block {self.ends[self.segment] - 1}.",
+                given=type(self.split_model.module).__name__,
                 expected="each block to run once, in order, as a module of its own",
                 do="layers=[...] names the right blocks",
             )
 
     def _hook(self, number: int) -> Any:
+        """The forward hook of the last block of a segment."""
+
         def reached(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._reached(number, first_tensor((*args, *kwargs.values())), first_tensor(output))
 
         return reached
 
-    def _reached(self, number: int, entered: Tensor, hidden: Tensor) -> None:
+    def _reached(self, number: int, entering: Tensor, hidden: Tensor) -> None:
+        """Let positions exit at the end of a segment; stop the forward pass if rows can be dropped or shortened."""
         length = self.ends[number] - (self.ends[number - 1] if number else 0)
         self.counts.blocks += length
         if not self.first_tokens:
             self.first_tokens = hidden.shape[0] * hidden.shape[1]
         self.counts.tokens += length * hidden.shape[0] * hidden.shape[1]
         last = number + 1 == len(self.ends)
-        open_now = self.left[self.rows, : self.length]
-        # Vision models run more positions than the one that is read.
-        hidden, all_of_it = hidden[:, : self.length], hidden
-        x = hidden[open_now]
-        which = torch.arange(self.left.numel(), device=self.left.device).reshape(self.left.shape)
-        which = which[self.rows, : self.length][open_now]
+        running = self.running[self.rows, : self.length]
+        # Vision models run more positions than the one that is classified.
+        hidden, full_hidden = hidden[:, : self.length], hidden
+        x = hidden[running]
+        index = torch.arange(self.running.numel(), device=self.running.device).reshape(self.running.shape)
+        index = index[self.rows, : self.length][running]
         logits: Tensor | None = None
         if last:
-            sure = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            exits = torch.ones(len(x), dtype=torch.bool, device=x.device)
         else:
             self.counts.checks += len(x)
-            sure, logits = self._ask(number, x, entered[:, : self.length][open_now], which)
-        self._leave(self.ends[number], which[sure], self.unembed(x[sure]) if logits is None else logits[sure])
+            exits, logits = self._decide(number, x, entering[:, : self.length][running], index)
+        self._exit(self.ends[number], index[exits], self.unembed(x[exits]) if logits is None else logits[exits])
         if last:
             self.rows, self.stopped = self.rows[:0], True
             raise Enough
-        self._go_on(number, all_of_it)
+        self._continue(number, full_hidden)
 
-    def _ask(self, number: int, x: Tensor, entering: Tensor, which: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _decide(self, number: int, x: Tensor, entering: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Which tokens exit, and their logits where the check computed them."""
         if self.forced is not None:
-            return (self.forced.flatten()[which] == number), None
-        return self.judge(x, entering, which)
+            return (self.forced.flatten()[index] == number), None
+        assert self.check is not None
+        return self.check(x, entering, index)
 
-    def _leave(self, layer: int, which: Tensor, logits: Tensor) -> None:
+    def _exit(self, layer: int, index: Tensor, logits: Tensor) -> None:
+        """Store the logits and the exit of the positions that exit."""
         if self.logits is None:
-            self.logits = logits.new_zeros(*self.left.shape, logits.shape[-1])
-        self.logits.view(-1, logits.shape[-1])[which] = logits
-        self.left.view(-1)[which] = False
-        self.exits.view(-1)[which.cpu()] = layer
+            self.logits = logits.new_zeros(*self.running.shape, logits.shape[-1])
+        self.logits.view(-1, logits.shape[-1])[index] = logits
+        self.running.view(-1)[index] = False
+        self.exits.view(-1)[index.cpu()] = layer
 
-    def _go_on(self, number: int, hidden: Tensor) -> None:
-        """Drop rows that have nothing left, and what stands behind the last position that has."""
-        left = self.left[self.rows, : self.length]
-        on = left.any(1)
+    def _continue(self, number: int, hidden: Tensor) -> None:
+        """Drop rows in which every position has exited, and the positions after the last running one of a causal model."""
+        running = self.running[self.rows, : self.length]
+        continuing = running.any(1)
         length = self.length
-        if self.given.causal and bool(on.any()):
-            length = int(left.any(0).nonzero().max()) + 1
-        self.stage = number + 1
-        if bool(on.all()) and length == self.length:
+        if self.inputs.causal and bool(continuing.any()):
+            length = int(running.any(0).nonzero().max()) + 1
+        self.segment = number + 1
+        if bool(continuing.all()) and length == self.length:
             return
-        self.hidden = hidden[on, :length] if self.given.causal else hidden[on]
-        self.rows, self.length, self.stopped = self.rows[on], length, True
+        self.hidden = hidden[continuing, :length] if self.inputs.causal else hidden[continuing]
+        self.rows, self.length, self.stopped = self.rows[continuing], length, True
         raise Enough

@@ -1,8 +1,8 @@
-"""Rows of tokens that grow, each run as deep as it has to be.
+"""Cached decoding in which each row of a batch runs only as many blocks as its newest token needs.
 
-A token that exits has no keys and values above. They are not made up: what would have entered the next block is kept, and the
-upper blocks run on it when a later token of that row goes deeper, in one pass with that token. So what is in the cache is what
-the whole model would have put there.
+A token that exits early has no keys and values in the blocks above its exit. They are not approximated: the residual that would
+enter the next block is kept as pending, and the upper blocks run on it in the same forward pass as the first later token of its
+row that runs deeper. The cache therefore holds what the full model would have put there.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from ..models.block_call import first_tensor
 from ..models.split_model import Enough, LocalSplitModel
 from .cache import ColumnCache, Columns, grown
 
-# From a layer, the numbers of the rows that ran up to it, and `row d_model` of their newest tokens (what left its last block
-# and what entered it), to the numbers of those that go on.
+# Called at the end of a segment with the number of blocks that have run, the rows that ran them, and `row d_model` of their
+# newest tokens (leaving and entering the last of these blocks). Returns the rows that continue.
 Decide = Callable[[int, list[int], Tensor, Tensor], list[int]]
+# Columns that a cache has room for beyond the prompt at first.
 ROOM = 256
 
 
 @contextmanager
-def entered(half: LocalSplitModel, layer: int, x: Tensor) -> Iterator[None]:
-    """`LocalSplitModel.entered`, where others' hooks on the block below have seen, and perhaps changed, `x` before."""
-    below = vars(half.blocks[layer - 1])
+def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[None]:
+    """`LocalSplitModel.entered` without the forward hooks of the block below, which have already been applied to `x`."""
+    below = vars(split_model.blocks[layer - 1])
     hooks = below["_forward_hooks"]
     below["_forward_hooks"] = OrderedDict()
     try:
-        with half.entered(layer, lambda _: x):
+        with split_model.entered(layer, lambda _: x):
             yield
     finally:
         below["_forward_hooks"] = hooks
 
 
 class Counts:
-    """What really ran.
+    """Numbers of block calls, tokens, forward passes and checks of one run.
 
     Attributes:
-        blocks: calls of blocks, whatever they were given.
+        blocks: block calls, whatever the number of tokens in each.
         tokens: tokens run through blocks, summed over blocks.
-        passes: forward passes that were started.
-        checks: tokens asked at checks.
+        passes: forward passes started.
+        checks: tokens evaluated at checks.
     """
 
     def __init__(self) -> None:
@@ -55,143 +56,157 @@ class Counts:
 
 
 class Decoding:
-    """The state of some rows: their tokens, how far each has run at each depth, keys, values, and what waits between.
+    """The state of the rows of a batch: their tokens, the depth that each token has reached, the cache and pending residuals.
+
+    A segment is a run of consecutive blocks between two checks.
 
     Args:
-        half: the model.
-        ends: counts of blocks after which is decided who goes on; the last is all blocks.
+        split_model: the model.
+        ends: for each segment, the number of blocks up to its end; the last is the number of all blocks.
         tokens: `row column`, padded on the left.
-        attended: `row column`, which of them are no padding; None if all are.
-        room: how many columns are to be expected.
+        attended: `row column`, False at padding; None where no row is padded.
+        room: expected number of columns.
+
+    Attributes:
+        counts: numbers of block calls, tokens and passes so far.
     """
 
     def __init__(
-        self, half: LocalSplitModel, ends: tuple[int, ...], tokens: Tensor, attended: Tensor | None, room: int, counts: Counts
+        self,
+        split_model: LocalSplitModel,
+        ends: tuple[int, ...],
+        tokens: Tensor,
+        attended: Tensor | None,
+        room: int,
     ) -> None:
-        self.half, self.ends, self.counts = half, ends, counts
+        self.split_model, self.ends, self.counts = split_model, ends, Counts()
         self.tokens, self.attended = tokens, attended
         self.pads = None if attended is None else (~attended).sum(1)
-        self.ran = [[0] * len(tokens) for _ in ends]
-        self.cache = ColumnCache(len(half.blocks), len(tokens), min(room, tokens.shape[1] + ROOM))
-        self.waiting: list[Tensor | None] = [None for _ in ends]
-        parameters = inspect.signature(type(half.module).forward).parameters
+        # For each segment and row, the number of columns that have run through it.
+        self.columns_run = [[0] * len(tokens) for _ in ends]
+        self.cache = ColumnCache(len(split_model.blocks), len(tokens), min(room, tokens.shape[1] + ROOM))
+        # For each segment, the residuals `row column d_model` that enter it.
+        self.pending: list[Tensor | None] = [None for _ in ends]
+        parameters = inspect.signature(type(split_model.module).forward).parameters
         self.positions = "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def append(self, new: Tensor) -> None:
-        """One more token `row` in each row."""
+        """Append one token to each row; `new` is `row`."""
         self.tokens = torch.cat([self.tokens, new[:, None]], 1)
         if self.attended is not None:
             self.attended = torch.cat([self.attended, torch.ones_like(new[:, None], dtype=torch.bool)], 1)
 
     def keep(self, rows: list[int]) -> None:
-        """Forget all other rows."""
+        """Keep these rows and drop all others."""
         index = torch.tensor(rows, device=self.tokens.device)
         self.tokens = self.tokens[index]
         if self.attended is not None and self.pads is not None:
             self.attended, self.pads = self.attended[index], self.pads[index]
-        self.ran = [[ran[row] for row in rows] for ran in self.ran]
+        self.columns_run = [[columns[row] for row in rows] for columns in self.columns_run]
         self.cache.keep(index)
-        self.waiting = [None if x is None else x.index_select(0, index) for x in self.waiting]
+        self.pending = [None if x is None else x.index_select(0, index) for x in self.pending]
 
     @contextmanager
     def watched(self, decide: Decide) -> Iterator[Callable[[], None]]:
-        """Hooks on the last blocks of all stretches; what is yielded runs the newest tokens of all rows."""
-        stretch = _Stretch(self, decide)
+        """Register forward hooks on the last block of each segment; the yielded function runs the newest token of all rows."""
+        step = _Step(self, decide)
         handles = [
-            self.half.blocks[end - 1].register_forward_hook(stretch.hook(number), with_kwargs=True)
+            self.split_model.blocks[end - 1].register_forward_hook(step.hook(number), with_kwargs=True)
             for number, end in enumerate(self.ends)
         ]
         try:
-            yield stretch.step
+            yield step.run
         finally:
             for handle in handles:
                 handle.remove()
 
 
-class _Stretch:
-    """Forward passes over a `Decoding`: each begins at one end and goes on until some rows stop."""
+class _Step:
+    """The forward passes of one decoding step: each starts at a segment and runs until some rows stop."""
 
     def __init__(self, state: Decoding, decide: Decide) -> None:
         self.state, self.decide = state, decide
         self.rows: list[int] = []
-        self.stage = 0
-        self.before: list[int] = []
-        self.part = Columns(None, 0, 0)
+        self.segment = 0
+        self.first_columns: list[int] = []
+        self.columns = Columns(None, 0, 0)
         self.stopped = False
 
-    def step(self) -> None:
-        """Run the newest token of all rows, and what waits for it."""
-        self.rows, self.stage = list(range(len(self.state.tokens))), 0
+    def run(self) -> None:
+        """Run the newest token of all rows, and the pending tokens of those that run deeper."""
+        self.rows, self.segment = list(range(len(self.state.tokens))), 0
         while self.rows:
-            self._run()
+            self._forward()
 
-    def _run(self) -> None:
+    def _forward(self) -> None:
+        """One forward pass of the current rows from the current segment on."""
         state = self.state
         end = state.tokens.shape[1]
-        self.before = [state.ran[self.stage][row] for row in self.rows]
-        start = min(self.before)
-        whole = len(self.rows) == len(state.tokens)
-        ragged = self.before if max(self.before) > start else None
-        self.part = part = Columns(None if whole else self.rows, start, end, ragged, state.tokens.device)
-        state.cache.part = part
+        self.first_columns = [state.columns_run[self.segment][row] for row in self.rows]
+        start = min(self.first_columns)
+        all_rows = len(self.rows) == len(state.tokens)
+        ragged = self.first_columns if max(self.first_columns) > start else None
+        self.columns = columns = Columns(None if all_rows else self.rows, start, end, ragged, state.tokens.device)
+        state.cache.columns = columns
         options: dict[str, Any] = {"past_key_values": state.cache, "use_cache": True}
         if state.attended is not None and state.pads is not None:
-            options["attention_mask"] = part.take(state.attended).long()
+            options["attention_mask"] = columns.take(state.attended).long()
             if state.positions:
-                pads = state.pads if whole else state.pads[self.rows]
-                columns = torch.arange(start, end, device=pads.device)
-                options["position_ids"] = (columns - pads[:, None]).clamp(min=0)
+                pads = state.pads if all_rows else state.pads[self.rows]
+                numbers = torch.arange(start, end, device=pads.device)
+                options["position_ids"] = (numbers - pads[:, None]).clamp(min=0)
         self.stopped = False
         state.counts.passes += 1
-        ids = part.take(state.tokens, start)
+        ids = columns.take(state.tokens, start)
         with suppress(Enough):
-            if self.stage == 0:
-                state.half.module(input_ids=ids, **options)
+            if self.segment == 0:
+                state.split_model.module(input_ids=ids, **options)
             else:
-                waiting = state.waiting[self.stage]
-                assert waiting is not None
-                x = part.take(waiting, start)
-                with entered(state.half, state.ends[self.stage - 1], x):
-                    state.half.module(input_ids=ids, **options)
+                pending = state.pending[self.segment]
+                assert pending is not None
+                x = columns.take(pending, start)
+                with entered(state.split_model, state.ends[self.segment - 1], x):
+                    state.split_model.module(input_ids=ids, **options)
         if not self.stopped:
             raise LayersimError(
-                f"The forward pass of {state.half.model.name} did not come to block {state.ends[self.stage] - 1}.",
-                given=type(state.half.module).__name__,
-                expected="each block to run once, in order, as a module of its own; a compiled graph runs past their hooks",
+                f"The forward pass of {state.split_model.model.name} did not reach block {state.ends[self.segment] - 1}.",
+                given=type(state.split_model.module).__name__,
+                expected="each block to run once, in order, as a module of its own; a compiled graph skips the hooks of blocks",
                 do="the model before torch.compile; layers=[...] names the right blocks",
             )
 
     def hook(self, number: int) -> Callable[[nn.Module, Any, Any, Any], None]:
-        """What is done when the last block of a stretch has run."""
+        """The forward hook of the last block of a segment."""
 
         def reached(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            # Blocks that only hand on are called too.
-            if number < self.stage:
+            # Blocks below the entered layer are called too, and return their input.
+            if number < self.segment:
                 return
             self._reached(number, first_tensor((*args, *kwargs.values())), first_tensor(output))
 
         return reached
 
-    def _reached(self, number: int, entered: Tensor, hidden: Tensor) -> None:
-        state, part = self.state, self.part
-        ran = state.ran[number]
+    def _reached(self, number: int, entering: Tensor, hidden: Tensor) -> None:
+        """Decide at the end of a segment which rows continue; stop the forward pass unless all of them can."""
+        state, columns = self.state, self.columns
         for row in self.rows:
-            ran[row] = part.end
+            state.columns_run[number][row] = columns.end
         length = state.ends[number] - (state.ends[number - 1] if number else 0)
         state.counts.blocks += length
         state.counts.tokens += length * hidden.shape[0] * hidden.shape[1]
-        on = self.decide(state.ends[number], self.rows, hidden[:, -1], entered[:, -1])
+        continuing = self.decide(state.ends[number], self.rows, hidden[:, -1], entering[:, -1])
         if number + 1 == len(state.ends):
             self.rows, self.stopped = [], True
             raise Enough
-        self.stage = number + 1
-        above = state.ran[self.stage]
-        if len(on) == len(self.rows) and all(above[row] == first for row, first in zip(self.rows, self.before, strict=True)):
-            # All go on and nothing waits here: so does this pass.
+        self.segment = number + 1
+        above = state.columns_run[self.segment]
+        none_pending = all(above[row] == first for row, first in zip(self.rows, self.first_columns, strict=True))
+        if len(continuing) == len(self.rows) and none_pending:
+            # All rows continue with the tokens of this pass, so the pass itself goes on.
             return
-        waiting = state.waiting[self.stage]
-        waiting = state.cache.room_for(hidden) if waiting is None else waiting
-        state.waiting[self.stage] = waiting = grown(waiting, part.end)
-        part.put(waiting, hidden)
-        self.rows, self.stopped = on, True
+        pending = state.pending[self.segment]
+        pending = state.cache.room_for(hidden) if pending is None else pending
+        state.pending[self.segment] = pending = grown(pending, columns.end)
+        columns.put(pending, hidden)
+        self.rows, self.stopped = continuing, True
         raise Enough

@@ -1,4 +1,4 @@
-"""What a generation or a reading with early exit gives."""
+"""Results of generation and of full-sequence forward passes with early exit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..core.typed import named
 @named
 @dataclass(frozen=True, eq=False, repr=False)
 class Generated:
-    """What `EarlyExit.generate` gives.
+    """The text that `EarlyExit.generate` wrote, the exit of each token, and the work that was done.
 
     Attributes:
         tokens: for each row, its new token ids, `token`.
         texts: for each row, its new text; empty where there is no tokenizer.
-        exits: for each row and new token, how many blocks had run when it was chosen, `token`.
-        layers: how many blocks the model has.
-        steps: how often every row got a token.
-        block_calls: calls of blocks: how often a block's weights were read. The whole model makes `layers * steps`.
-        block_tokens: tokens that ran through blocks, summed over blocks, prompts and padding included.
-        full_block_tokens: the same of the whole model.
-        passes: forward passes that were started, whole or in part.
-        checks: how often a token was asked whether it is sure.
+        exits: for each row and new token, the number of blocks that had run when the token was chosen, `token`.
+        layers: number of blocks of the model.
+        steps: number of decoding steps; each gives every unfinished row one token.
+        block_calls: number of block calls, each of which reads the weights of a block. The full model makes `layers * steps`.
+        block_tokens: tokens run through blocks, summed over blocks, prompts and padding included.
+        full_block_tokens: the same for the full model.
+        passes: forward passes started, complete or partial.
+        checks: tokens evaluated at checks, summed over checks.
     """
 
     tokens: tuple[Tensor, ...]
@@ -40,41 +40,41 @@ class Generated:
 
     @property
     def mean_exit(self) -> float:
-        """Blocks that had run when a token was chosen, on average over tokens."""
+        """Mean over new tokens of the number of blocks that had run when the token was chosen."""
         count = sum(len(row) for row in self.exits)
         return sum(int(row.sum()) for row in self.exits) / max(1, count)
 
     @property
     def share_of_blocks(self) -> float:
-        """Calls of blocks over those of the whole model: what a machine saves that waits for weights."""
+        """Block calls as a fraction of those of the full model: the time taken where reading weights is the bottleneck."""
         return self.block_calls / max(1, self.layers * self.steps)
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Tokens run through blocks over those of the whole model: what a machine saves that waits for arithmetic."""
+        """Tokens run through blocks as a fraction of the full model's: the time taken where arithmetic is the bottleneck."""
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
         new = sum(len(row) for row in self.tokens)
         return (
             f"Generated: {len(self.tokens)} {'row' if len(self.tokens) == 1 else 'rows'}, {new} new tokens, exits after "
-            f"{self.mean_exit:.2f} of {self.layers} blocks on average, {self.share_of_blocks:.0%} of the calls of blocks, "
-            f"{self.checks} checks"
+            f"{self.mean_exit:.2f} of {self.layers} blocks on average, {self.share_of_blocks:.0%} of the full model's block "
+            f"calls, {self.checks} checks"
         )
 
 
 @named
 @dataclass(frozen=True, eq=False, repr=False)
 class ExitLogits:
-    """What `EarlyExit.logits` gives.
+    """The logits that `EarlyExit.logits` computed, the exit of each position, and the work that was done.
 
     Attributes:
-        logits: `batch pos vocabulary`, or `batch classes` of a classifier; each from where it left. 0 at padding.
-        exits: `batch pos` or `batch`, after how many blocks that was; 0 at padding.
-        layers: how many blocks the model has.
-        block_tokens: positions that ran through blocks, summed over blocks.
-        full_block_tokens: the same of the whole model.
-        checks: how often a position was asked.
+        logits: `batch pos vocabulary`, or `batch classes` of a classifier; each of the layer at which it exited. 0 at padding.
+        exits: `batch pos` or `batch`, the number of blocks that had run. 0 at padding.
+        layers: number of blocks of the model.
+        block_tokens: positions run through blocks, summed over blocks.
+        full_block_tokens: the same for the full model.
+        checks: positions evaluated at checks, summed over checks.
     """
 
     logits: Tensor
@@ -86,11 +86,11 @@ class ExitLogits:
 
     @property
     def share_of_block_tokens(self) -> float:
-        """Positions run through blocks over those of the whole model."""
+        """Positions run through blocks as a fraction of those of the full model."""
         return self.block_tokens / max(1, self.full_block_tokens)
 
     def __repr__(self) -> str:
         return (
             f"ExitLogits: {tuple(self.logits.shape)}, exits after {float(self.exits[self.exits > 0].float().mean()):.2f} of "
-            f"{self.layers} blocks on average, {self.share_of_block_tokens:.0%} of the work in blocks"
+            f"{self.layers} blocks on average, {self.share_of_block_tokens:.0%} of the full model's tokens through blocks"
         )

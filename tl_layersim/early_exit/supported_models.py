@@ -1,4 +1,4 @@
-"""What can leave early: language models and classifiers of this process, as Hugging Face wrote them."""
+"""The models that early exit supports: Hugging Face language models and classifiers in this process, on one device."""
 
 from __future__ import annotations
 
@@ -18,114 +18,120 @@ from ..models.validation import need_stream
 from ..remote.open import open_source
 
 
-def opened(model: Any, layers: list[str] | None, unembed: list[str] | None) -> tuple[LocalSplitModel, Unembed]:
-    """A model's blocks and its lens.
+def open_for_early_exit(model: Any, layers: list[str] | None, unembed: list[str] | None) -> tuple[LocalSplitModel, Unembed]:
+    """The blocks of a model, as a split model, and its final norm and head.
 
     Raises:
-        LayersimError: its layers cannot be left out here.
+        LayersimError: early exit does not support the model.
     """
+    _refuse_other_libraries(model)
+    source = open_source(model, layers=layers, unembed=unembed)
+    if type(source) is not HookedSource:
+        raise LayersimError(
+            "`model` must be a Hugging Face model: early exit runs its own blocks, one after the other.",
+            given=type(model).__name__,
+            expected="a Hugging Face model, in this process",
+            do="EarlyExit of the model itself",
+        )
+    need_stream(source.model, "Early exit")
+    split_model = LocalSplitModel(source, source.model)
+    if split_model.source.unembed is None:
+        raise LayersimError(
+            "`model` has no head that is known, so its layers give no logits.",
+            given=type(model).__name__,
+            expected="a model with logits",
+            do=f"load it by {classes_with_head(type(model).__name__)}; or unembed=[paths of the final norm and the head]",
+        )
+    devices = {str(p.device) for p in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise LayersimError(
+            "`model` must be on one device.",
+            given=f"weights on {', '.join(sorted(devices))}",
+            expected="one device",
+            do="model.to('cuda'), or load it without device_map=",
+        )
+    if source.model.stream == "unknown":
+        with split_model.evaluating(), torch.no_grad(), source.settling():
+            split_model.module(**synthetic_inputs(split_model, 1, 6), **no_cache(split_model))
+        need_stream(source.model, "Early exit")
+    return split_model, split_model.source.unembed
+
+
+def _refuse_other_libraries(model: Any) -> None:
+    """Refuse models of nnsight and TransformerLens, whose blocks do not use the cache of transformers."""
     if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
         raise LayersimError(
-            "Early exit runs a model's own modules, and nnsight's handles are none.",
+            "`model` must be a Hugging Face model: early exit cannot run an nnsight envoy.",
             given=type(model).__name__,
             expected="the Hugging Face model inside it, in this process",
             do="EarlyExit(AutoModelForCausalLM.from_pretrained(name)): the same weights; a model on a server cannot exit early",
         )
     if is_transformer_lens(model):
         raise LayersimError(
-            "TransformerLens's models keep their own caches of keys and values.",
+            "`model` must be a Hugging Face model: TransformerLens keeps keys and values in a cache of its own.",
             given=type(model).__name__,
             expected="a Hugging Face model",
             do="EarlyExit(AutoModelForCausalLM.from_pretrained(name)): the same weights",
         )
-    source = open_source(model, layers=layers, unembed=unembed)
-    if type(source) is not HookedSource:
-        raise LayersimError(
-            "Early exit runs a model's own blocks, one after the other.",
-            given=type(model).__name__,
-            expected="a Hugging Face model, in this process",
-            do="EarlyExit of the model itself",
-        )
-    need_stream(source.model, "Early exit")
-    half = LocalSplitModel(source, source.model)
-    if half.source.unembed is None:
-        raise LayersimError(
-            "This model has no head that is known, so no layer can say anything.",
-            given=type(model).__name__,
-            expected="a model with logits",
-            do=f"load it by {classes_with_head(type(model).__name__)}; or unembed=[paths of the final norm and the head]",
-        )
-    places = {str(p.device) for p in model.parameters()}
-    if len(places) > 1 or "meta" in places:
-        raise LayersimError(
-            "Early exit needs a model in one place.",
-            given=f"weights on {', '.join(sorted(places))}",
-            expected="one device",
-            do="model.to('cuda'), or load it without device_map=",
-        )
-    if source.model.stream == "unknown":
-        with half.evaluating(), torch.no_grad(), source.settling():
-            half.module(**synthetic(half, 1, 6), **no_cache(half))
-        need_stream(source.model, "Early exit")
-    return half, half.source.unembed
 
 
-def takes_cache(half: LocalSplitModel) -> bool:
-    """Whether the model's forward takes keys and values of tokens that ran before."""
-    return "past_key_values" in inspect.signature(type(half.module).forward).parameters
+def takes_cache(split_model: LocalSplitModel) -> bool:
+    """Whether the model's forward takes keys and values of earlier tokens."""
+    return "past_key_values" in inspect.signature(type(split_model.module).forward).parameters
 
 
-def no_cache(half: LocalSplitModel) -> dict[str, bool]:
-    """What keeps the model from filling a cache of its own."""
-    return {"use_cache": False} if hasattr(getattr(half.module, "config", None), "use_cache") else {}
+def no_cache(split_model: LocalSplitModel) -> dict[str, bool]:
+    """The argument of the model's forward that turns its own cache off."""
+    return {"use_cache": False} if hasattr(getattr(split_model.module, "config", None), "use_cache") else {}
 
 
-def reads_pixels(half: LocalSplitModel) -> bool:
+def reads_pixels(split_model: LocalSplitModel) -> bool:
     """Whether the model reads images."""
-    return getattr(half.module, "main_input_name", "input_ids") == "pixel_values"
+    return getattr(split_model.module, "main_input_name", "input_ids") == "pixel_values"
 
 
-def synthetic(half: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
-    """Something the model can read, the same at each call: token ids `row pos`, or images `row channel height width`.
+def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> dict[str, Tensor]:
+    """Random inputs, the same at each call: token ids `row pos`, or images `row channel height width`.
 
     Raises:
-        LayersimError: it reads images of a size that its configuration does not say.
+        LayersimError: the model reads images whose size its configuration does not contain.
     """
     generator = torch.Generator().manual_seed(0)
-    config = half.module.config
-    if not reads_pixels(half):
-        ids = torch.randint(0, half.model.vocabulary or 2, (rows, length), generator=generator)
+    config = split_model.module.config
+    if not reads_pixels(split_model):
+        vocabulary = split_model.model.vocabulary or 2
+        ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
         pad = getattr(config, "pad_token_id", None)
-        # A classifier takes padding tokens for the end of a row.
-        ids = torch.where(ids == pad, (ids + 1) % (half.model.vocabulary or 2), ids) if isinstance(pad, int) else ids
-        return {"input_ids": ids.to(half.device)}
+        # Classifiers take the first padding token as the end of a row.
+        ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if isinstance(pad, int) else ids
+        return {"input_ids": ids.to(split_model.device)}
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if not isinstance(channels, int) or not isinstance(size, int | list | tuple):
         raise LayersimError(
-            "What this model reads is not known.",
+            "`model` reads images of unknown size.",
             given=f"image_size={size}, num_channels={channels} in its configuration",
             expected="both, or a model of tokens",
             do="set them in model.config",
         )
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(rows, channels, height, width, generator=generator)
-    return {"pixel_values": pixels.to(device=half.device, dtype=next(half.module.parameters()).dtype)}
+    return {"pixel_values": pixels.to(device=split_model.device, dtype=next(split_model.module.parameters()).dtype)}
 
 
-def note_tuples(half: LocalSplitModel) -> None:
-    """Find out once what each block gives, also of a model that reads no tokens."""
-    if not reads_pixels(half):
-        half.tuples()
+def note_tuples(split_model: LocalSplitModel) -> None:
+    """Record the length of the tuple that each block returns (0 for a bare tensor), for models of tokens and of images."""
+    if not reads_pixels(split_model):
+        split_model.tuples()
         return
-    found: list[int] = []
+    lengths: list[int] = []
     handles = [
-        block.register_forward_hook(lambda _m, _a, out: found.append(len(out) if isinstance(out, tuple) else 0))
-        for block in half.blocks
+        block.register_forward_hook(lambda _m, _a, out: lengths.append(len(out) if isinstance(out, tuple) else 0))
+        for block in split_model.blocks
     ]
     try:
         with torch.no_grad():
-            half.module(**synthetic(half, 1, 1))
+            split_model.module(**synthetic_inputs(split_model, 1, 1))
     finally:
         for handle in handles:
             handle.remove()
-    half._tuples = found
+    split_model._tuples = lengths

@@ -1,144 +1,217 @@
-"""What a step costs on this machine, timed through the code that generates."""
+"""Measurement of the costs of decoding steps on this machine, through the code that generates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .generation import Counts, Decoding
-from .rules import ConfidenceCheck, Rule
-from .supported_models import opened, synthetic
+from ..models.split_model import LocalSplitModel
+from ..models.unembed import Unembed
+from .exit_check import ExitCheck
+from .generation import Decoding
+from .rules.base import ExitRule
+from .supported_models import synthetic_inputs
 
+Clock = Callable[[], float]
+# Tokens that are pending, in the round that times many of them.
 MORE = 8
-FEWEST = 3
+FEWEST_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class _StepTimes:
+    """Seconds of one decoding step of a batch, and of parts of it.
+
+    Attributes:
+        full: a step through all blocks, without checks and without unembedding.
+        short: a step that ends after the lowest quarter of the blocks.
+        pending: a step through all blocks with one pending token in each row.
+        pending_many: the same with `MORE` of them.
+        checked: a step through all blocks with a check after the lowest quarter.
+        unembedded: a step through all blocks with the unembedding of its tokens.
+        alternating: a step in which every other row runs through all blocks, with its pending token.
+        unembed: one unembedding of the batch.
+        unembed_one: one unembedding of one token.
+        check: one check of the batch.
+        check_one: one check of one token.
+    """
+
+    full: float
+    short: float
+    pending: float
+    pending_many: float
+    checked: float
+    unembedded: float
+    alternating: float
+    unembed: float
+    unembed_one: float
+    check: float
+    check_one: float
 
 
 def timed_costs(
-    model: Any,
-    batch: int,
-    rule: Any,
-    shortlist: Any,
-    context: int,
-    repeats: int,
-    layers: list[str] | None,
-    unembed: list[str] | None,
-    clock: Callable[[], float],
+    split_model: LocalSplitModel, unembed: Unembed, rule: ExitRule, batch: int, context: int, repeats: int, clock: Clock
 ) -> dict[str, Any]:
-    """The fields of an `ExitCosts`, see its `measure`."""
-    half, lens = opened(model, layers, unembed)
-    blocks, low = len(half.blocks), max(1, len(half.blocks) // 4)
+    """The fields of an `ExitCosts`, in seconds; arguments as those of `ExitCosts.measure`.
+
+    Raises:
+        LayersimError: the model has too few blocks or too short a context.
+    """
+    blocks, low = len(split_model.blocks), max(1, len(split_model.blocks) // 4)
+    limit = split_model.model.context or 1 << 20
     # A round is at most nine tokens.
-    repeats = min(repeats, ((half.model.context or 1 << 20) - 1) // (MORE + 1) - 3)
-    if blocks < 2 or repeats < FEWEST:
+    repeats = min(repeats, (limit - 1) // (MORE + 1) - 3)
+    if blocks < 2 or repeats < FEWEST_REPEATS:
         raise LayersimError(
-            "There is too little to be timed.",
-            given=f"{blocks} blocks, a context of {half.model.context}, and so {repeats} repeats",
-            expected=f"two blocks or more, room for {FEWEST} rounds of {MORE + 1} tokens, and repeats={FEWEST} or more",
+            "`model` has too few blocks, or too short a context, to be timed.",
+            given=f"{blocks} blocks, a context of {split_model.model.context}, and so {repeats} repeats",
+            expected=f"two blocks or more, room for {FEWEST_REPEATS} rounds of {MORE + 1} tokens, and "
+            f"repeats={FEWEST_REPEATS} or more",
             do="ExitCosts.count(model)",
         )
-    context = min(context, (half.model.context or 1 << 20) - (MORE + 1) * (repeats + 3))
-    room = context + (MORE + 1) * (repeats + 3)
-    ids = None if shortlist is None else torch.as_tensor(shortlist)
-    judge = ConfidenceCheck(Rule(rule, 1.0 if rule != "patience" else 1_000_000.0, ids), lens, batch)
-    with half.evaluating(), torch.no_grad():
-        half.tuples()
-        prompt = synthetic(half, batch, context)["input_ids"]
-        new = prompt[:, 0]
+    context = min(context, limit - (MORE + 1) * (repeats + 3))
+    with split_model.evaluating(), torch.no_grad():
+        split_model.tuples()
+        prompt = synthetic_inputs(split_model, batch, context)["input_ids"]
+        timer = _Timer(split_model, unembed, ExitCheck(rule, unembed, batch), prompt, low, clock)
+        times = timer.times(repeats)
+    return _costs(times, blocks, low, batch) | {"full_check": rule.gives_logits}
 
-        which, seen = torch.arange(batch, device=half.device), list[Tensor]()
 
-        def steps(depths: tuple[int, ...], asks: bool = False, says: bool = False, halves: bool = False) -> Callable[[], float]:
-            """Rounds of steps that end at these depths, with `halves` for every other row; the last one's seconds."""
-            depth, number = blocks, 0
-            ends = (low, blocks) if asks or halves or len(set(depths)) > 1 else depths[:1]
+class _Timer:
+    """Times rounds of decoding steps of a synthetic batch.
 
-            def decide(layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
-                if asks and layer == low:
-                    judge(x, entering, which)[0].tolist()
-                if says and layer == blocks:
-                    lens(x).argmax(-1).tolist()
-                # Rounds of every other row end with fewer.
-                seen[:] = [x, entering] if len(x) == batch else seen
-                return [row for row in rows if layer < depth and not (halves and number and (row + number) % 2)]
+    Args:
+        split_model: the model.
+        unembed: its final norm and head.
+        check: the check that is timed.
+        prompt: `row column`, token ids.
+        low: number of blocks of a short step.
+        clock: returns seconds.
+    """
 
-            state = Decoding(half, ends, prompt, None, room, Counts())
+    def __init__(
+        self, split_model: LocalSplitModel, unembed: Unembed, check: ExitCheck, prompt: Tensor, low: int, clock: Clock
+    ) -> None:
+        self.split_model, self.unembed, self.check, self.prompt = split_model, unembed, check, prompt
+        self.low, self.clock = low, clock
+        self.index = torch.arange(len(prompt), device=split_model.device)
+        # Of the newest token of each row, `row d_model`: leaving and entering the last block that a step ran.
+        self.leaving, self.entering = torch.empty(0), torch.empty(0)
+
+    def times(self, repeats: int) -> _StepTimes:
+        """The fastest of several repeats of each measurement, taken in turn."""
+        room = self.prompt.shape[1] + (MORE + 1) * (repeats + 3)
+        blocks, low = len(self.split_model.blocks), self.low
+        steps = fastest(
+            [
+                self.steps(room, (blocks,)),
+                self.steps(room, (low,)),
+                self.steps(room, (low, blocks)),
+                self.steps(room, (*(low,) * MORE, blocks)),
+                # In a step: the weights of the blocks displace those of the head from the processor's cache.
+                self.steps(room, (blocks,), checked=True),
+                self.steps(room, (blocks,), unembedded=True),
+                self.steps(room, (blocks,), alternating=True),
+            ],
+            repeats,
+        )
+        x, entering, index = self.leaving, self.entering, self.index
+        parts = fastest(
+            [
+                lambda: seconds_of(lambda: self.unembed(x).argmax(-1).tolist(), self.clock),
+                lambda: seconds_of(lambda: self.unembed(x[:1]).argmax(-1).tolist(), self.clock),
+                lambda: seconds_of(lambda: self.check(x, entering, index)[0].tolist(), self.clock),
+                lambda: seconds_of(lambda: self.check(x[:1], entering[:1], index[:1])[0].tolist(), self.clock),
+            ],
+            repeats,
+        )
+        return _StepTimes(*steps, *parts)
+
+    def steps(
+        self, room: int, depths: tuple[int, ...], checked: bool = False, unembedded: bool = False, alternating: bool = False
+    ) -> Callable[[], float]:
+        """A function that runs a round of decoding steps and returns the seconds of the last one.
+
+        Args:
+            room: number of columns that all rounds need.
+            depths: number of blocks that each step of the round runs through.
+            checked: whether a check is evaluated after `low` blocks.
+            unembedded: whether tokens are unembedded after the last block.
+            alternating: whether every other row stops after `low` blocks, in turn.
+        """
+        blocks, low, new = len(self.split_model.blocks), self.low, self.prompt[:, 0]
+        depth, number = blocks, 0
+        ends = (low, blocks) if checked or alternating or len(set(depths)) > 1 else depths[:1]
+
+        def decide(layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
+            if checked and layer == low:
+                self.check(x, entering, self.index)[0].tolist()
+            if unembedded and layer == blocks:
+                self.unembed(x).argmax(-1).tolist()
+            # An alternating round ends with fewer rows.
+            if len(x) == len(self.prompt):
+                self.leaving, self.entering = x, entering
+            return [row for row in rows if layer < depth and not (alternating and number and (row + number) % 2)]
+
+        state = Decoding(self.split_model, ends, self.prompt, None, room)
+        with state.watched(decide) as run:
+            run()
+
+        def round_of_steps() -> float:
+            nonlocal depth, number
             with state.watched(decide) as run:
-                run()
+                for step_depth in depths:
+                    depth, number = step_depth, number + 1
+                    state.append(new)
+                    start = self.clock()
+                    run()
+                return self.clock() - start
 
-            def around() -> float:
-                nonlocal depth, number
-                with state.watched(decide) as run:
-                    for each in depths:
-                        depth, number = each, number + 1
-                        state.append(new)
-                        start = clock()
-                        run()
-                    return clock() - start
+        return round_of_steps
 
-            return around
 
-        whole, short, one, many, asked, said, half_of_them = fastest(
-            [
-                steps((blocks,)),
-                steps((low,)),
-                # One token that waits for the last, and some of them.
-                steps((low, blocks)),
-                steps((*(low,) * MORE, blocks)),
-                # Beside other weights, which push those of the head out of a processor's memory.
-                steps((blocks,), asks=True),
-                steps((blocks,), says=True),
-                # Each row goes on every other time, with the token that waits.
-                steps((blocks,), halves=True),
-            ],
-            repeats,
-        )
-        x, entering = seen
-        lens_all, lens_one, judge_all, judge_one = fastest(
-            [
-                lambda: seconds_of(lambda: lens(x).argmax(-1).tolist(), clock),
-                lambda: seconds_of(lambda: lens(x[:1]).argmax(-1).tolist(), clock),
-                lambda: seconds_of(lambda: judge(x, entering, which)[0].tolist(), clock),
-                lambda: seconds_of(lambda: judge(x[:1], entering[:1], which[:1])[0].tolist(), clock),
-            ],
-            repeats,
-        )
+def _costs(times: _StepTimes, blocks: int, low: int, batch: int) -> dict[str, Any]:
+    """The costs of an `ExitCosts` that follow from times of steps."""
     upper, more = blocks - low, max(1, batch - 1)
-    block = max(0.0, (whole - short) / upper)
-    # By themselves, where they are fast, they cost at least this.
-    head, check = max(lens_all, said - whole), max(judge_all, asked - whole)
-    each = min(block / batch, max(0.0, (many - one) / (MORE - 1) / upper / batch))
-    each_head = min(head / batch, max(0.0, (lens_all - lens_one) / more))
-    each_check = min(check / batch, max(0.0, (judge_all - judge_one) / more))
-    # As many tokens in the upper blocks as in a whole step, where there are several rows.
-    again = max(0.0, half_of_them - whole if batch > 1 else one - whole - upper * each)
-    start = max(0.0, short - low * block)
-    return dict(  # noqa: C408
-        block=max(0.0, block - batch * each),
-        block_token=each,
-        check=max(0.0, check - batch * each_check),
-        check_token=each_check,
-        head=max(0.0, head - batch * each_head),
-        head_token=each_head,
-        start=start,
-        again=again,
-        blocks=blocks,
-        batch=batch,
-        full_check=judge.rule.unembeds,
-    )
+    block = max(0.0, (times.full - times.short) / upper)
+    # Alone, with warm caches, an unembedding and a check take at least this long.
+    head, check = max(times.unembed, times.unembedded - times.full), max(times.check, times.checked - times.full)
+    block_token = min(block / batch, max(0.0, (times.pending_many - times.pending) / (MORE - 1) / upper / batch))
+    head_token = min(head / batch, max(0.0, (times.unembed - times.unembed_one) / more))
+    check_token = min(check / batch, max(0.0, (times.check - times.check_one) / more))
+    # With several rows, an alternating step runs as many tokens through the upper blocks as a full step.
+    again = max(0.0, times.alternating - times.full if batch > 1 else times.pending - times.full - upper * block_token)
+    return {
+        "block": max(0.0, block - batch * block_token),
+        "block_token": block_token,
+        "check": max(0.0, check - batch * check_token),
+        "check_token": check_token,
+        "head": max(0.0, head - batch * head_token),
+        "head_token": head_token,
+        "start": max(0.0, times.short - low * block),
+        "again": again,
+        "blocks": blocks,
+        "batch": batch,
+    }
 
 
 def fastest(rounds: list[Callable[[], float]], repeats: int) -> list[float]:
-    """The shortest of each of some timings, taken in turn: what else the machine does only adds. The first is not counted."""
-    found = [[one() for one in rounds] for _ in range(repeats + 1)][1:]
-    return [min(times) for times in zip(*found, strict=True)]
+    """The shortest time of each of several measurements, taken in turn; the first repeat is a warm-up.
+
+    The minimum is taken because other work on the machine only adds to a time.
+    """
+    times = [[measurement() for measurement in rounds] for _ in range(repeats + 1)][1:]
+    return [min(column) for column in zip(*times, strict=True)]
 
 
-def seconds_of(call: Callable[[], Any], clock: Callable[[], float]) -> float:
-    """How long a call takes."""
+def seconds_of(call: Callable[[], Any], clock: Clock) -> float:
+    """The seconds that a call takes."""
     start = clock()
     call()
     return clock() - start

@@ -1,4 +1,4 @@
-"""The same model with fewer layers."""
+"""truncate: a copy of a model with its first blocks only."""
 
 from __future__ import annotations
 
@@ -14,60 +14,59 @@ from ..core.typed import typed
 from ..models.split_model import logits_of
 from ..models.unembed import rounding
 from .full_sequence import FullSequence, Rows
-from .rules import Rule
-from .supported_models import opened, synthetic
-from .verification import read_position
+from .supported_models import open_for_early_exit, synthetic_inputs
+from .verification import classified_positions, relative_gap
 
 
 @typed
 def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | None = None) -> Any:
-    """A copy of a model with its first blocks alone, below the same final norm and head.
+    """A copy of a model with its first `n_layers` blocks only, followed by the same final norm and head.
 
-    What it says is what `LogitLens` reads after that block. It is an ordinary Hugging Face model: it generates, trains and is
-    saved like any other.
+    Its logits are those that `LogitLens` reads after that block. The copy is an ordinary Hugging Face model: it generates,
+    trains and is saved like any other.
 
     Args:
         model: a Hugging Face model, in this process.
-        n_layers: how many blocks are kept.
-        save_to: a folder, which `from_pretrained` loads; the tokenizer goes there too, where the model has one as `.tokenizer`.
+        n_layers: number of blocks that are kept.
+        save_to: a folder for `from_pretrained`; the tokenizer is saved with it, where the model has one as `.tokenizer`.
 
     Returns:
-        A model of the same class, dtype and device. The given one is not changed and shares no weights with it.
+        A model of the same class, dtype and device. The given model is not changed and shares no weights with the copy.
 
     Raises:
-        LayersimError: the model has no such part, or the copy does not say what the lens says.
+        LayersimError: the model has fewer blocks, or the logits of the copy differ from those of the logit lens.
 
     Source:
-        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3; nostalgebraist 2020 for the lens.
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3; nostalgebraist 2020 for the logit lens.
 
     Example:
         >>> import tl_layersim as lsim
         >>> lsim.truncate(lsim.demo_model(), 5).config.num_hidden_layers
         5
     """
-    half, unembed = opened(model, None, None)
-    blocks = len(half.blocks)
+    split_model, unembed = open_for_early_exit(model, None, None)
+    blocks = len(split_model.blocks)
     if isinstance(n_layers, bool) or not 1 <= n_layers <= blocks:
         raise LayersimError(
-            "The model has no such part.",
+            f"`n_layers` must be between 1 and {blocks}.",
             given=f"n_layers={n_layers}",
-            expected=f"1 to {blocks}",
+            expected=f"1 to {blocks}, the number of blocks of the model",
             do=f"n_layers={max(1, blocks // 2)}",
         )
     if save_to is not None and Path(save_to).is_file():
         raise LayersimError(
-            "`save_to` is a file.", given=f"save_to={save_to}", expected="a folder, there already or new", do="another name"
+            "`save_to` is a file.", given=f"save_to={save_to}", expected="a folder, existing or new", do="another name"
         )
     if not hasattr(type(model), "_from_config") or not hasattr(model, "config"):
         raise LayersimError(
-            "Only Hugging Face models are built from a configuration.",
+            "`model` must be a Hugging Face model, which can be built from a configuration.",
             given=type(model).__name__,
             expected="a PreTrainedModel",
             do="the model that it was made from",
         )
     # Weights that are made under torch.inference_mode() could never be trained.
     with torch.inference_mode(False):
-        short = _cut(model, half, unembed, n_layers)
+        short = _short_copy(model, split_model, unembed, n_layers)
     if save_to is not None:
         short.save_pretrained(save_to)
         if (tokenizer := getattr(short, "tokenizer", None)) is not None:
@@ -75,69 +74,73 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
     return short
 
 
-def _cut(model: Any, half: Any, unembed: Any, n_layers: int) -> Any:
-    """The copy."""
-    config = shortened(model.config, len(half.blocks), n_layers)
+def _short_copy(model: Any, split_model: Any, unembed: Any, n_layers: int) -> Any:
+    """Build the copy and verify it."""
+    config = shortened(model.config, len(split_model.blocks), n_layers)
     # Building draws random weights, which are then replaced.
     with torch.random.fork_rng(devices=[]):
         short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
-    _copy(model, short)
-    short.to(half.device).train(model.training)
+    _copy_weights(model, short)
+    short.to(split_model.device).train(model.training)
     if getattr(model, "generation_config", None) is not None:
         short.generation_config = copy.deepcopy(model.generation_config)
     tokenizer = getattr(model, "tokenizer", None)
     if tokenizer is not None:
         short.tokenizer = tokenizer
-    _check(half, unembed, short, n_layers)
+    _verify(split_model, unembed, short, n_layers)
     return short
 
 
 def shortened(config: Any, blocks: int, n_layers: int) -> Any:
-    """A configuration of fewer blocks; lists that have an entry for each block are cut with them."""
+    """A configuration with fewer blocks, in which lists with one entry per block are shortened too."""
     config = copy.deepcopy(config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     lists = [name for name, value in vars(text).items() if isinstance(value, list) and len(value) == blocks]
     for name in lists:
-        # These belong to no block, or name blocks by number.
+        # The excluded lists have no entry per block, or name blocks by number.
         if name not in ("architectures", "id2label") and not name.endswith(("_token_id", "_ids", "_only_layers", "_indices")):
             setattr(text, name, getattr(text, name)[:n_layers])
     text.num_hidden_layers = n_layers
     return config
 
 
-def _copy(model: Any, short: Any) -> None:
-    """Every weight and buffer that both have."""
-    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    mine = dict(short.named_parameters(remove_duplicate=False)) | dict(short.named_buffers(remove_duplicate=False))
-    missing = [name for name in mine if name not in own or own[name].shape != mine[name].shape]
+def _copy_weights(model: Any, short: Any) -> None:
+    """Copy every parameter and buffer of the short model from the model."""
+    original = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    copied = dict(short.named_parameters(remove_duplicate=False)) | dict(short.named_buffers(remove_duplicate=False))
+    missing = [name for name in copied if name not in original or original[name].shape != copied[name].shape]
     if missing:
         raise LayersimError(
-            "A model with fewer layers has other weights.",
+            "`model` does not have every weight of a model with fewer layers.",
             given=f"no {missing[0]} of this shape in {type(model).__name__}",
             expected="every weight of the copy in the model",
-            do="a model as from_pretrained gives it, without adapters or quantisation",
+            do="a model as from_pretrained gives it, without adapters or quantization",
         )
     with torch.no_grad():
-        for name, x in mine.items():
-            x.data = own[name].detach().clone().to(x.device)
-            x.requires_grad_(own[name].requires_grad)
+        for name, x in copied.items():
+            x.data = original[name].detach().clone().to(x.device)
+            x.requires_grad_(original[name].requires_grad)
 
 
-def _check(half: Any, unembed: Any, short: Any, n_layers: int) -> None:
-    """See that the copy says what the lens says of the model after that block."""
-    given = synthetic(half, 2, 6)
+def _verify(split_model: Any, unembed: Any, short: Any, n_layers: int) -> None:
+    """Check that the logits of the copy are those of the logit lens after that block of the model."""
+    inputs = synthetic_inputs(split_model, 2, 6)
     every = unembed.reads == "every"
-    asked = torch.ones(2, 6, dtype=torch.bool, device=half.device) if every else read_position(half, unembed.reads, given)
-    small, _ = opened(short, None, None)
-    with half.evaluating(), small.evaluating(), torch.no_grad():
-        found = logits_of(short(**given))
-        lens, _ = FullSequence(half, unembed, (n_layers,), Rule("max-prob", 1.0))(Rows(given, asked, False))
-        lens = lens if every else lens[asked]
-    gap = float((found.double() - lens.double()).norm() / lens.double().norm().clamp(min=1e-30))
+    positions = (
+        torch.ones(2, 6, dtype=torch.bool, device=split_model.device)
+        if every
+        else classified_positions(split_model, unembed.reads, inputs)
+    )
+    short_split, _ = open_for_early_exit(short, None, None)
+    with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
+        logits = logits_of(short(**inputs))
+        lens, _ = FullSequence(split_model, unembed, (n_layers,))(Rows(inputs, positions, False))
+        lens = lens if every else lens[positions]
+    gap = relative_gap(logits, lens)
     if not gap <= rounding(lens.dtype):
         raise LayersimError(
-            "The copy does not say what the model's own norm and head make of that layer.",
+            "The truncated model does not give the logits of the logit lens at that layer.",
             given=f"logits that differ by {gap:.3g} of their norm",
             expected="the same up to rounding",
-            do="a model whose blocks do not know how many there are",
+            do="a model whose blocks do not depend on their number",
         )

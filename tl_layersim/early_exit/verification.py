@@ -1,4 +1,4 @@
-"""Is what comes out of half-run models what the whole model says? Seen once, on a few synthetic tokens."""
+"""Checks that forward passes with early exit reproduce the full model's logits, on a few synthetic tokens."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from ..core.errors import LayersimError
 from ..models.split_model import LocalSplitModel, logits_of
 from ..models.unembed import Unembed, rounding
 from .full_sequence import FullSequence, Rows
-from .generation import Counts, Decoding
-from .rules import Rule
-from .supported_models import no_cache, reads_pixels, synthetic
+from .generation import Decoding
+from .supported_models import no_cache, reads_pixels, synthetic_inputs
 
+# Of the synthetic batch: tokens of the prompt, padding of its second row, and new tokens.
 PROMPT, PAD, NEW = 5, 2, 6
 
 
-def is_causal(half: LocalSplitModel) -> bool:
-    """Whether positions know nothing of those behind them."""
-    given = synthetic(half, 1, 6)["input_ids"]
+def is_causal(split_model: LocalSplitModel) -> bool:
+    """Whether the residual at a position does not depend on later tokens."""
+    given = synthetic_inputs(split_model, 1, 6)["input_ids"]
     other = given.clone()
-    other[0, -1] = (other[0, -1] + 1) % max(2, half.model.vocabulary or 2)
-    last = len(half.blocks)
+    other[0, -1] = (other[0, -1] + 1) % max(2, split_model.model.vocabulary or 2)
+
+    def last_residual(ids: Tensor) -> Tensor:
+        module = split_model.module
+        return split_model.read(len(split_model.blocks), lambda: module(input_ids=ids, **no_cache(split_model)))
+
     with torch.no_grad():
-        a, b = (half.read(last, lambda ids=ids: half.module(input_ids=ids, **no_cache(half))) for ids in (given, other))  # type: ignore[misc]
-    return _gap(a[0, :-1], b[0, :-1]) < 1e-3
+        a, b = last_residual(given), last_residual(other)
+    return relative_gap(a[0, :-1], b[0, :-1]) < 1e-3
 
 
 @contextmanager
-def no_crash(half: LocalSplitModel) -> Iterator[None]:
-    """A refusal where a model breaks when it is run in parts.
+def refusing_crashes(split_model: LocalSplitModel) -> Iterator[None]:
+    """A context that turns an exception of the model, run segment by segment, into a refusal.
 
     Raises:
-        LayersimError: it does.
+        LayersimError: the model raised an exception.
     """
     try:
         yield
@@ -43,89 +47,99 @@ def no_crash(half: LocalSplitModel) -> Iterator[None]:
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise LayersimError(
-            f"{half.model.name} cannot be run in parts.",
+            f"{split_model.model.name} cannot run segment by segment.",
             given=f"{type(error).__name__} on a few tokens: {error}"[:300],
-            expected="blocks that hand on one residual stream, and attention that reads the cache that it is given",
+            expected="blocks that pass on one residual stream, and attention that reads the cache that it is given",
             do="a model without recurrent layers or layers that share keys and values",
         ) from error
 
 
-def check_decoding(half: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...]) -> None:
-    """Rows of two lengths, with exits at all depths and tokens that wait, against the model's own forward pass.
+def check_decoding(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...]) -> None:
+    """Compare cached decoding of two padded rows, with exits at all depths and pending tokens, to the model's own forward pass.
 
     Raises:
-        LayersimError: they differ by more than rounding.
+        LayersimError: the logits differ by more than rounding.
     """
-    ids = synthetic(half, 2, PROMPT + NEW)["input_ids"]
+    ids = synthetic_inputs(split_model, 2, PROMPT + NEW)["input_ids"]
     attended = torch.ones_like(ids, dtype=torch.bool)
     attended[1, :PAD] = False
-    said: dict[int, Tensor] = {}
+    logits: dict[int, Tensor] = {}
 
     def decide(layer: int, rows: list[int], x: Tensor, _entering: Tensor) -> list[int]:
         if layer == ends[-1]:
-            said.update(zip(rows, unembed(x), strict=True))
+            logits.update(zip(rows, unembed(x), strict=True))
             return []
-        # Another depth at each step and in each row; at the last step all go to the end.
+        # Another depth at each step and in each row; all blocks at the last step.
         return [row for row in rows if step == NEW or ends[(step + 2 * row) % len(ends)] > layer]
 
-    state = Decoding(half, ends, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW, Counts())
+    state = Decoding(split_model, ends, ids[:, :PROMPT], attended[:, :PROMPT], PROMPT + NEW)
     with state.watched(decide) as run:
         for step in range(NEW + 1):
             if step:
                 state.append(ids[:, PROMPT + step - 1])
             run()
     for row in range(2):
-        own = logits_of(half.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(half)))[0, -1]
-        _refuse_if_other(half, said[row], own, "when tokens exit early and run on later")
+        own = logits_of(split_model.module(input_ids=ids[row : row + 1, PAD * row :], **no_cache(split_model)))[0, -1]
+        _refuse_different(split_model, logits[row], own, "when tokens exit early and run through the upper blocks later")
 
 
-def check_whole(half: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...], causal: bool) -> None:
-    """Rows and positions that leave, against the model's own forward pass.
+def check_full_sequence(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...], causal: bool) -> None:
+    """Compare a full-sequence pass, in which one row and most positions exit early, to the model's own forward pass.
 
     Raises:
-        LayersimError: they differ by more than rounding.
+        LayersimError: the logits differ by more than rounding.
     """
-    given = synthetic(half, 2, 6)
+    inputs = synthetic_inputs(split_model, 2, 6)
     if unembed.reads == "every":
-        asked = torch.ones(2, 6, dtype=torch.bool, device=half.device)
-        forced = torch.zeros(2, 6, dtype=torch.int64, device=half.device)
-        # The second row: its fourth position stays to the end.
+        positions = torch.ones(2, 6, dtype=torch.bool, device=split_model.device)
+        forced = torch.zeros(2, 6, dtype=torch.int64, device=split_model.device)
+        # The fourth position of the second row runs through all blocks.
         forced[1, 3] = len(ends)
     else:
-        asked = read_position(half, unembed.reads, given)
-        forced = torch.zeros(asked.shape, dtype=torch.int64, device=half.device)
+        positions = classified_positions(split_model, unembed.reads, inputs)
+        forced = torch.zeros(positions.shape, dtype=torch.int64, device=split_model.device)
         forced[1] = len(ends)
-    found, _ = FullSequence(half, unembed, ends, Rule("max-prob", 1.0), forced)(Rows(given, asked, causal))
-    own = logits_of(half.module(**given, **no_cache(half)))[1]
-    ours = found[1][asked[1]][-1 if unembed.reads != "every" else 3]
-    _refuse_if_other(half, ours, own if own.dim() == 1 else own[3], "when rows leave it early")
+    logits, _ = FullSequence(split_model, unembed, ends, forced=forced)(Rows(inputs, positions, causal))
+    own = logits_of(split_model.module(**inputs, **no_cache(split_model)))[1]
+    ours = logits[1][positions[1]][-1 if unembed.reads != "every" else 3]
+    _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when rows and positions exit early")
 
 
-def read_position(half: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None) -> Tensor:
-    """`row pos`: the one position of each row that a classifier reads."""
-    if reads_pixels(half):
-        # How many there are, patches and all, is only known when it has run.
-        return torch.ones(len(inputs["pixel_values"]), 1, dtype=torch.bool, device=half.device)
+def classified_positions(
+    split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
+) -> Tensor:
+    """`row pos`, True at the one position of each row that a classifier reads.
+
+    Args:
+        split_model: the classifier.
+        reads: "first" or "last" position.
+        inputs: arguments of its forward by name.
+        attended: `row pos`, False at padding.
+    """
+    if reads_pixels(split_model):
+        # The number of patches is known only after a forward pass; one entry stands for the row.
+        return torch.ones(len(inputs["pixel_values"]), 1, dtype=torch.bool, device=split_model.device)
     ids = inputs["input_ids"]
     chosen = torch.zeros_like(ids, dtype=torch.bool)
     if reads == "first":
         chosen[:, 0] = True
         return chosen
-    pad = getattr(half.module.config, "pad_token_id", None)
+    pad = getattr(split_model.module.config, "pad_token_id", None)
     real = ids != pad if isinstance(pad, int) else torch.ones_like(chosen) if attended is None else attended
     last = (real * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(1)
     return chosen.scatter(1, last[:, None], True)
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
+def relative_gap(a: Tensor, b: Tensor) -> float:
+    """The norm of a - b over the norm of b, in float64."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
-def _refuse_if_other(half: LocalSplitModel, ours: Tensor, own: Tensor, when: str) -> None:
-    gap = _gap(ours, own) if ours.shape == own.shape else float("inf")
-    if not gap <= rounding(own.dtype, next(half.module.parameters()).dtype):
+def _refuse_different(split_model: LocalSplitModel, ours: Tensor, own: Tensor, when: str) -> None:
+    gap = relative_gap(ours, own) if ours.shape == own.shape else float("inf")
+    if not gap <= rounding(own.dtype, next(split_model.module.parameters()).dtype):
         raise LayersimError(
-            f"{half.model.name} does not say what it says by itself {when}.",
+            f"{split_model.model.name} gives other logits {when} than in its own forward pass.",
             given=f"logits that differ by {gap:.3g} of their norm",
             expected="the same up to rounding",
             do="a model whose blocks run one after the other and keep keys and values in the cache that they are given; "

@@ -1,0 +1,36 @@
+"""Exit rules: one module per rule, found automatically by `exit_rules`."""
+
+from __future__ import annotations
+
+import difflib
+
+from ...core.discovery import discovered
+from ...core.errors import LayersimError
+from .base import ExitRule
+
+
+def exit_rules() -> dict[str, type[ExitRule]]:
+    """All exit rules by name: the subclasses of `ExitRule` that the modules of this package define.
+
+    >>> sorted(exit_rules())
+    ['cosine', 'margin', 'max-prob', 'patience']
+    """
+    return discovered(__name__, __path__, ExitRule)  # type: ignore[type-abstract]
+
+
+def exit_rule(name: str) -> type[ExitRule]:
+    """The exit rule with a name.
+
+    Raises:
+        LayersimError: no rule has this name.
+    """
+    rules = exit_rules()
+    if name not in rules:
+        nearest = difflib.get_close_matches(name, sorted(rules), n=1, cutoff=0.0)[0]
+        raise LayersimError(
+            "`rule` must be the name of an exit rule.",
+            given=f"rule={name!r}",
+            expected=f"one of {', '.join(sorted(rules))}",
+            do=f"rule={nearest!r}",
+        )
+    return rules[name]

@@ -1,0 +1,122 @@
+"""ExitRule: the abstract class of the rules that decide which tokens exit at a check."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ...core.errors import LayersimError, as_fraction
+
+# Per-token tensors by name, each with one entry for every token that passes through the layers.
+RuleState = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedTokens:
+    """The tokens at one check, the point after a block at which an exit rule is evaluated.
+
+    Attributes:
+        logits: `token vocabulary`, the model's own final norm and head applied to `leaving`; `token candidate` over the ids of
+            a shortlist; `token 0` for a rule that does not read logits.
+        entering: `token d_model`, the residual that entered the block.
+        leaving: `token d_model`, the residual that left the block.
+        index: `token`, the position of each token in the rule's state.
+    """
+
+    logits: Tensor
+    entering: Tensor
+    leaving: Tensor
+    index: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ExitRule(ABC):
+    """Decides, for each token at a check, whether the token exits.
+
+    A subclass in a module of its own in this package is available as `EarlyExit(model, rule=name)`; no other file changes. An
+    instance holds settings only. A rule that compares layers keeps what it needs in the state, which the caller creates with
+    `new_state` when tokens enter the first block and passes to every check of these tokens.
+
+    A decision about a token depends on this token alone. A higher threshold never makes a token exit at an earlier check.
+
+    Args:
+        threshold: the value that a token's statistic must exceed, from `lowest` to `unreachable`.
+        shortlist: token ids over which logits are computed, None for the whole vocabulary.
+
+    Class attributes:
+        name: value of `rule=` in `EarlyExit` and `ExitCosts`.
+        reads_logits: whether the rule reads logits, so that each check costs an unembedding.
+        has_exit_curve: whether `ExitCurve` measures the exits of this rule.
+        lowest: lowest possible threshold.
+        unreachable: lowest threshold at which no token ever exits.
+
+    Raises:
+        LayersimError: the threshold is out of range.
+    """
+
+    name: ClassVar[str]
+    reads_logits: ClassVar[bool] = True
+    has_exit_curve: ClassVar[bool] = False
+    lowest: ClassVar[float] = 0.0
+    unreachable: ClassVar[float] = 1.0
+
+    threshold: float
+    shortlist: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.threshold):
+            raise LayersimError(
+                "`threshold` must be a finite number.",
+                given=f"threshold={self.threshold}",
+                expected="a finite number",
+                do=f"threshold={self.unreachable:g} for no exit",
+            )
+        self.check_threshold()
+
+    def check_threshold(self) -> None:
+        """Refuse a finite threshold that is out of range.
+
+        Raises:
+            LayersimError: with the range.
+        """
+        if not self.lowest <= self.threshold <= self.unreachable:
+            raise LayersimError(
+                f"`threshold` of rule={self.name!r} must be between {self.lowest:g} and {self.unreachable:g}.",
+                given=f"threshold={self.threshold:g}",
+                expected=f"{self.lowest:g} to {self.unreachable:g}; at {self.unreachable:g} no token exits early",
+                do=as_fraction("threshold", self.threshold) or "threshold=0.9",
+            )
+
+    @property
+    def never(self) -> bool:
+        """Whether no token can exit, so that checks need not be evaluated."""
+        return self.threshold >= self.unreachable
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether a check computes logits over the whole vocabulary, which the tokens that exit there keep."""
+        return self.reads_logits and self.shortlist is None
+
+    def new_state(self, count: int) -> RuleState:
+        """The state of tokens that have passed no check yet; empty for rules that decide at each layer anew.
+
+        Args:
+            count: number of tokens.
+        """
+        return {}
+
+    @abstractmethod
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        """Which tokens exit at this check.
+
+        Args:
+            tokens: the tokens at the check.
+            state: of `new_state`; updated in place.
+
+        Returns:
+            `token`, bool, on any device.
+        """

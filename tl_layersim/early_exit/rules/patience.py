@@ -1,0 +1,48 @@
+"""PatienceRule: exit when the prediction is the same at several checks in a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...core.errors import LayersimError
+from .base import CheckedTokens, ExitRule, RuleState
+
+
+class PatienceRule(ExitRule):
+    """A token exits when its prediction, the argmax of the logits, is the same at `threshold` checks in a row.
+
+    Source:
+        Zhou et al. 2020 (arXiv 2006.04152).
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[3.0, 0.0]])
+        >>> rule = PatienceRule(2)
+        >>> state = rule.new_state(1)
+        >>> [bool(rule.exits(CheckedTokens(logits, logits, logits, torch.arange(1)), state)) for _ in range(2)]
+        [False, True]
+    """
+
+    name = "patience"
+    lowest = 1
+    # More checks than any model has layers.
+    unreachable = 1_000_000
+
+    def check_threshold(self) -> None:
+        if self.threshold < self.lowest or self.threshold != int(self.threshold):
+            raise LayersimError(
+                f"`threshold` of rule={self.name!r} must be a whole number of checks, 1 or more.",
+                given=f"threshold={self.threshold:g}",
+                expected="a whole number, 1 or more",
+                do="threshold=2: the same prediction at two checks in a row",
+            )
+
+    def new_state(self, count: int) -> RuleState:
+        return {"prediction": torch.full((count,), -1), "streak": torch.zeros(count, dtype=torch.int64)}
+
+    def exits(self, tokens: CheckedTokens, state: RuleState) -> Tensor:
+        prediction, index = tokens.logits.argmax(-1).cpu(), tokens.index.cpu()
+        streak = torch.where(prediction == state["prediction"][index], state["streak"][index] + 1, 1)
+        state["prediction"][index], state["streak"][index] = prediction, streak
+        return streak >= self.threshold
