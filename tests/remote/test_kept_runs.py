@@ -59,7 +59,7 @@ def test_a_job_that_was_too_long_is_sent_in_halves(small, sent, waited, tmp_path
     run = sent(tokens_per_request=10_000)
     run.save(tmp_path / "run")
     assert equal(run.result(60), waited)
-    with pytest.raises(lsim.LayersimError, match=r"not at hand(.|\n)*load_run\(path, model=model\)"):
+    with pytest.raises(lsim.LayersimError, match=r"needed to send it again(.|\n)*load_run\(path, model=model\)"):
         lsim.load_run(tmp_path / "run").result(60)
     assert equal(lsim.load_run(tmp_path / "run", model=small.model()).result(60), waited)
 
