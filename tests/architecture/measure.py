@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
@@ -148,6 +149,35 @@ def private_imports() -> list[str]:
         if item.name.startswith("_") or (foreign and "._" in item.target):
             found.add(str(item))
     return sorted(found)
+
+
+def unlisted_imports() -> list[str]:
+    """Modules that another package imports, and that their own package does not list in its docstring as importable."""
+    found = set()
+    for item in imports():
+        package, _, module = item.target.partition(".")
+        if package == package_of(item.module) or package not in ORDER or package_of(item.module) not in ORDER:
+            continue
+        text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+        if "Other packages may import" in text and f"`{module}`" not in text:
+            found.add(str(item))
+    return sorted(found)
+
+
+def files_with(pattern: str) -> list[str]:
+    """Modules whose text contains a regular expression."""
+    return [dotted(path) for path in files() if re.search(pattern, path.read_text())]
+
+
+def exceptions_in(modules: list[str]) -> list[str]:
+    """Exception classes that these modules define."""
+    found = []
+    for path in files():
+        for node in ast.parse(path.read_text()).body if dotted(path) in modules else ():
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.ClassDef) and any(base.endswith(("Exception", "Error")) for base in bases):
+                found.append(f"{dotted(path)}.{node.name}")
+    return found
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:

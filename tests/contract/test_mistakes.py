@@ -15,11 +15,11 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"weight_decay": NAN}, "weight_decay is out of range"),
-        ({"objective": "cosine-reg", "beta": NAN}, "beta is out of range"),
-        ({"objective": "multi-head", "kl": NAN}, "kl is out of range"),
-        ({"weights": []}, "weights do not belong"),
-        ({"weights": [0.5, NAN]}, "weights do not belong"),
+        ({"weight_decay": NAN}, "`weight_decay` is out of range"),
+        ({"objective": "cosine-reg", "beta": NAN}, "`beta` is out of range"),
+        ({"objective": "multi-head", "kl": NAN}, "`kl` is out of range"),
+        ({"weights": []}, "`weights` must be one number for each layer"),
+        ({"weights": [0.5, NAN]}, "`weights` must be one number for each layer"),
         ({"weights": ""}, "`weights` cannot be ''"),
         ({"save_to": ""}, "`save_to` of AlignedTraining is an empty text"),
     ],

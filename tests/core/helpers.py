@@ -10,11 +10,12 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analysis import kept_runs
+from tl_layersim.analysis.checkpoint import tallies_of
 from tl_layersim.core import LayerCurve, storage
-from tl_layersim.core.resumable import Checkpoint
+from tl_layersim.core.resumable import ResumableFile
 from tl_layersim.stitching.experiment import StitchRun, _read_training
 from tl_layersim.stitching.progress import Progress
-from tl_layersim.training.state import Saved
+from tl_layersim.training.state import open_training_file, state_of
 
 from ..views import provenance
 
@@ -28,16 +29,13 @@ def read_checkpoint(path: Path) -> Any:
     kind = header["kind"]
     identity = header.get("identity")
     if kind == "checkpoint":
-        known = Checkpoint(path, {})
-        known._identity = identity
-        return known.load()
+        return ResumableFile(path, kind, identity).read(tallies_of)
     if kind == "stitches":
         stitches = Progress(path, identity)
         return [stitches.get(key, StitchRun.read if stitches.done(key) else _read_training) for key in stitches._notes]
     if kind == "training":
-        return Saved(path, identity).load(lambda state, parts: (state, parts))
-    with storage.reading(path, "a whole run", ""):
-        return kept_runs.parsed(*storage.read(path, (kind,)))
+        return open_training_file(path, identity).read(state_of)
+    return ResumableFile(path, kind).read(kept_runs.parsed)
 
 
 CHECKPOINTS = sorted(path.name for path in FILES.iterdir() if path.suffix in (".checkpoint", ".run"))

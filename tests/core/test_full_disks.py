@@ -9,13 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import tl_layersim as lsim
-from tl_layersim.analysis import data_pass as passes
 from tl_layersim.cli import app
-from tl_layersim.core import resumable as checkpoint
-from tl_layersim.core import storage
+from tl_layersim.core import resumable, storage
 from tl_layersim.models import View
-from tl_layersim.stitching import progress
-from tl_layersim.training import state
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -53,8 +49,7 @@ def full_disk(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(storage.os, "fsync", full)
-    for module in (passes, progress, state, checkpoint):
-        monkeypatch.setattr(module, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(resumable, "SECONDS_BETWEEN_SAVES", 0.0)
 
 
 @each_call
@@ -78,8 +73,8 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
     for name in (
         "analysis.data_pass.PassState.add",
         "stitching.experiment.StitchExperiment._evaluate",
-        "training.loop.Loop._accumulate",
-        "training.adapter_api._Work._refuse_not_finite",
+        "training.fine_tuning.FineTuning._loss_and_gradients",
+        "training.adapter_steps.AdapterSteps.apply",
     ):
         monkeypatch.setattr(f"tl_layersim.{name}", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -65,7 +65,7 @@ def test_a_checkpoint_of_version_0_1_is_read(name):
         assert (found["main"].tokens, found["main"].done, set(found["main"].sums)) == (64, True, {"cka", "cosine"})
     if name == "finetune.checkpoint":
         state, parts = found
-        assert (state.step, len(state.curve), sorted(state.looks)) == (2, 2, [0, 2])
+        assert (state.step, len(state.curve), sorted(state.evaluations)) == (2, 2, [0, 2])
         assert "weight/module.lm_head.weight" in parts
     if name == "remote_run.run":
         model, _, jobs = found

@@ -63,7 +63,7 @@ def test_compatibility_mode_is_recorded_and_changes_the_basis(data):
 
 
 def test_a_wrapped_module_is_on_no_server():
-    with pytest.raises(lsim.LayersimError, match=r"on no server(.|\n)*TransformersModel"):
+    with pytest.raises(lsim.LayersimError, match=r"not a wrapped module(.|\n)*TransformersModel"):
         lsim.analyze(nnsight(tiny_llama()), random_tokens(), "cka", remote=True)
 
 
@@ -142,3 +142,19 @@ def test_layers_on_several_devices_are_gathered():
     buffer = place(buffer, 1, 2, (first + 1).to(torch.bfloat16), keep)
     assert buffer.dtype == torch.float32
     assert buffer.tolist() == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[1, 2, 3, 4], [9, 10, 11, 12]]]
+
+
+def test_a_source_says_what_it_can_do(tmp_path):
+    from tl_layersim.remote.open import open_source
+
+    expected = {"can_hook": True, "can_differentiate": True, "is_remote": False, "is_single_model": True, "sum_group": 1}
+    module = tiny_llama()
+    stitched = lsim.stitch(module, module, random_tokens(4, 20), at=(1, 1), adapter="identity").model
+    for model, other in (
+        (module, {}),
+        (bridge(tiny_gpt2()), {}),
+        (nnsight(tiny_llama()), {"can_hook": False}),
+        (stitched, {"is_single_model": False}),
+    ):
+        source = open_source(model)
+        assert {name: getattr(source, name) for name in expected} == expected | other

@@ -84,13 +84,15 @@ def test_what_cannot_be_read_is_refused_with_what_can():
     )
     with pytest.raises(lsim.LayersimError, match=r"encoder-decoder(.|\n)*Llama, Mistral"):
         lsim.analyze(t5, random_tokens(), "cka")
-    with pytest.raises(lsim.LayersimError, match=r"no model that can be read(.|\n)*HookedTransformer(.|\n)*from_pretrained"):
+    with pytest.raises(
+        lsim.LayersimError, match=r"not a model of a supported type(.|\n)*HookedTransformer(.|\n)*from_pretrained"
+    ):
         lsim.analyze("gpt2", random_tokens(), "cka")
-    with pytest.raises(lsim.LayersimError, match="Only nnsight models can be run elsewhere"):
+    with pytest.raises(lsim.LayersimError, match="`remote` requires an nnsight model"):
         lsim.analyze(tiny_llama(), random_tokens(), "cka", remote=True)
     with pytest.raises(lsim.LayersimError, match="layers of Linear are not known"):
         lsim.analyze(torch.nn.Linear(3, 3), random_tokens(), "cka")
-    with pytest.raises(lsim.LayersimError, match="have their own layers"):
+    with pytest.raises(lsim.LayersimError, match="do not apply to TransformerLens models"):
         lsim.analyze(bridge(tiny_llama()), random_tokens(), "cka", layers=["blocks.0"])
 
 

@@ -181,7 +181,7 @@ def test_a_list_called_layers_that_holds_no_blocks_is_not_taken_for_blocks():
     whole = lsim.analyze(Own("layers"), random_tokens(), "cosine")["cosine"]
     assert whole.layers == layer_names(3)
     with pytest.raises(
-        lsim.LayersimError, match=r"layers of Own are not known(.|\n)*layers\.1 is not given what the module before"
+        lsim.LayersimError, match=r"layers of Own are not known(.|\n)*layers\.1 does not take the output of the module before"
     ):
         lsim.analyze(Own("layers", outside=True), random_tokens(), "cosine")
     named = lsim.analyze(Own("layers", outside=True), random_tokens(), "cosine", layers=["layers.0", "layers.1"])["cosine"]

@@ -51,7 +51,7 @@ def test_labels_in_the_data_and_labels_in_a_tensor_are_one():
 def test_labels_that_are_the_tokens_themselves_are_refused():
     tokens = random_tokens(3, 9)
     hf = {"input_ids": tokens, "labels": tokens.clone()}
-    with pytest.raises(lsim.LayersimError, match=r"labels are the tokens themselves(.|\n)*shift labels(.|\n)*next_token"):
+    with pytest.raises(lsim.LayersimError, match=r"holds the tokens themselves(.|\n)*shift labels(.|\n)*next_token"):
         lsim.analyze(tiny_llama(), hf, lsim.LogitLens(labels="data"))
     # Without being asked for they are nobody's business.
     assert lsim.analyze(tiny_llama(), hf, lsim.LogitLens())
@@ -60,9 +60,13 @@ def test_labels_that_are_the_tokens_themselves_are_refused():
 @pytest.mark.parametrize(
     ("labels", "data", "message"),
     [
-        ("data", random_tokens(3, 9), r"The data has no labels"),
-        (torch.zeros(2, 9).long(), random_tokens(3, 9), r"fewer labels than(.|\n)*\(2, 9\)(.|\n)*at least 3 rows of 9"),
-        (torch.zeros(3, 5).long(), random_tokens(3, 9), r"fewer labels than(.|\n)*\(3, 5\)"),
+        ("data", random_tokens(3, 9), r"`data` has no labels"),
+        (
+            torch.zeros(2, 9).long(),
+            random_tokens(3, 9),
+            r"fewer rows or positions than the data(.|\n)*\(2, 9\)(.|\n)*at least 3 rows of 9",
+        ),
+        (torch.zeros(3, 5).long(), random_tokens(3, 9), r"fewer rows or positions than the data(.|\n)*\(3, 5\)"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(labels, data, message):
@@ -99,7 +103,7 @@ def test_columns_of_labels_are_read_from_tables():
         assert lsim.analyze(model, odd, lsim.Cosine(center="none"))
     with pytest.raises(lsim.LayersimError, match=r"`labels` do not fit the data(.|\n)*2 labels for 3 texts"):
         lsim.analyze(model, {"text": texts[:3], "label": [0, 1]}, analyzer)
-    with pytest.raises(lsim.LayersimError, match=r"The data has no labels(.|\n)*pack=True"):
+    with pytest.raises(lsim.LayersimError, match=r"`data` has no labels(.|\n)*pack=True"):
         lsim.analyze(model, table, analyzer, pack=True)
 
 
@@ -108,7 +112,7 @@ def test_labels_outside_the_head_are_refused(label):
     labels = torch.full((4, 12), 5)
     labels[:, ::2] = label
     labels[:, 1::4] = label
-    with pytest.raises(lsim.LayersimError, match=rf"head cannot say(.|\n)*from {label} to {label}(.|\n)*0 to 99"):
+    with pytest.raises(lsim.LayersimError, match=rf"head cannot predict(.|\n)*from {label} to {label}(.|\n)*0 to 99"):
         lsim.analyze(tiny_llama(), random_tokens(4, 12), lsim.LogitLens(labels=labels))
 
 
@@ -140,7 +144,7 @@ def test_labels_follow_the_rows_and_positions_of_the_users_data():
         assert worst(lsim.analyze(nnsight(model), what, lsim.LogitLens(labels=labels))["logit_lens"], plain) < 1e-5
     split = lsim.analyze(model, tokens, lsim.LogitLens(labels=shifted), seq_len=4)["logit_lens"]
     assert split.targets == plain.targets
-    with pytest.raises(lsim.LayersimError, match=r"joined have no row"):
+    with pytest.raises(lsim.LayersimError, match=r"joined texts have no row"):
         lsim.analyze(model, texts, lsim.LogitLens(labels=label), pack=True)
 
 

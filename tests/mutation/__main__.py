@@ -40,8 +40,15 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (("adapter.py", "closed_form.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),
     (
-        ("losses.py", "objective.py", "objectives/*.py"),
-        ("test_aligned*.py", "test_losses*.py", "test_objective*.py", "test_schedule.py", "training/test_api.py"),
+        ("losses.py", "objectives/*.py"),
+        (
+            "test_aligned*.py",
+            "test_losses*.py",
+            "test_objective*.py",
+            "test_schedule.py",
+            "training/test_api.py",
+            "test_training_objectives.py",
+        ),
     ),
     (
         ("pairs.py", "pairwise_summation.py", "sums.py"),

@@ -9,6 +9,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.remote import client as ndif
+from tl_layersim.remote import jobs
 
 from ..ndif.client import equal, rows
 from ..ndif.server import free_ports
@@ -43,7 +44,7 @@ def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
     data, path = rows(8, 20), tmp_path / "run.ckpt"
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40, "checkpoint": path}
     small.set(faults=["", "", *["evicted"] * 5])
-    with pytest.raises(lsim.LayersimError, match=r"gave no answer, asked 5 times(.|\n)*evicted(.|\n)*checkpoint=") as caught:
+    with pytest.raises(lsim.LayersimError, match=r"does not respond in 5 attempts(.|\n)*evicted(.|\n)*checkpoint=") as caught:
         lsim.analyze(small.model(), data, QUICK, **options)
     assert any(str(path) in note for note in caught.value.__notes__)
     small.set()
@@ -80,7 +81,7 @@ def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
         seen.append(1)
         if len(seen) == 5:
             small.stop()
-            with pytest.raises(ndif.Passing):
+            with pytest.raises(ndif.TransientFailure):
                 plain(self, run)
             small.start()
         return plain(self, run)
@@ -91,19 +92,19 @@ def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
 
 def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
     # Nothing more is said, and the server is gone without a word: what a cut cable looks like.
-    monkeypatch.setattr(ndif, "SILENCE", 0.3)
+    monkeypatch.setattr(jobs, "SILENCE", 0.3)
     asked = []
 
     def gone(self, path, timeout=30.0):
         asked.append(path)
-        raise ndif.Passing("no answer")
+        raise ndif.TransientFailure("no answer")
 
-    source = ndif.Display(ndif.NdifClient(small.url, "x:{}", {}))
+    display = ndif.NdifClient(small.url, "x:{}", {}).backend(blocking=True).display
     monkeypatch.setattr(ndif.NdifClient, "get", gone)
-    source.refresh()
+    display.refresh()
     time.sleep(0.4)
-    with pytest.raises(ndif.Stalled):
-        source.refresh()
+    with pytest.raises(jobs.ConnectionStalled):
+        display.refresh()
     assert asked == ["/ping"]
 
 
@@ -111,7 +112,7 @@ def test_no_server(small):
     [port] = free_ports(1)
     with pytest.raises(lsim.LayersimError, match=r"no NDIF server at this address(.|\n)*NDIF_HOST"):
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote=f"http://127.0.0.1:{port}")
-    with pytest.raises(lsim.LayersimError, match="no address of a server"):
+    with pytest.raises(lsim.LayersimError, match="not the address of a server"):
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote="127.0.0.1:5000")
     with pytest.raises(lsim.LayersimError, match=r"no NDIF server(.|\n)*HTTP 404"):
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url + "/elsewhere")
@@ -131,5 +132,5 @@ def test_versions_that_differ_are_named_when_a_request_fails(small):
 
 def test_a_server_that_wants_other_versions(small):
     small.set(deny="Client nnsight version 0.8.1 is below the minimum supported 9.0.")
-    with pytest.raises(lsim.LayersimError, match=r"does not take requests from these versions(.|\n)*minimum supported 9.0"):
+    with pytest.raises(lsim.LayersimError, match=r"rejects requests from the installed versions(.|\n)*minimum supported 9.0"):
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url)

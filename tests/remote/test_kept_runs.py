@@ -37,7 +37,7 @@ def test_a_run_is_kept_and_picked_up(sent, waited, tmp_path):
     # What has arrived is kept too: nothing is asked of the server any more.
     run.save(tmp_path / "done")
     done = lsim.load_run(tmp_path / "done")
-    done._ndif.look = None
+    done._ndif.poll = None
     later = done.result(60)
     assert equal(later, waited)
     # The record is that of the whole run: the probe, four requests, and all that came back.
@@ -112,7 +112,7 @@ def test_a_server_that_is_away_has_not_lost_the_job(small, sent, waited, tmp_pat
         with pytest.raises(TimeoutError):
             run.result(1)
         patch.setattr(ndif, "WAITS", (0.3,))
-        with pytest.raises(lsim.LayersimError, match=r"does not answer(.|\n)*RemoteRun"):
+        with pytest.raises(lsim.LayersimError, match=r"does not respond(.|\n)*RemoteRun"):
             run.result(20)
     assert equal(run.result(60), waited)
 

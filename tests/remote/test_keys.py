@@ -32,7 +32,7 @@ def test_a_key_that_is_not_taken(small, monkeypatch, sent, says):
 
     small.set(key=KEY)
     monkeypatch.setattr(CONFIG.API, "APIKEY", sent)
-    with pytest.raises(lsim.LayersimError, match=rf"does not take this key(.|\n)*{says}(.|\n)*NDIF_API_KEY") as caught:
+    with pytest.raises(lsim.LayersimError, match=rf"rejected the API key(.|\n)*{says}(.|\n)*NDIF_API_KEY") as caught:
         lsim.analyze(small.model(), rows(2, 8), QUICK, remote=small.url)
     assert sent is None or sent not in str(caught.value)
     # Asked once: a wrong key does not get better.

@@ -54,7 +54,9 @@ def test_a_kernel_that_fails_is_not_asked_for_again(small):
 def test_a_refusal_of_a_kernel_keeps_its_words(small):
     labels = torch.randint(100, 200, (4, 20))
     data = {"input_ids": rows(4, 20)["input_ids"], "labels": labels}
-    with pytest.raises(lsim.LayersimError, match=r"labels that the head cannot say(.|\n)*given: +labels from 1\d\d to 1\d\d\n"):
+    with pytest.raises(
+        lsim.LayersimError, match=r"ids that the head cannot predict(.|\n)*given: +labels from 1\d\d to 1\d\d\n"
+    ):
         lsim.analyze(small.model(), data, [lsim.LogitLens(labels="data")], remote=small.url)
 
 

@@ -95,7 +95,7 @@ def test_a_request_smaller_than_a_forward_pass_is_refused(small):
 
 def test_options_that_mean_nothing_are_refused(small, tmp_path):
     model = small.model(dispatch=True, dtype=torch.float32)
-    with pytest.raises(lsim.LayersimError, match="Only a server is sent requests"):
+    with pytest.raises(lsim.LayersimError, match="applies only to a model on a server"):
         lsim.analyze(model, rows(2, 8), QUICK, tokens_per_request=100)
     with pytest.raises(lsim.LayersimError, match="needs a model on an NDIF server"):
         lsim.analyze(model, rows(2, 8), QUICK, blocking=False)
@@ -125,7 +125,7 @@ def everything(view):
 
 
 def test_what_is_large_is_not_brought_without_a_word(small):
-    much = pytest.warns(lsim.LayersimWarning, match=r"'own' brings back \d+ MB a request, most of it 'norm'")
+    much = pytest.warns(lsim.LayersimWarning, match=r"'own' returns \d+ MB per request, most of it 'norm'")
     with much, contextlib.suppress(lsim.LayersimError):
         lsim.analyze(small.model(), rows(8, 20), [lsim_analyzer(everything)], remote=small.url)
 

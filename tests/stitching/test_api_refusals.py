@@ -233,7 +233,7 @@ class TestRefusals:
                 return self.head(x)
 
         paths = ["steps.0", "steps.1"]
-        with pytest.raises(lsim.LayersimError, match=r"cannot be entered(.|\n)*and another with another"):
+        with pytest.raises(lsim.LayersimError, match=r"cannot be split(.|\n)*and another loss from another residual"):
             lsim.stitch(Constant(), Constant(), rows(4), at=(1, 1), adapter="identity", layers=(paths, paths))
 
     def test_a_source_of_ones_own(self):

@@ -106,5 +106,5 @@ class TestNothingElseChanges:
         # As in a compiled graph, which runs past its modules.
         model = tiny_llama()
         model.spare = torch.nn.Linear(32, 32)
-        with pytest.raises(lsim.LayersimError, match=r"did not come to spare(.|\n)*torch.compile"):
+        with pytest.raises(lsim.LayersimError, match=r"did not reach spare(.|\n)*torch.compile"):
             lsim.stitch(model, tiny_llama(), rows(4), at=(2, 2), adapter="identity", layers=(["model.layers.0", "spare"], None))

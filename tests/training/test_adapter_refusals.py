@@ -40,19 +40,19 @@ def test_what_diverges_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"rank": 0}, "rank is too small"),
-        ({"rank": D + 1}, "rank is too large"),
-        ({"steps": 0}, "steps is too small"),
-        ({"lr": 0.0}, "lr is out of range"),
-        ({"at": [3]}, r"no blocks to put adapters at(.|\n)*0 to 2"),
-        ({"at": [-1]}, "no blocks to put adapters at"),
-        ({"at": ["blocks.0.hook_resid_pre"]}, "no blocks to put adapters at"),
+        ({"rank": 0}, "`rank` must be at least 1"),
+        ({"rank": D + 1}, "`rank` must be at most 32"),
+        ({"steps": 0}, "`steps` must be at least 1"),
+        ({"lr": 0.0}, "`lr` must be above 0"),
+        ({"at": [3]}, r"`at` contains 3, which is no block(.|\n)*0 to 2"),
+        ({"at": [-1]}, "`at` contains -1, which is no block"),
+        ({"at": ["blocks.0.hook_resid_pre"]}, "`at` contains 'blocks.0.hook_resid_pre', which is no block"),
         ({"at": []}, "a list of different blocks"),
         ({"at": [1, "blocks.1.hook_resid_post"]}, "a list of different blocks"),
-        ({"weights": [0.5, 0.5]}, "weights do not belong"),
+        ({"weights": [0.5, 0.5]}, "`weights` must be one number for each layer"),
         ({"checkpoint": "nowhere/run.ckpt"}, "folder that does not exist"),
         ({"data": {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": [0, 1]}}, "trained on tokens"),
-        ({"data": random_tokens(1, 8), "eval_data": None}, "cannot be parted"),
+        ({"data": random_tokens(1, 8), "eval_data": None}, "`data` has too few rows"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options, words):
@@ -66,11 +66,11 @@ def test_models_that_cannot_be_trained_through_are_refused():
     stitched = lsim.stitch(tiny_llama(), tiny_llama(), random_tokens(4, 8), at=(1, 1), adapter="identity").model
     with pytest.raises(LayersimError, match=r"a stitched model(.|\n)*its back"):
         train(stitched)
-    with pytest.raises(LayersimError, match="float16 model vanish"):
+    with pytest.raises(LayersimError, match="in float16 vanish"):
         train(traced(tiny_llama(dtype=torch.float16)))
     from nnsight import NNsight
 
-    with pytest.raises(LayersimError, match="no head that is known"):
+    with pytest.raises(LayersimError, match="has no known head"):
         train(NNsight(tiny_llama().model))
     found = train(traced())
     gpt2 = traced(tiny_gpt2())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tl_layersim.core.errors import LayersimError
+from tl_layersim.core.resumable import ResumableFile
 from tl_layersim.remote.adapter_training import RemoteDescent
-from tl_layersim.training import state as state_module
 
 from .helpers import Stop, cut_after, equal, traced, train
 
@@ -21,9 +21,9 @@ def test_a_cut_training_goes_on_with_the_same_bits(count, killed, tmp_path, monk
     with monkeypatch.context() as patch:
         if killed:
             # As it stands on disk when the power goes: what is saved on the way out is not there.
-            patch.setattr(state_module.Saved, "due", True)
-            plain, dead = state_module.Saved.save, []
-            patch.setattr(state_module.Saved, "save", lambda self, *a: bool(dead) or plain(self, *a))
+            patch.setattr(ResumableFile, "due", True)
+            plain, dead = ResumableFile.write, []
+            patch.setattr(ResumableFile, "write", lambda self, *a: bool(dead) or plain(self, *a))
             cut_after(count, patch, lambda: dead.append(1))
         else:
             cut_after(count, patch)

@@ -47,7 +47,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("bad", [[0.5, 0.5], [0.5, 0.6, 0.1], [1.5, -0.5, 0.0], [math.nan, 0.5, 0.5]])
     def test_others_are_refused(self, bad):
-        with pytest.raises(lsim.LayersimError, match="do not belong"):
+        with pytest.raises(lsim.LayersimError, match="`weights` must be one number"):
             layer_weights(bad, 3)
 
 
@@ -202,10 +202,10 @@ class TestLoss:
         ("labels", "match"),
         [
             (lambda t: t, "tokens themselves"),
-            (lambda t: t[:, :-1], "do not fit"),
-            (lambda t: torch.zeros(len(t), dtype=torch.long), "do not fit"),
+            (lambda t: t[:, :-1], "must have the shape"),
+            (lambda t: torch.zeros(len(t), dtype=torch.long), "must have the shape"),
             (lambda t: t + 1000, "none of the model's classes"),
-            (lambda t: "data", "do not fit"),
+            (lambda t: "data", "must have the shape"),
         ],
     )
     def test_labels_that_do_not_fit_are_refused(self, labels, match):
@@ -214,9 +214,9 @@ class TestLoss:
             lsim.aligned_loss(tiny_llama(), tokens, labels(tokens))
 
     def test_a_classifier_needs_labels_and_a_model_needs_a_head(self):
-        with pytest.raises(lsim.LayersimError, match="asked for labels"):
+        with pytest.raises(lsim.LayersimError, match="`labels` must be given"):
             lsim.aligned_loss(bert(), random_tokens(2, 8))
-        with pytest.raises(lsim.LayersimError, match="no head"):
+        with pytest.raises(lsim.LayersimError, match="no known head"):
             lsim.aligned_loss(tiny_llama().model, random_tokens(2, 8))
 
 

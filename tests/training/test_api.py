@@ -94,7 +94,7 @@ class TestRun:
         before = model.model.embed_tokens.weight.clone()
         lsim.finetune_aligned(model, random_tokens(10, 6), SHORT, batch_size=2)
         assert torch.equal(model.model.embed_tokens.weight, before)
-        with pytest.raises(lsim.LayersimError, match="Nothing in this model learns"):
+        with pytest.raises(lsim.LayersimError, match="`model` has no parameters to train"):
             lsim.finetune_aligned(tiny_llama().requires_grad_(False), random_tokens(10, 6), SHORT, batch_size=2)
 
     def test_a_loss_that_is_not_finite_ends_the_run(self):
@@ -106,9 +106,9 @@ class TestRun:
         texts = ["w3 w4 w5 w6", "w7 w8 w9"] * 4
         found = lsim.finetune_aligned(model, texts, SHORT, tokenizer=tiny_tokenizer(), batch_size=2)
         assert found.provenance.options["train_rows"] == 7
-        with pytest.raises(lsim.LayersimError, match="cannot be parted"):
+        with pytest.raises(lsim.LayersimError, match="`data` has too few rows"):
             lsim.finetune_aligned(model, random_tokens(1, 6), SHORT)
-        with pytest.raises(lsim.LayersimError, match="nothing to answer"):
+        with pytest.raises(lsim.LayersimError, match="`data` has no position with a target"):
             lsim.finetune_aligned(model, random_tokens(4, 1), SHORT)
 
     def test_float16_is_refused(self):

@@ -60,7 +60,7 @@ def test_a_page_a_table_and_a_file(tmp_path):
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(lsim.LayersimError, match="different depth"):
+    with pytest.raises(lsim.LayersimError, match="same number of blocks"):
         lsim.evaluate_layers(tiny_llama(), tiny_llama(layers=2), random_tokens(4, 6))
     other = with_words(tiny_llama(seed=1))
     other.tokenizer = tiny_tokenizer(50)

@@ -39,12 +39,12 @@ class TestLora:
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
 
     def test_an_interrupted_run_takes_them_out_and_resumes(self, tmp_path, monkeypatch):
-        from tl_layersim.training import loop
+        from tl_layersim.training.fine_tuning import FineTuning
 
         training = replace(SHORT, lora=self.config(), lr=0.05)
         whole = tiny_llama()
         expected = lsim.finetune_aligned(whole, random_tokens(20, 8), training, batch_size=2)
-        original = loop.Loop._accumulate
+        original = FineTuning._loss_and_gradients
 
         def stopping(self, step):
             if step == 3:
@@ -52,7 +52,7 @@ class TestLora:
             return original(self, step)
 
         model, path = tiny_llama(), tmp_path / "run.safetensors"
-        monkeypatch.setattr(loop.Loop, "_accumulate", stopping)
+        monkeypatch.setattr(FineTuning, "_loss_and_gradients", stopping)
         with pytest.raises(KeyboardInterrupt):
             lsim.finetune_aligned(model, random_tokens(20, 8), training, batch_size=2, checkpoint=path)
         monkeypatch.undo()

@@ -58,10 +58,12 @@ class TestObjectives:
     def test_no_gradient_of_the_divergence_reaches_the_last_layer(self):
         """With the paper's term alone at work on the last head, its weights do not move."""
         model, tokens = tiny_llama().double(), random_tokens(2, 8)
-        from tl_layersim.training.objective import Objective
+        from tl_layersim.training.objectives.multi_head import MultiHeadObjective
         from tl_layersim.training.residual_stream import open_residual_stream
 
-        objective = Objective(open_residual_stream(model, None, None), lsim.AlignedTraining(objective="multi-head", kl=1.0))
+        objective = MultiHeadObjective(
+            open_residual_stream(model, None, None), lsim.AlignedTraining(objective="multi-head", kl=1.0)
+        )
         last = torch.randn(5, 32).double().requires_grad_()
         x = torch.randn(5, 32).double().requires_grad_()
         objective._divergence(last, x, objective.head_of(1)).backward()

@@ -112,7 +112,7 @@ class TestWhatWasOnceWrong:
 
     def test_a_file_is_no_folder(self, tmp_path):
         (tmp_path / "model").write_text("something")
-        with pytest.raises(lsim.LayersimError, match="no place"):
+        with pytest.raises(lsim.LayersimError, match="`save_to` must be a folder"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, save_to=tmp_path / "model"))
 
     def test_models_with_adapters_are_neither_saved_nor_given_more(self, tmp_path):

@@ -22,11 +22,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import tl_layersim as lsim
 from tests.tiny_models import random_tokens, tiny_gpt2
 from tests.training.helpers import dropping
-from tl_layersim.training import state, loop
-state.SECONDS_BETWEEN_SAVES = 0
-step = loop.Loop._accumulate
+from tl_layersim.core import resumable
+from tl_layersim.training.fine_tuning import FineTuning
+resumable.SECONDS_BETWEEN_SAVES = 0
+step = FineTuning._loss_and_gradients
 # At the tenth step it waits to be killed.
-loop.Loop._accumulate = lambda self, n: (print(n, flush=True), time.sleep(120 if n == 10 else 0.05), step(self, n))[-1]
+FineTuning._loss_and_gradients = lambda self, n: (print(n, flush=True), time.sleep(120 if n == 10 else 0.05), step(self, n))[-1]
 training = lsim.AlignedTraining(steps=30, lr=1e-2, eval_every=7, accumulation=2)
 lsim.finetune_aligned(dropping(tiny_gpt2()), random_tokens(20, 6), training, batch_size=2, checkpoint=sys.argv[1])
 """
@@ -83,16 +84,16 @@ class TestResume:
     def test_places_that_are_none_are_refused_at_once(self, tmp_path):
         with pytest.raises(lsim.LayersimError, match="`checkpoint` names a file in a folder that does not exist"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), SHORT, checkpoint=tmp_path / "no" / "x")
-        with pytest.raises(lsim.LayersimError, match="no place"):
+        with pytest.raises(lsim.LayersimError, match="`save_to` must be a folder"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, save_to=tmp_path / "no" / "x"))
 
 
 def _counting(model, training, path, steps):
-    from tl_layersim.training import loop
+    from tl_layersim.training.fine_tuning import FineTuning
 
-    original = loop.Loop._accumulate
+    original = FineTuning._loss_and_gradients
     try:
-        loop.Loop._accumulate = lambda self, n: steps.append(n) or original(self, n)
+        FineTuning._loss_and_gradients = lambda self, n: steps.append(n) or original(self, n)
         return lsim.finetune_aligned(model, random_tokens(20, 6), training, batch_size=2, checkpoint=path)
     finally:
-        loop.Loop._accumulate = original
+        FineTuning._loss_and_gradients = original

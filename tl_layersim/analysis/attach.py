@@ -7,7 +7,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
 from ..core.results import Report
-from ..core.resumable import Tally
 from ..core.sums import Sums
+from ..core.tally import Tally
 from ..core.typed import named, typed
 from ..data.digest import new_digest
 from ..data.padding import mask_of
@@ -338,14 +338,15 @@ def attach(
         40
     """
     chosen = choose_analyzers(analyzers)
-    source = open_source(model, layers=layers, unembed=unembed)
-    if not isinstance(source, HookedSource):
+    opened = open_source(model, layers=layers, unembed=unembed)
+    if not opened.can_hook:
         raise LayersimError(
             "`model` must have modules that run in this process.",
             given=type(model).__name__,
             expected="HookedTransformer, TransformerBridge or a Hugging Face model",
             do="lsim.analyze(model, data, analyzers)",
         )
+    source = cast(HookedSource, opened)
     if stack_side(source.module, source.blocks).side == "both":
         raise LayersimError(
             "`layers` must lie in one stack of an encoder-decoder: each has tokens and a mask of its own.",

@@ -15,8 +15,9 @@ from ..analyzers.base import Analyzer
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import fold, push
-from ..core.resumable import SECONDS_BETWEEN_SAVES, Checkpoint, Tally, saved_or_warned
+from ..core.resumable import ResumableFile, Snapshot
 from ..core.sums import Sums
+from ..core.tally import Tally
 from ..data.batches import Batch, Batches
 from ..data.digest import fingerprint, new_digest
 from ..models.hooks import kernels_alone
@@ -24,6 +25,7 @@ from ..models.model_info import Model
 from ..models.source import PartialSums, Source
 from ..models.validation import lens_gap, refuse_not_finite, refuse_other_logits
 from ..models.view import Kernel, reduce, tokens_alone
+from .checkpoint import tallies_snapshot
 from .cross_model import exchange
 
 TITLES = {"first": "first pass", "main": "layers"}
@@ -193,7 +195,7 @@ class DataPass:
     analyzers: Mapping[str, Analyzer]
     kernels: Mapping[str, Kernel]
     tallies: MutableMapping[str, Tally]
-    checkpoint: Checkpoint
+    checkpoint: ResumableFile
     total: int | None = None
     deal: Deal = ALONE
     state: PassState = field(init=False)
@@ -202,7 +204,7 @@ class DataPass:
         tally = self.tallies.get(self.label) or Tally({name: Sums() for name in self.kernels})
         # Sums of two models arrive batch by batch.
         self.state = PassState(tally, self.sources[0].sum_group if len(self.sources) == 1 else 1)
-        self._saved_at = self._added_at = time.monotonic()
+        self._added_at = time.monotonic()
 
     def run(self) -> None:
         """Run the pass to the end of the data, and put its tally into `tallies`.
@@ -213,21 +215,19 @@ class DataPass:
         if self.label == "first" and self.state.tally.done:
             # The main pass reads the same data, and the digests of both are compared afterwards.
             return
-        try:
-            with self._bar() as bar:
-                for parts in self._partial_sums(bar.set_postfix_str):
-                    self._refuse_not_finite(parts)
-                    self.state.add(parts, self._seconds())
-                    bar.update(self.state.tally.tokens - bar.n)
-                    self._save_where_due()
-                self.state.add_unmeasured(self._seconds())
+        is_remote = any(source.is_remote for source in self.sources)
+        with self.checkpoint.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
+            for parts in self._partial_sums(bar.set_postfix_str):
+                self._refuse_not_finite(parts)
+                self.state.add(parts, self._seconds())
                 bar.update(self.state.tally.tokens - bar.n)
-        except BaseException as error:
-            self._save_after(error)
-            raise
+                if is_remote or self.checkpoint.due:
+                    self.checkpoint.save(*self._snapshot())
+            self.state.add_unmeasured(self._seconds())
+            bar.update(self.state.tally.tokens - bar.n)
         self.state.close()
         self.tallies[self.label] = self.state.tally
-        saved_or_warned(self._save)
+        self.checkpoint.save(*self._snapshot())
 
     def _bar(self) -> Any:
         return tqdm(
@@ -274,25 +274,13 @@ class DataPass:
         before, self._added_at = self._added_at, time.monotonic()
         return self._added_at - before
 
-    def _save(self) -> bool:
-        return self.checkpoint.save({**self.tallies, self.label: self.state.tally})
+    def _snapshot(self) -> Snapshot:
+        """The tallies of all passes, for the checkpoint."""
+        return tallies_snapshot({**self.tallies, self.label: self.state.tally})
 
-    def _save_where_due(self) -> None:
-        """Save after each request to a server, and at intervals where the model is in this process."""
-        if any(source.is_remote for source in self.sources) or self._added_at - self._saved_at > SECONDS_BETWEEN_SAVES:
-            saved_or_warned(self._save)
-            self._saved_at = self._added_at
-
-    def _save_after(self, error: BaseException) -> None:
-        """Save what was summed before an exception, and note in it where the sums are."""
-        try:
-            if self._save():
-                tokens = self.state.tally.tokens
-                error.add_note(
-                    f"The sums of {tokens} tokens are in {self.checkpoint.path}; the same call continues from there."
-                )
-        except OSError as full:
-            error.add_note(str(full))
+    def _summed(self) -> str:
+        """Subject and verb of the note on where the sums are kept."""
+        return f"The sums of {self.state.tally.tokens} tokens are"
 
 
 def _other_data(given: str) -> LayersimError:

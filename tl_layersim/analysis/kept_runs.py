@@ -1,4 +1,4 @@
-"""A kept run read back from its file: the model, the sums of the first pass, and the jobs with their batches and answers."""
+"""Saved runs on servers: the model, the sums of the first pass and the jobs, from notes and tensors of a resumable file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ class Job:
     silent_since: float | None = None
 
 
-def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Model, dict[str, Sums], list[Job]]:
+# The model, the sums of the first pass by analyzer, and the jobs.
+KeptRun = tuple[Model, dict[str, Sums], list[Job]]
+
+
+def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
     """The model, the sums of the first pass and the jobs of a kept run; raises whatever a malformed file leads to."""
     refuse_other_types(_Header, {name: header[name] for name in _Header.__annotations__})
     for recipe in header["analyzers"].values():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
-from ..core.resumable import Tally
+from ..core.tally import Tally
 from ..data.batches import Batch, Batches
 from ..data.digest import fingerprint, new_digest
 from ..data.options import DataOptions

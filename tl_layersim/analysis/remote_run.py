@@ -20,20 +20,21 @@ from ..core.addresses import shown
 from ..core.errors import LayersimError, without_secrets
 from ..core.pairwise_summation import BLOCK
 from ..core.results import Report
-from ..core.resumable import Tally
-from ..core.storage import read as read_file
-from ..core.storage import reading, write
+from ..core.resumable import ResumableFile
 from ..core.sums import Sums
+from ..core.tally import Tally
 from ..core.typed import named, typed
 from ..data.batches import Batches
 from ..models.model_info import Model
 from ..models.validation import refuse_not_finite
 from ..models.view import Kernel
-from ..remote.client import NdifClient, Passing
+from ..remote.client import NdifClient
+from ..remote.failures import TransientFailure
 from ..remote.open import on_server, open_source
-from ..remote.source import RemoteSource, parts_of
+from ..remote.source import RemoteSource
+from ..remote.traces import partial_sums
 from .data_pass import PassReader, PassState, take_steps
-from .kept_runs import Job, parsed
+from .kept_runs import Job, KeptRun, parsed
 from .report_assembly import make_report
 from .validation import AnalyzersArgument, choose_analyzers
 
@@ -165,11 +166,12 @@ class RemoteRun:
             "record": {**self._record, "before": self._traffic()},
             "version": version("tl_layersim"),
         }
-        return write(path, KIND, header, tensors)
+        ResumableFile(path, KIND).write(header, tensors)
+        return Path(path)
 
     def _poll(self, job: Job) -> None:
         """Take the state of a job from the server, and its sums if it is complete."""
-        reply, now = self._ndif.look(job.id), time.monotonic()
+        reply, now = self._ndif.poll(job.id), time.monotonic()
         if not reply.reached:
             self._unreached = self._unreached or (now, reply.failure)
             return
@@ -184,7 +186,7 @@ class RemoteRun:
         if reply.state != "COMPLETED":
             return
         try:
-            parts = parts_of((reply.found or {}).get("found") or [])
+            parts = partial_sums((reply.result or {}).get("found") or [])
             for part in parts:
                 refuse_not_finite(part.not_finite, [self._model.layers], f"job {job.id}")
         except LayersimError as error:
@@ -201,7 +203,7 @@ class RemoteRun:
     def _refuse_silent_server(self) -> None:
         """Stop waiting for a server that could not be reached for as long as the client's patience."""
         if self._unreached is not None and time.monotonic() - self._unreached[0] > self._ndif.patience:
-            raise self._ndif.given_up(Passing(self._unreached[1]), 1)
+            raise self._ndif.failures.given_up(TransientFailure(self._unreached[1]), 1)
 
     def _send_again(self, job: Job) -> None:
         """Send a failed job once more, as two jobs if it was too long."""
@@ -271,11 +273,11 @@ def start(
     """
     state = PassState(Tally())
     lens_of = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
-    most = source.most_tokens or TOKENS_PER_REQUEST
+    most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
     reader = PassReader(batches, analyzers, state, lens_of)
     reading = iter(tqdm(reader, desc="sending", unit="batch", disable=None))
-    for group in source.groups(reading, 0, most, lambda: BLOCK):
+    for group in source.schedule.groups(reading, 0, most, lambda: BLOCK):
         jobs.append(Job(source.send(group, kernels), group, take_steps(state.waiting, len(group))))
     if not jobs:
         state.add_unmeasured()
@@ -308,16 +310,18 @@ def load_run(
     Raises:
         LayersimError: the file holds no run, or the analyzers, the model or the server are not those of the run.
     """
-    header, tensors = read_file(path, (KIND,))
-    if header.get("version") != version("tl_layersim"):
-        raise LayersimError(
-            "The run was sent by another version of tl_layersim, whose sums may have another meaning.",
-            given=f"tl_layersim {version('tl_layersim')}",
-            expected=f"tl_layersim {header.get('version')}",
-            do=f"pip install tl_layersim=={header.get('version')}",
-        )
-    with reading(path, "a whole run", "pass the path that was given to save()"):
-        described, first, jobs = parsed(header, tensors)
+
+    def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Mapping[str, Any], KeptRun]:
+        if notes.get("version") != version("tl_layersim"):
+            raise LayersimError(
+                f"{path} was sent by another version of tl_layersim, whose sums may have another meaning.",
+                given=f"tl_layersim {version('tl_layersim')}",
+                expected=f"tl_layersim {notes.get('version')}",
+                do=f"pip install tl_layersim=={notes.get('version')}",
+            )
+        return notes, parsed(notes, tensors)
+
+    header, (described, first, jobs) = ResumableFile(path, KIND).read(parse)
     if analyzers is None:
         chosen = {name: _rebuilt(name, recipe) for name, recipe in header["analyzers"].items()}
     else:

@@ -10,8 +10,8 @@ from ..analyzers.base import Analyzer, Run
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
-from ..core.resumable import Tally
 from ..core.sums import Sums
+from ..core.tally import Tally
 from ..models.model_info import Model
 
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")

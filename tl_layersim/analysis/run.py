@@ -16,12 +16,13 @@ from ..analyzers.base import Analyzer, code_digest
 from ..core.distributed import add_over_ranks, agree
 from ..core.errors import LayersimError
 from ..core.results import Report
-from ..core.resumable import Checkpoint, Tally
 from ..core.sums import Sums
+from ..core.tally import Tally
 from ..data.batches import Batches
 from ..data.cached_batches import CachedBatches
 from ..models.source import Source
 from ..remote.open import on_server
+from .checkpoint import open_checkpoint
 from .cross_model import crossing
 from .data_pass import DataPass, batch_sizes
 from .remote_run import RemoteRun, start
@@ -53,8 +54,7 @@ def run_analysis(
     first_kernels = {name: kernel for name, a in analyzers.items() if (kernel := a.first_kernel()) is not None}
     _check_arguments(sources, batches, analyzers)
     deal = agree([source.peers() for source in sources])
-    checkpoint = Checkpoint(path, _identity(sources, analyzers, settings), deal)
-    tallies = checkpoint.load()
+    checkpoint, tallies = open_checkpoint(path, _identity(sources, analyzers, settings), deal)
     batches = _read_once(sources, batches, {name: analyzers[name] for name in first_kernels})
     total = _announce(sources, batches, analyzers, len(first_kernels) > 0)
     with ExitStack() as stack:

@@ -1,133 +1,51 @@
-"""Partial sums on disk: a run that was interrupted goes on where it was, and ends with the same numbers."""
+"""Resumable files: the state of an interrupted run on disk, from which the same call continues with the same numbers.
+
+Analyses, stitches, trainings and runs on servers keep their state in such files. This module writes and reads them, compares
+identities, spaces out saves, and says where to resume; what the state consists of is known to the caller alone.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .distributed import ALONE, Deal, rank_and_size
 from .errors import LayersimError, warn
-from .field_types import refuse_other_types
-from .storage import read, reading, refuse_unwritable, write
-from .sums import Sums
+from .storage import read, reading, write
 
+T = TypeVar("T")
+# Named notes, which JSON can hold, and named tensors.
+Snapshot = tuple[Mapping[str, Any], Mapping[str, Tensor]]
 SECONDS_BETWEEN_SAVES = 30.0
-# Of a tally, what is kept beside its sums.
-PLAIN = ("measured", "batches", "sequences", "tokens", "digest", "seconds", "done")
-ANEW = "delete it, or pass another checkpoint path, and the run begins anew"
-
-
-@dataclass(frozen=True)
-class Tally:
-    """How far one pass over the data is, and what it has summed.
-
-    Attributes:
-        sums: by analyzer name.
-        batches: how many batches were read, those of other ranks included.
-        sequences: rows in them.
-        tokens: counted positions in them.
-        digest: SHA-256 of their rows.
-        seconds: wall time.
-        done: whether the data ended.
-        pending: sums of the last batches that are not in `sums` yet, with how many batches each holds (`pairwise_summation`).
-        measured: on how many batches the model ran.
-    """
-
-    sums: Mapping[str, Sums] = field(default_factory=dict)
-    batches: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    digest: str = ""
-    seconds: float = 0.0
-    done: bool = False
-    pending: tuple[tuple[int, Mapping[str, Sums]], ...] = ()
-    measured: int = 0
-
-
-class Checkpoint:
-    """The file of one run (and one rank); `path=None` keeps nothing.
-
-    Args:
-        path: where; a rank above 0 appends its number.
-        identity: what the run is: model, analyzers, data settings. A file of another run is refused.
-        deal: how batches are dealt.
-    """
-
-    def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any], deal: Deal = ALONE) -> None:
-        rank, size = rank_and_size()
-        self.path = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
-        # As it reads back from a file: tuples are lists there.
-        self._identity = json.loads(json.dumps({**identity, "processes": size, "copies": deal.copies}, default=str))
-
-    def load(self) -> dict[str, Tally]:
-        """The tallies by pass; empty where there is no file yet.
-
-        Raises:
-            LayersimError: no file can be written there, or the one that is there is not whole or of another run.
-        """
-        if self.path is None:
-            return {}
-        refuse_unwritable(self.path, "checkpoint")
-        if not self.path.exists():
-            return {}
-        header, tensors = read(self.path, ("checkpoint",))
-        with reading(self.path, "a whole checkpoint of an analysis", ANEW):
-            refuse_other_run(self.path, self._identity, header["identity"])
-            return {label: _tally(label, kept, tensors) for label, kept in header["passes"].items()}
-
-    def save(self, tallies: Mapping[str, Tally]) -> bool:
-        """Write the tallies, all or nothing; False if there is no file to write."""
-        if self.path is None:
-            return False
-        passes: dict[str, Any] = {}
-        tensors: dict[str, Tensor] = {}
-        for label, tally in tallies.items():
-            passes[label] = {name: getattr(tally, name) for name in PLAIN}
-            passes[label] |= {"names": list(tally.sums), "pending": [count for count, _ in tally.pending]}
-            for number, held in enumerate((tally.sums, *(sums for _, sums in tally.pending))):
-                for name, sums in held.items():
-                    tensors |= {f"{label}{number or ''}/{name}/{key}": tensor for key, tensor in sums.fields.items()}
-        header = {"identity": self._identity, "passes": passes}
-        write(self.path, "checkpoint", header, tensors)
-        return True
-
-
-def saved_or_warned(save: Callable[[], bool]) -> bool:
-    """Whether a checkpoint was written. One that cannot be must not end a run whose results are still in memory."""
-    try:
-        return save()
-    except OSError as error:
-        warn(f"The run goes on without a new checkpoint. {error}")
-        return False
-
-
-def _tally(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
-    """The tally that `save` wrote under one label."""
-    plain = {name: kept[name] for name in PLAIN}
-    refuse_other_types(Tally, plain)
-    names, counts = kept["names"], kept["pending"]
-    held = [_unpack(f"{label}{number or ''}", names, tensors) for number in range(len(counts) + 1)]
-    return replace(Tally(**plain), sums=held[0], pending=tuple(zip(counts, held[1:], strict=True)))
-
-
-def _unpack(where: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
-    """The sums by analyzer name that `save` wrote under one heading."""
-    fields: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for key, tensor in tensors.items():
-        heading, name, field_name = key.split("/", 2)
-        if heading == where:
-            fields[name][field_name] = tensor
-    return {name: Sums(found) for name, found in fields.items()}
+# A save takes place at most once in so many times the duration of the last one: large models take long to write.
+SAVE_SPACING = 20
+RESTART = "delete it, or pass another checkpoint path, and the run begins anew"
+# By kind of file: what it should contain, and what to do where it does not.
+CONTENTS = {
+    "checkpoint": ("a whole checkpoint of an analysis", RESTART),
+    "stitches": ("a whole checkpoint of stitches", RESTART),
+    "training": ("a whole checkpoint of a training", RESTART),
+    "remote_run": ("a whole run", "pass the path that was given to save()"),
+}
 
 
 def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
-    """Refuse a file that another call has written."""
+    """Refuse a file that another call has written.
+
+    Args:
+        path: of the file.
+        identity: of this run.
+        found: the identity in the file.
+
+    Raises:
+        LayersimError: the identities differ; the message shows the entries that do.
+    """
     if identity != found:
         now, then = _differences(identity, found)
         raise LayersimError(
@@ -136,6 +54,109 @@ def refuse_other_run(path: Path, identity: Any, found: Any) -> None:
             expected=then,
             do="make the same call as before, or pass another checkpoint path",
         )
+
+
+class ResumableFile:
+    """The file that keeps the state of one run.
+
+    Its header holds the identity of the run and named notes; beside it are named tensors.
+
+    Args:
+        path: of the file; None keeps nothing.
+        kind: of file, a key of `CONTENTS`.
+        identity: model, data and settings of the run; None for a file without identity, which any call may read.
+        refuse: compares the identity of this run with that of the file, and raises where the file belongs to another run.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        kind: str,
+        identity: Mapping[str, Any] | None = None,
+        refuse: Callable[[Path, Any, Any], None] = refuse_other_run,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        # As it reads back from a file: tuples are lists there.
+        self._identity = None if identity is None else json.loads(json.dumps(identity, default=str))
+        self._kind, self._refuse = kind, refuse
+        self._next = time.monotonic() + SECONDS_BETWEEN_SAVES
+
+    def resume(self, parse: Callable[[Mapping[str, Any], dict[str, Tensor]], T]) -> T | None:
+        """The state of the run, None where no file exists yet; see `read`."""
+        return None if self.path is None or not self.path.exists() else self.read(parse)
+
+    def read(self, parse: Callable[[Mapping[str, Any], dict[str, Tensor]], T]) -> T:
+        """The state of the run.
+
+        Args:
+            parse: makes it of the notes and tensors that were written. What it raises where something is missing or of another
+                type becomes a refusal of the file.
+
+        Raises:
+            FileNotFoundError: no such file exists.
+            LayersimError: the file is damaged, or of another run.
+        """
+        assert self.path is not None
+        header, tensors = read(self.path, (self._kind,))
+        with self.parsing():
+            if self._identity is not None:
+                self._refuse(self.path, self._identity, header["identity"])
+            return parse(header, tensors)
+
+    def parsing(self) -> AbstractContextManager[None]:
+        """A context in which exceptions that a malformed state leads to become a refusal of the file."""
+        return reading(str(self.path), *CONTENTS[self._kind])
+
+    def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+        """Write a state, all or nothing; False where there is no path.
+
+        Raises:
+            OSError: the file cannot be written; an older one is untouched.
+        """
+        if self.path is None:
+            return False
+        began = time.monotonic()
+        try:
+            write(self.path, self._kind, {**({} if self._identity is None else {"identity": self._identity}), **notes}, tensors)
+        finally:
+            # After a failure too: the next attempt comes after a while, not at each step.
+            now = time.monotonic()
+            self._next = now + max(SECONDS_BETWEEN_SAVES, SAVE_SPACING * (now - began))
+        return True
+
+    def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a state was written; where that fails, a warning: the results of the run are still in memory."""
+        try:
+            return self.write(notes, tensors)
+        except OSError as error:
+            warn(f"The run goes on without a new checkpoint. {error}")
+            return False
+
+    @property
+    def due(self) -> bool:
+        """Whether the last save is long enough ago for another one."""
+        return self.path is not None and time.monotonic() > self._next
+
+    @contextmanager
+    def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], kept: Callable[[], str]) -> Iterator[None]:
+        """A context that writes the state where the block ends by an exception, Ctrl-C included.
+
+        The exception gets a note of where the run can be resumed, or of why it cannot.
+
+        Args:
+            snapshot: the state at that moment; None where it cannot be kept.
+            kept: subject and verb of the note, such as "The sums of 1024 tokens are".
+        """
+        try:
+            yield
+        except BaseException as error:
+            try:
+                state = None if self.path is None else snapshot()
+                if state is not None and self.write(*state):
+                    error.add_note(f"{kept()} in {self.path}; the same call continues from there.")
+            except OSError as full:
+                error.add_note(str(full))
+            raise
 
 
 def _differences(now: Any, then: Any) -> tuple[str, str]:

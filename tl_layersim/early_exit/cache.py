@@ -105,6 +105,9 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         """-1, transformers' value for no maximum."""
         return -1
 
+    # The name of it in older versions of transformers, 5.9 among them.
+    get_max_cache_shape = get_max_length
+
 
 class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
     """Keys and values of all blocks, of which a forward pass reads and writes the rows and columns in `columns`.

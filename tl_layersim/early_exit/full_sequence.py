@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
-from ..models.split_model import Enough, LocalSplitModel
+from ..models.hooks import ForwardRun, on_leave
+from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
 from .exit_check import ExitCheck
 from .generation import Counts, entered
@@ -60,6 +61,7 @@ class FullSequence:
     ) -> None:
         self.split_model, self.unembed, self.ends, self.rule, self.forced = split_model, unembed, ends, rule, forced
         self.counts = Counts()
+        self.forward = ForwardRun()
 
     def __call__(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Logits `row pos vocabulary` and exits `row pos` (number of blocks), both 0 where `rows.positions` is False."""
@@ -84,12 +86,12 @@ class FullSequence:
         with ExitStack() as stack:
             for number in range(self.segment, len(self.ends)):
                 block = self.split_model.blocks[self.ends[number] - 1]
-                handle = block.register_forward_hook(self._hook(number), with_kwargs=True)
+                handle = on_leave(block, self._hook(number), with_kwargs=True)
                 stack.callback(handle.remove)
             if self.segment:
                 x = self.hidden
                 stack.enter_context(entered(self.split_model, self.ends[self.segment - 1], x))
-            with suppress(Enough):
+            with self.forward:
                 self.split_model.module(**options)
         if not self.stopped:
             raise LayersimError(
@@ -130,7 +132,7 @@ class FullSequence:
         self._exit(self.ends[number], index[exits], self.unembed(x[exits]) if logits is None else logits[exits])
         if last:
             self.rows, self.stopped = self.rows[:0], True
-            raise Enough
+            self.forward.stop()
         self._continue(number, full_hidden)
 
     def _decide(self, number: int, x: Tensor, entering: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -160,4 +162,4 @@ class FullSequence:
             return
         self.hidden = hidden[continuing, :length] if self.inputs.causal else hidden[continuing]
         self.rows, self.length, self.stopped = self.rows[continuing], length, True
-        raise Enough
+        self.forward.stop()

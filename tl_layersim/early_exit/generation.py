@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
-from ..models.split_model import Enough, LocalSplitModel
+from ..models.hooks import ForwardRun, on_leave
+from ..models.split_model import LocalSplitModel
 from .cache import ColumnCache, Columns, grown
 
 # Called at the end of a segment with the number of blocks that have run, the rows that ran them, and `row d_model` of their
@@ -111,7 +112,7 @@ class Decoding:
         """Register forward hooks on the last block of each segment; the yielded function runs the newest token of all rows."""
         step = _Step(self, decide)
         handles = [
-            self.split_model.blocks[end - 1].register_forward_hook(step.hook(number), with_kwargs=True)
+            on_leave(self.split_model.blocks[end - 1], step.hook(number), with_kwargs=True)
             for number, end in enumerate(self.ends)
         ]
         try:
@@ -130,7 +131,7 @@ class _Step:
         self.segment = 0
         self.first_columns: list[int] = []
         self.columns = Columns(None, 0, 0)
-        self.stopped = False
+        self.stopped, self.forward = False, ForwardRun()
 
     def run(self) -> None:
         """Run the newest token of all rows, and the pending tokens of those that run deeper."""
@@ -158,7 +159,7 @@ class _Step:
         self.stopped = False
         state.counts.passes += 1
         ids = columns.take(state.tokens, start)
-        with suppress(Enough):
+        with self.forward:
             if self.segment == 0:
                 state.split_model.module(input_ids=ids, **options)
             else:
@@ -197,7 +198,7 @@ class _Step:
         continuing = self.decide(state.ends[number], self.rows, hidden[:, -1], entering[:, -1])
         if number + 1 == len(state.ends):
             self.rows, self.stopped = [], True
-            raise Enough
+            self.forward.stop()
         self.segment = number + 1
         above = state.columns_run[self.segment]
         none_pending = all(above[row] == first for row, first in zip(self.rows, self.first_columns, strict=True))
@@ -209,4 +210,4 @@ class _Step:
         state.pending[self.segment] = pending = grown(pending, columns.end)
         columns.put(pending, hidden)
         self.rows, self.stopped = continuing, True
-        raise Enough
+        self.forward.stop()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..models.hooked import HookedSource
+from ..models.hooks import on_leave
 from ..models.layout import classes_with_head
 from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
@@ -125,7 +126,7 @@ def note_tuples(split_model: LocalSplitModel) -> None:
         return
     lengths: list[int] = []
     handles = [
-        block.register_forward_hook(lambda _m, _a, out: lengths.append(len(out) if isinstance(out, tuple) else 0))
+        on_leave(block, lambda _m, _a, out: lengths.append(len(out) if isinstance(out, tuple) else 0))
         for block in split_model.blocks
     ]
     try:

@@ -1,4 +1,17 @@
-"""Models of this process: where their activations are read, their blocks, their final norm and unembedding."""
+"""Models: sources that run a model on batches, views of its activations, its blocks, and its logit lens.
+
+Other packages may import from these modules:
+
+- `source`, `view`, `model_info`: `Source` runs a model, `View` holds the activations of one batch, `Model` describes a model.
+- `hooked`, `nnsight`, `recorder`: sources of models in this process, and the forward passes that they record.
+- `open`, `transformer_lens`: tests of the type of a model.
+- `hooks`: forward hooks, early ends of forward passes, evaluation mode.
+- `layout`: the arguments of a forward pass, and the classes of models with a head.
+- `unembed`, `layer_logits`, `softmax`, `validation`: the logit lens, its statistics at every layer, cross-entropy, and checks.
+- `targets`: the token or class that a model should predict at each position.
+- `block_call`: repeated calls of a block.
+- `split_model`: models that are split at a layer.
+"""
 
 from .block_call import BlockCall
 from .hooks import eval_mode

@@ -1,6 +1,6 @@
-"""A block's own call, made again: for another residual, in float32, or for a few tokens beside the others' keys and values.
+"""Repeated calls of a block: with another residual, in float32, or for a few tokens with the keys and values of all others.
 
-All of it travels to NDIF servers by value, as source: torch and the standard library alone, and no decorator that matters.
+This file is shipped to NDIF servers by value, as source: it uses torch and the standard library alone, and decorators are lost.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Names under which blocks take a cache of keys and values: most of Hugging Face's; GPT-NeoX, GPT-J, Bloom, Falcon; older ones.
+# Arguments for a cache of keys and values: of most Hugging Face blocks; of GPT-NeoX, GPT-J, Bloom, Falcon; of older blocks.
 CACHES = ("past_key_values", "layer_past", "past_key_value")
-# What has a position on its second axis, and is cut to the tokens that are left.
+# Arguments with positions on their second axis, of which those of the chosen tokens are taken.
 BY_POSITION = ("position_embeddings", "position_ids")
 Block = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of one block in a forward pass: all that it was given, and the residual that it gave.
+    """One call of one block in a forward pass: its arguments and its output.
+
+    `again(call, hidden)` repeats the call with another residual.
 
     Attributes:
-        block: the module, or nnsight's handle on it.
-        args: its positional arguments.
-        kwargs: the others.
-        key: where among them the residual stands: an index of `args` or a name in `kwargs`.
+        block: the module, or its nnsight envoy.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        key: the argument that is the residual: an index of `args` or a name in `kwargs`.
         output: `batch pos d_model`, the residual after the block.
-
-    `hidden` is what it was given; `again(call, hidden)` calls it with another one.
     """
 
     block: Any
@@ -42,13 +42,13 @@ class BlockCall:
 
     @property
     def hidden(self) -> Tensor:
-        """`batch pos d_model`, the residual that it was given."""
-        found: Tensor = self.args[self.key] if isinstance(self.key, int) else self.kwargs[self.key]
-        return found
+        """The residual before the block, `batch pos d_model`."""
+        residual: Tensor = self.args[self.key] if isinstance(self.key, int) else self.kwargs[self.key]
+        return residual
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The residual in what a block takes or gives: itself, or the first tensor of a tuple, list or mapping."""
+    """The residual in the input or output of a block: the tensor itself, or the first tensor of a tuple, list or mapping."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
@@ -66,12 +66,14 @@ def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
 
 
 def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = None) -> Tensor:
-    """The residual that the block gives for another one; its floating-point arguments take the dtype of that.
+    """Repeat the call of a block with another residual, and return the residual after the block.
+
+    Floating-point arguments are converted to the dtype of the residual.
 
     Args:
         call: the block with its own arguments.
-        hidden: `batch pos d_model`.
-        kwargs: all arguments but the residual, by name, where they are not the call's own.
+        hidden: `batch pos d_model`, the residual before the block.
+        kwargs: all arguments but the residual, by name; None for those of the call.
     """
     args, named = list(call.args), dict(call.kwargs)
     if kwargs is not None:
@@ -83,12 +85,12 @@ def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = No
     else:
         named[call.key] = hidden
     args, named = in_dtype(args, hidden.dtype), in_dtype(named, hidden.dtype)
-    # A model over several devices moves what enters a block to its weights, and leaves there what comes out.
+    # A model on several devices moves the input of a block to the device of its weights, and leaves the output on it.
     return first_tensor(call.block(*args, **named)).to(hidden.device)
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor inside, in that dtype; none that autograd may not keep."""
+    """Every floating-point tensor inside a value in a dtype. Inference tensors are cloned, as autograd cannot keep them."""
     if isinstance(value, Tensor):
         value = value.clone() if value.is_inference() else value
         return value.to(dtype) if value.is_floating_point() else value
@@ -100,7 +102,7 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(value: Any, batch: int, times: int) -> Any:
-    """Arguments of a batch for that batch several times over: what has a row for each of its rows is repeated."""
+    """Arguments for several copies of a batch: tensors with one row for each row of the batch are repeated."""
     if isinstance(value, Tensor):
         many = batch > 1 and value.dim() > 1 and value.shape[0] == batch
         return value.repeat(times, *([1] * (value.dim() - 1))) if many else value
@@ -112,10 +114,10 @@ def copied(value: Any, batch: int, times: int) -> Any:
 
 
 class Widened:
-    """A context in which a block's weights are of another dtype.
+    """A context in which a block's weights have another dtype.
 
-    They are exchanged where modules look them up, and are themselves never touched: gradients, their hooks and optimisers do
-    not notice. Weights that are elsewhere, or no floating-point numbers, stay as they are.
+    The dicts of the modules hold converted copies for this time. The weights themselves are not changed, so gradients, hooks on
+    them and optimisers are not affected. Weights on the meta device and weights that are not floating-point stay.
     """
 
     def __init__(self, block: Any, dtype: torch.dtype) -> None:
@@ -132,8 +134,8 @@ class Widened:
         try:
             for store, name, x in self.places:
                 if id(x) not in wide:
-                    found = x.detach().to(self.dtype)
-                    wide[id(x)] = torch.nn.Parameter(found, False) if isinstance(x, torch.nn.Parameter) else found
+                    copy = x.detach().to(self.dtype)
+                    wide[id(x)] = torch.nn.Parameter(copy, False) if isinstance(x, torch.nn.Parameter) else copy
                 store[name] = wide[id(x)]
         except BaseException:
             self.__exit__()
@@ -144,8 +146,8 @@ class Widened:
             store[name] = x
 
 
-class Written:
-    """Stands where a cache would, and keeps the keys and values that a block writes."""
+class RecordingCache:
+    """Stand-in for a cache that records the keys and values that a block writes."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[Tensor, Tensor]] = []
@@ -158,8 +160,8 @@ class Written:
         return 0
 
 
-class Beside(Written):
-    """Stands where a cache would, and gives the keys and values of all tokens, with those of new ones behind them.
+class FixedCache(RecordingCache):
+    """Stand-in for a cache that holds the keys and values of all tokens, and appends those of new tokens in each call.
 
     Args:
         key: `sample head pos d_head`.
@@ -174,7 +176,7 @@ class Beside(Written):
 
 
 def has_hooks(block: Any) -> bool:
-    """Whether somebody's hooks stand in the block: they may look at positions, which single tokens do not have."""
+    """Whether the block contains hooks of the user, which may depend on positions that single tokens do not have."""
     module = getattr(block, "_module", block)
     known = ("nnsight", "accelerate", "transformer_lens.model_bridge")
     return isinstance(module, torch.nn.Module) and any(
@@ -185,15 +187,15 @@ def has_hooks(block: Any) -> bool:
 
 
 def by_name(call: BlockCall) -> dict[str, Any]:
-    """All arguments but the residual by their names.
+    """All arguments but the residual, by name.
 
     Raises:
-        ValueError: the block's signature does not say them.
+        ValueError: the block's signature does not name them.
     """
     if not call.args:
         return {name: value for name, value in call.kwargs.items() if name != call.key}
     module = getattr(call.block, "_module", call.block)
-    # TransformerBridge's blocks take anything, and hand it to the block that they wrap.
+    # Blocks of a TransformerBridge take any arguments, and pass them to the block that they wrap.
     owner = type(getattr(module, "original_component", module))
     names = [p.name for p in inspect.signature(owner.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
     if call.key != 0 or len(call.args) > len(names):
@@ -202,26 +204,27 @@ def by_name(call: BlockCall) -> dict[str, Any]:
 
 
 class FewTokens:
-    """A block as a function of one token of a row, all other tokens' keys and values held as they are; many copies at once.
+    """A block as a function of one token of a row, with the keys and values of all other tokens fixed; for many copies at once.
 
-    What attention mixes is all that tokens see of each other, so its derivatives are the block's own, for the work of that one
-    token. Copies of a token stand side by side as one row in which each sees the other tokens and itself, and no other copy.
-    Where the token that is read is another one, copies of it follow, each of which sees its own copy of the first.
+    Tokens influence each other only through attention, so the derivatives of this function are those of the block, and cost
+    as much as one token. The copies of a token form one row in which each copy attends to the other tokens and to itself, and
+    to no other copy. Where another token is read, copies of that token follow, each of which attends to its own copy of the
+    first token.
 
     Args:
         call: the block with its own arguments.
         dtype: to compute in.
-        row: `sample`, which row of the batch each sample stands in.
-        t_in: `sample`, the token that may change.
-        t_out: `sample`, the token that is read: for all samples the same one, or for none.
+        row: `sample`, row of the batch of each sample.
+        t_in: `sample`, the token that is varied.
+        t_out: `sample`, the token that is read: equal to `t_in` for all samples, or different for all.
 
     Attributes:
-        x: `sample d_model`, the tokens as they are.
-        whole: `batch pos d_model`, what the block gives for the batch.
+        x: `sample d_model`, the unchanged residuals of the tokens `t_in`.
+        whole: `batch pos d_model`, output of the block for the batch.
 
     Raises:
-        ValueError: the block has no such form: it takes no cache of keys and values, uses it more than once, or takes arguments
-            of positions that are not known.
+        ValueError: the block cannot be called for single tokens: it takes no cache of keys and values, uses it more than once,
+            or takes unknown arguments with positions.
     """
 
     def __init__(self, call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, t_out: Tensor) -> None:
@@ -235,10 +238,10 @@ class FewTokens:
         self.hidden = call.hidden.to(dtype)
         self.pos = self.hidden.shape[1]
         self.same = bool((t_in == t_out).all())
-        # The tokens that run through the block, each in as many copies as are asked for.
+        # The tokens that run through the block, each in several copies.
         self.at = t_in[:, None] if self.same else torch.stack([t_in, t_out], 1)
         self.x, self.out = self.hidden[row, t_in], self.hidden[row, t_out]
-        written = Written()
+        written = RecordingCache()
         self.whole = again(call, self.hidden, named | {self.cache: written})
         if len(written.kept) != 1 or any(x.dim() != 4 or x.shape[2] != self.pos for x in written.kept[0]):
             raise ValueError("its keys and values have another form")
@@ -246,13 +249,13 @@ class FewTokens:
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """The samples' rows of an argument that has one for each row of the batch, or one for all."""
+        """The rows of the samples, of an argument with one row for each row of the batch or one for all."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])
 
     def _mask(self, given: Any) -> Tensor:
-        """`sample head token pos`, what each of the tokens sees: True, or what is added to scores."""
+        """The attention mask of the tokens, `sample head token pos`: booleans, or numbers that are added to scores."""
         pos, at = self.pos, self.at
         if given is None:
             later = torch.arange(pos, device=at.device) > at[:, :, None]
@@ -267,10 +270,10 @@ class FewTokens:
         return torch.finfo(self.hidden.dtype).min
 
     def _mask_of(self, n: int) -> Tensor:
-        """`sample head (token copy) (pos token copy)`."""
+        """The attention mask of n copies of the tokens, `sample head (token copy) (pos token copy)`."""
         never = False if self.mask.dtype == torch.bool else self._never()
         first = self.at[:, None, None, :1].expand(-1, *self.mask.shape[1:3], 1)
-        # What each token says of the first one moves from that one's column to the column of its own copy.
+        # The entry for the first token moves from the column of that token to the column of its own copy.
         own = self.mask.gather(3, first)
         seen = self.mask.scatter(3, first, never)
         tokens = self.mask.shape[2]
@@ -281,7 +284,7 @@ class FewTokens:
         return torch.cat([seen[:, :, :, None].expand(-1, -1, -1, n, -1), columns], -1).flatten(2, 3)
 
     def block(self, n: int) -> Block:
-        """The function of `sample n d_model`, n variants of each sample's token, that gives `sample n d_model`."""
+        """The function from `sample n d_model`, n variants of each sample's token, to `sample n d_model`."""
         at = self.at.repeat_interleave(n, 1)
         arguments: dict[str, Any] = {"attention_mask": self._mask_of(n)}
         for name, value in self.named.items():
@@ -297,7 +300,7 @@ class FewTokens:
                 if any(isinstance(x, Tensor) and self.pos in x.shape for x in parts):
                     raise ValueError(f"{name} has positions")
                 arguments[name] = value
-        arguments[self.cache] = Beside(self.key, self.value)
+        arguments[self.cache] = FixedCache(self.key, self.value)
 
         def call(x: Tensor) -> Tensor:
             if self.same:
@@ -314,13 +317,13 @@ def whole_block(call: BlockCall, dtype: torch.dtype, row: Tensor, t_in: Tensor, 
     Args:
         call: the block with its own arguments.
         dtype: to compute in.
-        row: `sample`, which row of the batch each sample stands in, none twice.
-        t_in: `sample`, the position that may change.
+        row: `sample`, row of the batch of each sample, none twice.
+        t_in: `sample`, the position that is varied.
         t_out: `sample`, the position that is read.
-        copies: how many batches at once; the function then takes and gives `copies * sample`, copy by copy.
+        copies: number of copies of the batch; the function then takes and returns `copies * sample`, copy by copy.
 
     Returns:
-        A function of `sample d_model` that gives `sample d_model`.
+        A function from `sample d_model` to `sample d_model`.
     """
     batch = len(call.hidden)
     hidden = call.hidden.to(dtype).repeat(copies, 1, 1)

@@ -1,13 +1,13 @@
-"""Models whose modules run here: TransformerLens's HookedTransformer and TransformerBridge, and plain Hugging Face models.
+"""Source of a model in this process that is read by forward hooks: HookedTransformer, TransformerBridge, Hugging Face models.
 
-All are read by torch forward hooks, on TransformerLens hook points where there are any: nothing of the model changes.
+Hooks are placed on TransformerLens hook points where the model has them. The model itself is not changed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +18,23 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
-from .hooks import Hook, Quiet, eval_mode, in_kernel, in_this_thread, kernels_alone
-from .layout import (
-    call_options,
-    describe,
-    find_blocks,
-    find_embedding,
-    head_dtype,
-    no_forward,
-    refuse_no_weights,
-    same_stream,
-    settled,
+from .description import describe
+from .head_layout import head_dtype
+from .hookless import Quiet
+from .hooks import (
+    ForwardRun,
+    StopForward,
+    eval_mode,
+    in_kernel,
+    in_this_thread,
+    kernels_alone,
+    on_enter,
+    on_leave,
+    temporary_hooks,
 )
+from .layout import call_options, find_blocks, find_embedding, no_forward, refuse_no_weights, same_stream, settled
 from .model_info import Model
-from .recorder import Call, Choice, LastLayer, Recorder, Tap, stack_side
+from .recorder import Call, Callbacks, Choice, Recorder, Tap, stack_side
 from .source import Source
 from .transformer_lens import is_transformer_lens, open_transformer_lens
 from .unembed import Unembed, plain_linear, tensor_of, unembed_gap
@@ -39,7 +42,7 @@ from .view import Kernel, Reduced, View, reduce, tokens_alone
 
 
 def taps(blocks: list[torch.nn.Module]) -> list[Tap]:
-    """Every residual layer of blocks that follow one another: what enters the first, and what each gives."""
+    """The places of the residual layers of consecutive blocks: the input of the first block, and the output of each."""
     return [Tap(blocks[0], True), *(Tap(block, False) for block in blocks)]
 
 
@@ -48,9 +51,11 @@ class HookedSource(Source):
 
     Args:
         model: HookedTransformer, TransformerBridge, or a Hugging Face model.
-        layers: paths of the blocks of a plain model, where they are not found by themselves.
-        unembed: paths of its final norm and head, where they are not found by themselves.
+        layers: paths of the blocks of a plain model whose layout is not known.
+        unembed: paths of its final norm and head, where the layout does not give them.
     """
+
+    can_hook = True
 
     def __init__(self, model: torch.nn.Module, layers: list[str] | None = None, unembed: list[str] | None = None) -> None:
         self.module = model
@@ -61,12 +66,12 @@ class HookedSource(Source):
         self.head, self.unembed = self._open_head()
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
-        """Find the blocks, where the residual is read, the embedding, and what is known of the model."""
+        """Set the blocks, the places of the residual layers, the embedding and the description of the model."""
         model = self.module
         if self._is_transformer_lens:
             if layers is not None or unembed is not None:
                 raise LayersimError(
-                    "TransformerLens models have their own layers.",
+                    "`layers` and `unembed` do not apply to TransformerLens models, which name their own.",
                     given=f"layers={layers}" if unembed is None else f"unembed={unembed}",
                     expected="layers=None and unembed=None for HookedTransformer and TransformerBridge",
                     do="leave them out, or pass the Hugging Face model",
@@ -84,12 +89,12 @@ class HookedSource(Source):
             self._model = describe(model, self._paths, type(model).__name__, tokenizer, unembed, self._named)
 
     def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
-        """The module that gives logits, before scale and soft-cap, and the lens."""
+        """The module that gives logits (before scale and soft-cap), and the logit lens."""
         head = self._model.head
         if head is None:
             return None, None
         parts = [self.module.get_submodule(path) for path in head.parts]
-        # What accelerate placed moves its inputs by itself; elsewhere a head may still live on another device than its norm.
+        # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
         weight = next(parts[-1].parameters(), None)
         return parts[-1], Unembed(
             norm=Quiet(self.module.get_submodule(head.norm)) if head.norm else None,
@@ -108,7 +113,7 @@ class HookedSource(Source):
         return self._model
 
     def aside(self) -> bool:
-        """Whether what runs now is no part of what is measured."""
+        """True while the forward pass is not to be recorded."""
         return False
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -116,23 +121,22 @@ class HookedSource(Source):
 
     def settle(self, batch: Batch) -> None:
         if self._model.stream == "unknown":
-            with self.settling(stop=True), torch.no_grad(), suppress(LastLayer):
+            with torch.no_grad(), ForwardRun() as run, self.settling(run):
                 self._forward(batch.first_row)
 
     @contextmanager
-    def settling(self, stop: bool = False, on_error: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """A context whose first forward pass shows, where that is not known, whether the modules hand on one stream.
+    def settling(self, run: ForwardRun | None = None, on_error: Callable[[Exception], None] | None = None) -> Iterator[None]:
+        """A context whose first forward pass tests whether the modules pass on one residual stream, where this is not known.
 
         Args:
-            stop: end that forward pass with `LastLayer` once it has.
+            run: the run that ends after the test; None to let the forward pass run to its end.
             on_error: as in `tapped`.
         """
         if self._model.stream != "unknown":
             yield
             return
-        # Each thread runs a forward pass of its own.
+        # Each thread runs its own forward pass.
         seen = threading.local()
-        handles: list[Any] = []
 
         def before(path: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             last: Tensor | None = getattr(seen, "last", None)
@@ -142,14 +146,14 @@ class HookedSource(Source):
         def after(number: int, output: Any) -> None:
             if number == 0:
                 seen.strangers = []
-            # A copy, which additions in place do not change; detached first, as checkpointing counts what is saved.
+            # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
             seen.last = first_tensor(output).detach()[:1].clone()
             if number == len(self.blocks) - 1 and self._model.stream == "unknown":
                 for handle in handles:
                     handle.remove()
                 self._model = settled(self._model, self.module, self._paths, self._named, getattr(seen, "strangers", []))
-                if stop:
-                    raise LastLayer
+                if run is not None:
+                    run.stop()
 
         def guarded(call: Callable[..., None]) -> Callable[..., None]:
             def hook(*given: Any) -> None:
@@ -157,7 +161,7 @@ class HookedSource(Source):
                     return
                 try:
                     call(*given)
-                except LastLayer:
+                except StopForward:
                     raise
                 except Exception as error:
                     if on_error is None:
@@ -166,17 +170,14 @@ class HookedSource(Source):
 
             return hook if on_error is not None else in_this_thread(hook)
 
-        try:
+        with temporary_hooks() as handles:
             for number, (path, block) in enumerate(zip(self._paths, self.blocks, strict=True)):
                 if number:
                     enter = guarded(lambda _m, args, kwargs=None, path=path: before(path, args, kwargs))
-                    handles.append(block.register_forward_pre_hook(Hook(block, enter), with_kwargs=True))
+                    handles.append(on_enter(block, enter))
                 leave = guarded(lambda _m, _a, output, number=number: after(number, output))
-                handles.append(block.register_forward_hook(Hook(block, leave)))
+                handles.append(on_leave(block, leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def peers(self) -> frozenset[int]:
         return weight_peers(self.module)
@@ -189,22 +190,22 @@ class HookedSource(Source):
     def collect(self, batch: Batch) -> View:
         views: list[View] = []
 
-        def stop(view: View) -> None:
+        def keep(view: View) -> None:
             views.append(view)
             if not self.calling:
-                raise LastLayer
+                run.stop()
 
         calls: list[BlockCall] = []
         with (
             torch.no_grad(),
             _noting(self.blocks if self.calling else [], calls, self.aside),
-            self.tapped(stop, lambda _call: Choice(batch.counted, batch.attention)),
-            suppress(LastLayer),
+            self.tapped(keep, lambda _call: Choice(batch.counted, batch.attention)),
+            ForwardRun() as run,
         ):
             self._forward(batch)
         if views:
             view = views[0]
-            # The batch knows them all, also where the model's embedding is not known and cannot be watched.
+            # The batch has all of these fields, also where the embedding of the model is not known and has no hook.
             known, device = tokens_alone(batch), view.residual.device
             names = ("tokens", "next_token", "row", "column", "labels")
             given = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
@@ -226,30 +227,30 @@ class HookedSource(Source):
         row = batch.first_row
         seen: list[Tensor] = []
         note = in_this_thread(lambda _m, _a, output: seen.append(first_tensor(output)))
-        top = self._taps[-1].module
-        last = top.register_forward_hook(Hook(top, note))
-        try:
-            with torch.no_grad():
-                logits = tensor_of(self.call(row))
-                return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
-        finally:
-            last.remove()
+        with temporary_hooks() as handles, torch.no_grad():
+            handles.append(on_leave(self._taps[-1].module, note))
+            logits = tensor_of(self.call(row))
+            return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
 
     def _forward(self, batch: Batch) -> None:
-        """One forward pass; a model that cannot be run on tokens like this is refused."""
+        """One forward pass.
+
+        Raises:
+            LayersimError: the model cannot be run on tokens and a mask alone.
+        """
         try:
             self.call(batch)
-        except (LayersimError, torch.OutOfMemoryError, LastLayer):
+        except (LayersimError, torch.OutOfMemoryError, StopForward):
             raise
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise no_forward(self.module, error) from error
 
     def call(self, batch: Batch) -> Any:
-        """One forward pass, with what the model needs besides tokens."""
+        """One forward pass, with the keyword arguments that the model needs besides tokens."""
         device = next(self.module.parameters()).device
         if self._embed is not None:
             device = next(self._embed.parameters(), torch.empty(0, device=device)).device
-        # What accelerate keeps elsewhere is brought, and its inputs are moved, by hooks of its own.
+        # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
         options = call_options(self.module, batch)
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
@@ -263,30 +264,26 @@ class HookedSource(Source):
         compare: Callable[[Tensor, torch.dtype], None] | None = None,
         on_error: Callable[[Exception], None] | None = None,
     ) -> Iterator[None]:
-        """Hooks on every residual layer; each whole forward pass gives one view. None is left behind, whatever happens.
+        """A context with hooks on every residual layer, in which each complete forward pass gives one view.
 
         Args:
             on_view: called when the last layer is read.
-            choose: which positions of a call to count.
-            compare: called once, when the head has run, with the lens beside its logits (`unembed_gap`) and their dtype.
-            on_error: takes what goes wrong in these hooks, of whose forward passes all are read, from any thread. None: errors
-                are raised, and only forward passes that this thread starts itself are read.
+            choose: gives the positions of a call that count.
+            compare: called once, after the head has run, with `unembed_gap` of lens and logits, and the dtype of the logits.
+            on_error: takes errors of these hooks; forward passes of all threads are then read. None: errors are raised, and
+                only forward passes that this thread starts itself are read.
         """
         recorder = Recorder(
             layers=self._model.layers,
-            on_view=on_view,
-            choose=choose,
-            compare=compare,
-            on_error=on_error,
-            # Asked for at each forward pass: weights may change their dtype, place or module in a loop.
+            callbacks=Callbacks(on_view, choose, compare, on_error),
+            # Made anew for each forward pass: weights may change their dtype, device or module in a loop.
             lens=lambda: self._open_head()[1],
-            # TransformerLens's run_with_hooks and generate call the model's `forward` past its own hooks.
+            # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
             direct=self._is_transformer_lens,
             aside=self.aside,
             stack=stack_side(self.module, self.blocks),
         )
-        handles: list[Any] = []
-        try:
+        with temporary_hooks() as handles:
             for level, module in enumerate(self.stacks()):
                 handles += recorder.watch(module, level)
             if self._embed is not None:
@@ -298,12 +295,9 @@ class HookedSource(Source):
             if compare is not None and self.head is not None:
                 handles.append(recorder.watch_head(self.head))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def stacks(self) -> list[torch.nn.Module]:
-        """The model and the modules inside it that hold all blocks, from the outside in: a caller may run each of them."""
+        """The model and the modules inside it that contain all blocks, outermost first; a caller may run each of them."""
         modules = [self.module]
         inner = vars(self.module).get("original_model")
         for root in (self.module, inner):
@@ -322,9 +316,8 @@ class HookedSource(Source):
 
 @contextmanager
 def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall], aside: Callable[[], bool]) -> Iterator[None]:
-    """Hooks that note each block's call, with all its arguments, into the list."""
+    """A context with hooks that append each block's call, with all its arguments, to a list."""
     given: dict[torch.nn.Module, tuple[Any, dict[str, Any]]] = {}
-    handles: list[Any] = []
 
     def before(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given[block] = (args, kwargs)
@@ -333,12 +326,9 @@ def _noting(blocks: list[torch.nn.Module], calls: list[BlockCall], aside: Callab
         if not aside():
             calls.append(record_call(block, *given.pop(block), output))
 
-    try:
+    with temporary_hooks() as handles:
         for block in blocks:
-            # Before anybody else's, which will change the arguments once more when the block is called again.
-            handles.append(block.register_forward_pre_hook(Hook(block, in_this_thread(before)), with_kwargs=True, prepend=True))
-            handles.append(block.register_forward_hook(Hook(block, in_this_thread(after))))
+            # Before all other hooks, which will change the arguments once more when the block is called again.
+            handles.append(on_enter(block, in_this_thread(before), first=True))
+            handles.append(on_leave(block, in_this_thread(after)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

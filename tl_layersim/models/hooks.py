@@ -1,32 +1,101 @@
-"""Evaluation mode of a model for a while."""
+"""Forward hooks, early ends of forward passes and evaluation mode: how this package runs a model and leaves it unchanged.
+
+No other module registers torch hooks or stops forward passes.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..core.typed import named
 
-if TYPE_CHECKING:
-    pass
+
+def on_enter(module: torch.nn.Module, call: Callable[..., Any], first: bool = False) -> RemovableHandle:
+    """Register a forward pre-hook.
+
+    Args:
+        module: the module.
+        call: called with the module, its positional and its keyword arguments; a pair returned replaces these arguments.
+        first: whether to run before the hooks that the module has already.
+    """
+    return module.register_forward_pre_hook(Hook(module, call), with_kwargs=True, prepend=first)
 
 
-import functools
-import threading
-import types
-from collections import OrderedDict
-from contextlib import nullcontext
+def on_leave(
+    module: torch.nn.Module, call: Callable[..., Any], with_kwargs: bool = False, always: bool = False
+) -> RemovableHandle:
+    """Register a forward hook.
+
+    Args:
+        module: the module.
+        call: called with the module, its positional arguments and its output; a value returned replaces the output.
+        with_kwargs: whether to call with the keyword arguments too, before the output.
+        always: whether to call also after an exception in the module's forward.
+    """
+    return module.register_forward_hook(Hook(module, call), with_kwargs=with_kwargs, always_call=always)
+
+
+@contextmanager
+def temporary_hooks() -> Iterator[list[RemovableHandle]]:
+    """A context that yields an empty list and removes the hooks whose handles it then contains at the end."""
+    handles: list[RemovableHandle] = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class StopForward(Exception):
+    """Ends a forward pass early.
+
+    Args:
+        run: the run that ends with it.
+    """
+
+    def __init__(self, run: ForwardRun) -> None:
+        super().__init__(run)
+        self.run = run
+
+
+class ForwardRun:
+    """A context for forward passes that a hook may end early.
+
+    A hook that calls `stop` ends the forward pass, and execution continues after the `with` block. A `StopForward` of another
+    run passes through.
+
+    Example:
+        >>> import torch
+        >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(3, 3))  # the second would raise
+        >>> seen = []
+        >>> with temporary_hooks() as handles, ForwardRun() as run:
+        ...     handles.append(on_leave(module[0], lambda _m, _args, output: (seen.append(output), run.stop())))
+        ...     _ = module(torch.ones(1, 2))
+        >>> seen[0].shape
+        torch.Size([1, 2])
+    """
+
+    def stop(self) -> NoReturn:
+        """End the forward pass; called by a hook."""
+        raise StopForward(self)
+
+    def __enter__(self) -> ForwardRun:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        return isinstance(error, StopForward) and error.run is self
 
 
 @named
 @contextmanager
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """Every submodule in evaluation mode, and each one's own mode back at the end."""
+    """A context in which every submodule is in evaluation mode; each submodule's own mode is restored at the end."""
     modes = [(sub, sub.training) for sub in every_module(module)]
     try:
         for sub, _ in modes:
@@ -38,20 +107,20 @@ def eval_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Its submodules, and those of the model inside a TransformerBridge, some of which the bridge does not list."""
+    """The submodules of a module, and of the model inside a TransformerBridge, some of which the bridge does not list."""
     inner = vars(module).get("original_model")
     more = inner.modules() if isinstance(inner, torch.nn.Module) else ()
     return list(dict.fromkeys((*module.modules(), *more)))
 
 
-# One thread at a time: kernels run with float32 products at full precision, a setting of the whole process.
+# Kernels run in one thread at a time, because they set the precision of float32 products for the whole process.
 _KERNELS = threading.RLock()
 _THREAD = threading.local()
 
 
 @contextmanager
 def kernels_alone() -> Iterator[None]:
-    """A context for kernels: no other thread runs one, and blocks that they call again are no forward pass of the model."""
+    """A context for kernels: no other thread runs kernels, and block calls made inside are not recorded as a forward pass."""
     with _KERNELS:
         before = in_kernel()
         _THREAD.in_kernel = True
@@ -62,12 +131,12 @@ def kernels_alone() -> Iterator[None]:
 
 
 def in_kernel() -> bool:
-    """Whether this thread runs a kernel."""
+    """True while this thread runs a kernel."""
     return getattr(_THREAD, "in_kernel", False)
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook, which does nothing in other threads: they may run the same modules at the same time."""
+    """A hook that runs only in the current thread, because other threads may run the same modules at the same time."""
     thread = threading.get_ident()
 
     def call(*args: Any) -> Any:
@@ -77,13 +146,13 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Hook:
-    """A forward hook or forward pre-hook of one module that a copy of that module does not carry.
+    """A forward hook or forward pre-hook that is not part of copies of its module.
 
-    A deep copy has no hook in its place, a pickled module one that does nothing.
+    A deep copy of the module has no hook in place of this one. A pickled module has a hook that does nothing.
 
     Args:
-        module: which it is registered on.
-        call: what torch calls.
+        module: the module that the hook is registered on.
+        call: the function that torch calls.
     """
 
     def __init__(self, module: torch.nn.Module, call: Callable[..., Any]) -> None:
@@ -93,19 +162,24 @@ class Hook:
         return self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A function of Python's own that takes anything and gives None: a pickled model is loaded without this package.
+        # A function of the standard library that accepts any arguments and returns None, so that a pickled model can be
+        # loaded without this package.
         return getattr, (nullcontext(), "__exit__")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         made = memo.get(id(self.module))
         if isinstance(made, torch.nn.Module):
-            # What `copy` keeps alive for a copy is freed when the copy is whole.
+            # `copy` keeps this list alive until the whole copy is made.
             memo.setdefault(id(memo), []).append(_Sweeper(made))
         return _nothing
 
 
 class _Sweeper:
-    """Takes the hooks that do nothing off a copied module when it is freed itself."""
+    """Removes the placeholder hooks of a copied module when the sweeper is freed.
+
+    Args:
+        module: the copy.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -119,37 +193,4 @@ class _Sweeper:
 
 
 def _nothing(*_: Any) -> None:
-    """In a copy's place of a hook, until it is swept."""
-
-
-@dataclass(frozen=True)
-class Quiet:
-    """A module of the model, called without anybody's hooks and without dropout: a lens is no part of a user's run.
-
-    The module itself stays as it is: other threads may be running it.
-    """
-
-    module: torch.nn.Module
-
-    def __call__(self, x: Tensor) -> Any:
-        return _shadow(self.module, {})(x)
-
-
-def _shadow(module: torch.nn.Module, made: dict[int, torch.nn.Module]) -> torch.nn.Module:
-    """A module with the same parameters and buffers, without hooks, in evaluation mode; so are those inside it."""
-    if id(module) in made:
-        return made[id(module)]
-    shadow = made[id(module)] = object.__new__(type(module))
-    state = dict(vars(module))
-    for name, value in state.items():
-        # accelerate and others put a `forward` into the instance that holds the module itself.
-        if isinstance(value, types.MethodType) and value.__self__ is module:
-            state[name] = types.MethodType(value.__func__, shadow)
-        elif isinstance(value, functools.partial) and any(part is module for part in value.args):
-            args = [shadow if part is module else part for part in value.args]
-            state[name] = functools.partial(value.func, *args, **value.keywords)
-    inside = {name: None if sub is None else _shadow(sub, made) for name, sub in module._modules.items()}
-    state |= {"_modules": inside, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict(), "training": False}
-    # Straight into the instance: TransformerBridge's components hand attributes on to what they wrap.
-    vars(shadow).update(state)
-    return shadow
+    """Placeholder for a hook in a copy of its module, until `_Sweeper` removes it."""

@@ -1,45 +1,41 @@
-"""Model: what is known of a model before it runs."""
+"""Model: the description of a model before it runs, and the names of its sites."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..core.errors import without_secrets
 from ..core.typed import named, typed
 from .unembed import Head
 
-if TYPE_CHECKING:
-    pass
-
 
 @named
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model before it runs.
+    """Description of a model before it runs.
 
     Attributes:
-        name: as it was loaded.
+        name: under which the model was loaded.
         config_hash: see `Provenance`; "" if there is no configuration.
-        weights_hash: see `Provenance`; "" if the weights are not here.
+        weights_hash: see `Provenance`; "" if the weights are not in this process.
         source: class of the model, and how it is reached.
-        basis: what its residual stream is written in.
+        basis: in which its residual stream is measured: raw or processed weights, before or after a norm.
         dtype: of its parameters.
         layers: names of the residual layers, `blocks.0.hook_resid_pre` first.
-        d_model: width of the residual stream, None where the configuration does not say.
-        vocabulary: how many token ids there are, None where unknown.
-        context: the longest row it takes, None where unknown.
+        d_model: width of the residual stream, None where unknown.
+        vocabulary: number of token ids, None where unknown.
+        context: length of the longest row that the model takes, None where unknown.
         tokenizer: the model's own, None where it has none.
-        head: what stands between the last block and the logits; None where there is nothing, or nothing that is known.
-        calls: what a kernel can do with `view.calls`: nothing, call blocks again for their values, or differentiate them too.
-        inputs: names of what its forward takes besides token ids, attention mask and labels, each with the value that equals
-            leaving the input out; None where no value does.
+        head: the modules between the last block and the logits; None where there are none, or none that are known.
+        calls: use of `view.calls` by a kernel: "none"; "values", blocks can be called again; "gradients", also differentiated.
+        inputs: names of the inputs of its forward besides token ids, attention mask and labels, each with the value that is
+            equivalent to leaving the input out; None where no value is.
         pads: padding ids that its configuration names.
         ends: ids that its configuration names as BOS or EOS.
-        stream: whether the layers are the residual stream: "whole" for blocks that follow one another, "parts" for blocks with
-            others left out between them, "none" for modules that are no blocks; "unknown" until `Source.settle` has seen a
-            forward pass.
+        stream: whether the layers are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
+            are left out, "none" for modules that are not blocks; "unknown" until `Source.settle` has run a forward pass.
     """
 
     name: str
@@ -60,9 +56,9 @@ class Model:
     ends: tuple[int, ...] = ()
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
-        """The fields `inputs`, `pads` and `ends` of two models that are given the same data."""
+        """The fields `inputs`, `pads` and `ends` of two models that read the same data."""
         either = {**self.inputs, **other.inputs}
-        # A value that equals leaving out has to do so in every model that takes the input.
+        # A value must be equivalent to leaving the input out in both models.
         for name in self.inputs.keys() & other.inputs.keys():
             either[name] = self.inputs[name] if self.inputs[name] == other.inputs[name] else None
         pads, ends = (tuple(dict.fromkeys(getattr(self, k) + getattr(other, k))) for k in ("pads", "ends"))
@@ -71,25 +67,25 @@ class Model:
     stream: Literal["whole", "parts", "unknown", "none"] = "whole"
 
     def __post_init__(self) -> None:
-        # A name that is an address may hold a login; it goes into messages and files.
+        # A name that is an address may contain a login, and names are written into messages and files.
         object.__setattr__(self, "name", without_secrets(self.name))
 
 
 @named
 @dataclass(frozen=True)
 class ServerOffer:
-    """What a server lets its users do with one model.
+    """What an NDIF server allows its users to do with one model.
 
     Attributes:
         server: its address.
-        trusted: whether requests run beside the weights; else in a sandbox, where weights are out of reach and nothing can be
-            differentiated through the model.
-        dtype: of the model there.
-        devices: that its blocks are on, as a kernel sees them.
-        job_limit: seconds a job may take, None where there is no limit that it tells.
-        running: names of the models it has loaded.
-        versions: of Python, nnsight, transformers and torch there.
-        differences: where they are not those here, in words.
+        trusted: whether requests run in the process that holds the weights; else in a sandbox without weights, where no
+            gradient flows through the model.
+        dtype: of the model on the server.
+        devices: of its blocks, as a kernel sees them.
+        job_limit: seconds that a job may take, None where there is no limit or none is reported.
+        running: names of the models that the server has loaded.
+        versions: of Python, nnsight, transformers and torch on the server.
+        differences: descriptions of versions that differ from those of this process.
     """
 
     server: str
@@ -104,7 +100,7 @@ class ServerOffer:
 
 @typed
 def layer_names(blocks: int) -> tuple[str, ...]:
-    """TransformerLens names of the residual layers of a model with that many blocks.
+    """TransformerLens names of the residual layers of a model with this number of blocks.
 
     >>> layer_names(2)
     ('blocks.0.hook_resid_pre', 'blocks.0.hook_resid_post', 'blocks.1.hook_resid_post')
@@ -113,7 +109,7 @@ def layer_names(blocks: int) -> tuple[str, ...]:
 
 
 def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
-    """TransformerLens names of what enters the first of these blocks, and of what each of them gives.
+    """TransformerLens names of the input of the first of these blocks, and of the output of each.
 
     >>> block_sites([1, 3])
     ('blocks.1.hook_resid_pre', 'blocks.1.hook_resid_post', 'blocks.3.hook_resid_post')
@@ -122,7 +118,7 @@ def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
 
 
 def entering(name: str) -> str:
-    """The name of what enters the block or module that gives the site `name`.
+    """The name of the input of the block or module whose output is the site `name`.
 
     >>> entering("blocks.3.hook_resid_post"), entering("layers.1.mlp")
     ('blocks.3.hook_resid_pre', 'layers.1.mlp.input')
@@ -132,7 +128,7 @@ def entering(name: str) -> str:
 
 
 def module_sites(paths: Sequence[str]) -> tuple[str, ...]:
-    """Names of what enters the first of these modules, and of what each of them gives: their own paths.
+    """Names of the input of the first of these modules, and of the output of each: their module paths.
 
     >>> module_sites(["layers.0.mlp", "layers.1.mlp"])
     ('layers.0.mlp.input', 'layers.0.mlp', 'layers.1.mlp')

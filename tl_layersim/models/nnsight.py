@@ -1,12 +1,12 @@
-"""Models that nnsight runs here, or in its local simulation of a server."""
+"""Source of an nnsight model, which runs in this process or in nnsight's local simulation of a server."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,35 +16,39 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import first_tensor, record_call
+from .description import describe
+from .head_layout import head_dtype
 from .hooks import eval_mode
-from .layout import call_options, describe, find_blocks, head_dtype, no_forward, refuse_no_weights, same_stream, settled
+from .layout import call_options, find_blocks, no_forward, refuse_no_weights, same_stream, settled
 from .model_info import Model
 from .source import Source
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, place, reduce
 
+T = TypeVar("T")
+
 
 class NNsightSource(Source):
     """An nnsight model: `TransformersModel`, `NNsight(module)`, or anything that traces like them.
 
-    Kernels run inside the trace and only what they return comes back.
+    Kernels run inside the trace, and only their sums leave it.
 
     Args:
         model: the nnsight model.
-        layers: paths of the blocks, where they are not found by themselves.
-        unembed: paths of the final norm and the head, where they are not found by themselves.
-        remote: False runs here, "local" in nnsight's simulation of a server; `RemoteSource` is for real ones.
+        layers: paths of the blocks, None to find them by the layout.
+        unembed: paths of the final norm and the head, None to find them.
+        remote: False for this process, "local" for nnsight's simulation of a server; `RemoteSource` is for real servers.
     """
 
     def __init__(self, model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> None:
         import nnsight
 
-        # What a trace refers to travels by value: the server has never heard of this package, nor of a user's analyzers.
+        # Functions of this package and of a user's analyzers are shipped by value: the server does not have them.
         nnsight.register("tl_layersim")
         self.envoy, self.where = model, _where(model, remote)
         self._remote = remote
         if not getattr(model, "dispatched", True) and remote in (False, "local"):
-            # Weights that are loaded at the first trace would have neither hash nor evaluation mode before it.
+            # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
         self.module: torch.nn.Module = model._module
         if remote in (False, "local"):
@@ -58,7 +62,7 @@ class NNsightSource(Source):
         self._unembed = self._open_head()
 
     def _open_head(self) -> Unembed | None:
-        """The lens, made of nnsight's own handles on the modules: they resolve to the model wherever it is."""
+        """The logit lens, made of nnsight's envoys, which resolve to the modules in this process or on a server."""
         head = self._model.head
         if head is None:
             return None
@@ -95,6 +99,10 @@ class NNsightSource(Source):
     def peers(self) -> frozenset[int]:
         return weight_peers(self.module)
 
+    def request(self, run: Callable[[dict[str, Any]], T]) -> T:
+        """Call a function that opens one trace, with the keyword arguments by which nnsight runs it in the right process."""
+        return run(dict(self.where))
+
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return _trace(
             self.envoy,
@@ -102,7 +110,7 @@ class NNsightSource(Source):
             batch,
             self._unembed,
             self.where | call_options(self.module, batch),
-            travelling(kernels),
+            shippable(kernels),
             self.calling,
         )
 
@@ -115,21 +123,21 @@ class NNsightSource(Source):
     def collect(self, batch: Batch) -> View:
         if self._remote:
             raise LayersimError(
-                "Activations stay where the model is.",
+                "Activations of a remote model stay on the server.",
                 given=f"remote={self._remote!r}",
-                expected="a model that runs here",
-                do="run compare() on models that are loaded here",
+                expected="a model in this process",
+                do="run compare() on models that are loaded in this process",
             )
         _, out = self.run(batch, {"view": whole_view})
         fields: dict[str, Any] = out["view"]
         return View(**fields)
 
 
-def travelling(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
-    """The kernels, whose modules will be shipped by value.
+def shippable(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
+    """The kernels, after their modules are registered to be shipped by value.
 
     Raises:
-        LayersimError: a kernel is no function of a module, and cannot be.
+        LayersimError: a kernel is not a function of a module.
     """
     import nnsight
 
@@ -137,7 +145,7 @@ def travelling(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
         function = kernel.func if isinstance(kernel, partial) else kernel
         if not inspect.isfunction(function):
             raise LayersimError(
-                f"The kernel of {name!r} cannot travel.",
+                f"The kernel of {name!r} cannot be shipped to a server.",
                 given=f"a {type(function).__name__}",
                 expected="a function of a module, with functools.partial for its options",
                 do="move the method's body to a function outside the class",
@@ -147,7 +155,7 @@ def travelling(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which of the flattened `batch pos` are counted, and what a view says of these: `token` each."""
+    """Indices of the counted positions in the flattened `batch pos`, and the fields of a view for these, each `token`."""
     keep = batch.counted.reshape(-1).nonzero()[:, 0]
     row, column = batch.sources
     given = {"tokens": batch.tokens, "next_token": batch.next_tokens, "row": row, "column": column}
@@ -156,7 +164,7 @@ def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
-    """The options of a trace that say where it runs."""
+    """Keyword arguments of a trace by which nnsight runs it in this process or in its local simulation."""
     from nnsight.modeling.mixins.remotable import Remotable
 
     if not remote:
@@ -164,21 +172,21 @@ def _where(model: Any, remote: bool | str) -> dict[str, Any]:
     if isinstance(model, Remotable):
         return {"remote": remote}
     if remote == "local":
-        # A wrapped module has no `remote=` of its own, which its forward would be handed instead; the simulation of a
-        # server needs nothing of a model but its module tree.
+        # A wrapped module does not take `remote=`, which would be passed to its forward. The simulation of a server needs
+        # only the module tree of the model.
         from nnsight.intervention.backends.local import LocalSimulationBackend
 
         return {"backend": LocalSimulationBackend(_ModuleTree(model))}
     raise LayersimError(
-        "A module that is wrapped here is on no server.",
+        "`remote` requires a model that a server can load by its name, not a wrapped module.",
         given=f"{type(model).__name__}(module) with remote={shown(remote)}",
-        expected="a model that the server loads by name",
+        expected="a model that the server loads by its name",
         do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
     )
 
 
 class _ModuleTree:
-    """What nnsight's local simulation asks of a model: the objects that a request refers to and does not carry."""
+    """The part of a model that nnsight's local simulation needs: the objects that a request refers to and does not contain."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -186,12 +194,12 @@ class _ModuleTree:
     def _remoteable_persistent_objects(self) -> dict[str, Any]:
         from nnsight.modeling.mixins.remotable import Remotable
 
-        found: dict[str, Any] = Remotable._remoteable_persistent_objects(self._model)
-        return found
+        objects: dict[str, Any] = Remotable._remoteable_persistent_objects(self._model)
+        return objects
 
 
 def whole_view(view: View) -> dict[str, Tensor]:
-    """The kernel that gives everything: for models that run here."""
+    """The kernel that returns the whole view, for models in this process."""
     fields = ("residual", "tokens", "sequence", "position", "next_token", "row", "column", "labels")
     return {name: getattr(view, name) for name in fields if getattr(view, name) is not None}
 
@@ -205,7 +213,7 @@ def _trace(
     kernels: dict[str, Kernel],
     calling: bool,
 ) -> Reduced:
-    """One trace. Its body is shipped: it refers to local names and to functions that need torch alone."""
+    """One trace. Its body is shipped: it refers to local names and to functions of torch and the standard library alone."""
     import nnsight
 
     keep, kept = kept_of(batch)
@@ -232,14 +240,14 @@ def _trace(
                 calls=tuple(noted) if calling else None,
                 **here,
             )
-            found = reduce(kernels, view)
-        out: Reduced = nnsight.save(found)
+            reduced = reduce(kernels, view)
+        out: Reduced = nnsight.save(reduced)
         tracer.stop()
     return out
 
 
 def _trace_stream(model: Any, blocks: list[Any], tokens: Tensor, options: dict[str, Any]) -> Tensor:
-    """Whether each block after the first is given what the one before it gives; one trace, as in `_trace`."""
+    """Whether the input of each block after the first equals the output of the block before it; one trace, as in `_trace`."""
     import nnsight
 
     with torch.no_grad(), model.trace(tokens, **options) as tracer:
@@ -257,7 +265,7 @@ def _trace_stream(model: Any, blocks: list[Any], tokens: Tensor, options: dict[s
 
 
 def _trace_gap(model: Any, block: Any, unembed: Unembed, tokens: Tensor, options: dict[str, Any]) -> Tensor:
-    """One trace of the whole model, as in `_trace`."""
+    """`unembed_gap` of one row; one trace of the whole model, as in `_trace`."""
     import nnsight
 
     last = tokens.shape[1] - 1
@@ -265,6 +273,6 @@ def _trace_gap(model: Any, block: Any, unembed: Unembed, tokens: Tensor, options
         with torch.no_grad():
             hidden = first_tensor(block.output)[0]
             logits = tensor_of(model.output)[0]
-            found = unembed_gap(unembed, hidden, logits, last)
-        gap: Tensor = nnsight.save(found)
+            norms = unembed_gap(unembed, hidden, logits, last)
+        gap: Tensor = nnsight.save(norms)
     return gap

@@ -1,4 +1,4 @@
-"""Reads a residual stream with forward hooks: one view for each forward pass, with the tokens and the mask of that pass."""
+"""Recorder: forward hooks that read the residual stream, and give one view for each forward pass with its tokens and mask."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
-from .block_call import CACHES as BLOCK_CACHES
-from .block_call import first_tensor
-from .hooks import Hook, in_kernel
+from .block_call import CACHES, first_tensor
+from .frames import Frame
+from .hooks import StopForward, in_kernel, on_enter, on_leave
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import View, place
 
-CACHES = (*BLOCK_CACHES, "past_kv_cache")
-# What a stack inside a model may be given in place of tokens.
+CACHE_ARGUMENTS = (*CACHES, "past_kv_cache")
+# Inputs that a stack inside a model may take in place of tokens.
 OTHER_INPUTS = ("pixel_values", "input_features", "input_values")
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Where one residual layer is read: what a module takes in, or what it gives out."""
+    """The place at which one residual layer is read: the input or the output of a module.
+
+    Attributes:
+        module: the module.
+        incoming: whether the input is read.
+    """
 
     module: torch.nn.Module
     incoming: bool
@@ -35,11 +40,11 @@ class Tap:
 
 @dataclass(frozen=True)
 class Stack:
-    """Which stack of an encoder-decoder is read.
+    """The stack of an encoder-decoder that is read.
 
     Attributes:
         side: "encoder" or "decoder"; "" for a model of one stack, "both" for blocks of both.
-        start: the token id that the model itself puts first into its decoder, None where it names none.
+        start: the token id with which the model itself begins its decoder input, None where its configuration has none.
     """
 
     side: Literal["", "encoder", "decoder", "both"]
@@ -48,13 +53,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of one forward pass when its first layer is read.
+    """Facts about one forward pass, as they are when its first layer is read.
 
     Attributes:
-        shape: `batch pos` of what runs through the blocks now (one position a row in cached generation).
-        tokens: `batch pos`, None if the model was fed embeddings.
-        attention: the attention mask of the stack that is read, of whatever kind, None if none.
-        texts: how many texts the model was given to tokenise by itself.
+        shape: `batch pos` of the activations in the blocks (one position per row in cached generation).
+        tokens: `batch pos`, None if the model was called with embeddings.
+        attention: the attention mask of the stack that is read, in the form that the model was given, None if there is none.
+        texts: number of texts that the model was given to tokenise by itself.
         cached: whether the model was given keys and values of earlier positions, which the mask then covers too.
         start: see `Stack`.
     """
@@ -69,95 +74,82 @@ class Call:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which positions of a forward pass count, and which the model attends to; both `batch pos`."""
+    """Positions of a forward pass.
+
+    Attributes:
+        counted: `batch pos`, positions that become tokens of the view.
+        attended: `batch pos`, positions that the model attends to.
+    """
 
     counted: Tensor
     attended: Tensor
 
 
-class LastLayer(Exception):
-    """Ends a forward pass once the last residual layer is read: neither final norm nor unembedding has to run."""
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions that a recorder calls; see `HookedSource.tapped`.
 
+    Attributes:
+        on_view: takes each view.
+        choose: gives the positions of a call that count.
+        compare: called once, with the difference between the lens and the logits.
+        on_error: takes errors of the hooks; None where errors are raised.
+    """
 
-class _Frame:
-    """One running call of the model or of a stack inside it; the one at the bottom stands for what runs outside of any."""
-
-    def __init__(self, module: torch.nn.Module | None, level: int, parent: _Frame | None) -> None:
-        self.module, self.level, self.parent = module, level, parent
-        # A call of the model inside a call of the same model is another forward pass; a stack inside it is the same one.
-        self.inner = parent is not None and 0 <= parent.level < level
-        self.nested: bool = parent is not None and parent.level >= 0 and (parent.nested if self.inner else True)
-        self.tokens: Tensor | None = None
-        self.attention: Any = None
-        self.texts = 0
-        self.cached = False
-        # Whether tokens and mask are the decoder's own.
-        self.decoder = False
-        self.last: Tensor | None = None
-        self.shape = (0, 0)
-        self.keep = torch.empty(0, dtype=torch.int64)
-        self.attended = torch.empty(0, dtype=torch.bool)
-        self.superseded: int | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        self.buffer: Tensor | None = None
-        self.next = 0
+    on_view: Callable[[View], None]
+    choose: Callable[[Call], Choice]
+    compare: Callable[[Tensor, torch.dtype], None] | None
+    on_error: Callable[[Exception], None] | None
 
 
 class Recorder:
-    """Fills a view as layers are read in order; anything out of order, or inside a backward pass, is no forward pass.
+    """Fills a view with the residual layers of a forward pass, in order. Layers out of order or in a backward pass are ignored.
 
-    Every thread has frames of its own, so forward passes of different threads are kept apart.
+    Every thread has its own frames, so forward passes of different threads are kept apart.
 
     Args:
         layers: names of the residual layers.
-        on_view: see `HookedSource.tapped`, as for the next three.
-        choose: which positions of a call to count.
-        compare: takes the lens beside the logits, once.
-        on_error: takes errors of these hooks.
-        lens: the model's own way from a residual to logits, as it is at this moment.
-        direct: whether the model's `forward` may be called past its hooks.
-        aside: whether what runs now is no part of what is measured.
-        stack: which stack of an encoder-decoder is read.
+        callbacks: functions that take views, choose positions, compare logits and take errors.
+        lens: gives the logit lens with the model's current modules.
+        direct: whether the model's `forward` may be called directly, without its hooks.
+        aside: true while the forward pass is not to be recorded.
+        stack: the stack of an encoder-decoder that is read.
     """
 
     def __init__(
         self,
         layers: tuple[str, ...],
-        on_view: Callable[[View], None],
-        choose: Callable[[Call], Choice],
-        compare: Callable[[Tensor, torch.dtype], None] | None,
-        on_error: Callable[[Exception], None] | None,
+        callbacks: Callbacks,
         lens: Callable[[], Unembed | None],
         direct: bool,
         aside: Callable[[], bool],
         stack: Stack,
     ) -> None:
-        self.layers, self.on_view, self.choose, self.compare, self.on_error = layers, on_view, choose, compare, on_error
+        self.layers, self.on_view, self.choose = layers, callbacks.on_view, callbacks.choose
+        self.compare, self.on_error = callbacks.compare, callbacks.on_error
         self.lens, self.direct, self.aside, self.stack = lens, direct, aside, stack
         self.thread, self.local, self.stopped = threading.get_ident(), threading.local(), False
 
-    # ---- which hooks
+    # ---- registration of hooks
 
     def watch(self, module: torch.nn.Module, level: int) -> list[Any]:
-        """Hooks on the model (level 0), or on a stack inside it, that say when a forward pass begins and ends."""
+        """Register hooks on the model (level 0), or on a stack inside it, at the begin and the end of a forward pass."""
 
         def begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             self._begin(level, module, args, kwargs)
 
         return [
-            module.register_forward_pre_hook(self._hook(module, begin), with_kwargs=True),
-            # Also after an exception: what a failed call left behind belongs to no later one.
-            module.register_forward_hook(self._hook(module, self._end), always_call=True),
+            on_enter(module, self._guarded(begin)),
+            # Also after an exception, so that a later call does not see the state of a failed one.
+            on_leave(module, self._guarded(self._end), always=True),
         ]
 
     def watch_embedding(self, module: torch.nn.Module) -> Any:
-        """A hook that sees the tokens where they are embedded."""
-        return module.register_forward_pre_hook(self._hook(module, self._see_tokens), with_kwargs=True)
+        """Register a hook that reads the tokens at the embedding."""
+        return on_enter(module, self._guarded(self._see_tokens))
 
     def watch_mask(self, block: torch.nn.Module) -> Any:
-        """A hook that sees the mask that the first block is given, where the model's `forward` is called past its hooks."""
+        """Register a hook that reads the mask at the first block, for models whose `forward` is called without their hooks."""
 
         def see(_module: torch.nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             mask, frame = (kwargs or {}).get("attention_mask"), self._frame()
@@ -165,72 +157,72 @@ class Recorder:
                 frame.attention = mask
             frame.cached |= (kwargs or {}).get("past_kv_cache_entry") is not None
 
-        return block.register_forward_pre_hook(self._hook(block, see), with_kwargs=True)
+        return on_enter(block, self._guarded(see))
 
     def watch_layer(self, tap: Tap, layer: int) -> Any:
-        """A hook that reads one residual layer."""
+        """Register a hook that reads one residual layer."""
         if tap.incoming:
 
             def before(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
                 self._see(layer, first_tensor((*args, *(kwargs or {}).values())))
 
-            return tap.module.register_forward_pre_hook(self._hook(tap.module, before), with_kwargs=True)
+            return on_enter(tap.module, self._guarded(before))
 
         def after(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             self._see(layer, first_tensor(output))
 
-        return tap.module.register_forward_hook(self._hook(tap.module, after))
+        return on_leave(tap.module, self._guarded(after))
 
     def watch_head(self, head: torch.nn.Module) -> Any:
-        """A hook that sets the lens at the end of the first row beside what the head gives, the first time it runs."""
-        return head.register_forward_hook(self._hook(head, self._see_logits))
+        """Register a hook that compares the lens with the output of the head, on the first row of its first call."""
+        return on_leave(head, self._guarded(self._see_logits))
 
-    def _hook(self, module: torch.nn.Module, handle: Callable[..., None]) -> Hook:
+    def _guarded(self, handle: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
-            # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing asks the same way.
+            # Gradient checkpointing runs blocks again inside the backward pass; torch's own checkpointing uses the same test.
             if self.stopped or in_kernel() or torch._C._current_graph_task_id() != -1:
                 return
             if self.on_error is None and threading.get_ident() != self.thread:
                 return
             try:
                 handle(*args)
-            except LastLayer:
+            except StopForward:
                 raise
             except Exception as error:
                 if self.on_error is None:
                     raise
-                # Whoever runs the model here did not ask for this.
+                # An error of a measurement must not end the user's forward pass.
                 self.stopped = True
                 self.on_error(error)
 
-        return Hook(module, call)
+        return call
 
-    # ---- what they do
+    # ---- calls of hooks
 
-    def _frame(self) -> _Frame:
-        """The innermost call that runs in this thread."""
+    def _frame(self) -> Frame:
+        """The innermost running call in this thread."""
         if not hasattr(self.local, "frame"):
-            self.local.frame = _Frame(None, -1, None)
-        frame: _Frame = self.local.frame
+            self.local.frame = Frame(None, -1, None)
+        frame: Frame = self.local.frame
         return frame
 
-    def _running(self, frame: _Frame) -> bool:
+    def _running(self, frame: Frame) -> bool:
         return self.direct or frame.level >= 0
 
     def _begin(self, level: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         parent = self._frame()
-        frame = self.local.frame = _Frame(module, level, parent)
+        frame = self.local.frame = Frame(module, level, parent)
         if frame.inner:
             frame.tokens, frame.attention, frame.texts = parent.tokens, parent.attention, parent.texts
             frame.decoder, frame.cached = parent.decoder, parent.cached
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        frame.cached |= any(given.get(name) is not None for name in CACHES)
+        frame.cached |= any(given.get(name) is not None for name in CACHE_ARGUMENTS)
         texts = given.get("input")
         if isinstance(texts, list) and texts and isinstance(texts[0], str):
             frame.texts = len(texts)
         if self.stack.side == "decoder" and ("decoder_input_ids" in names or "decoder_input_ids" in given):
-            # What stands around the decoder also takes the encoder's tokens and mask, which are no business of the decoder's.
+            # The modules around the decoder also take the encoder's tokens and mask, which do not belong to the decoder.
             if not frame.decoder:
                 frame.tokens, frame.attention, frame.decoder = None, None, True
             tokens, mask = given.get("decoder_input_ids"), given.get("decoder_attention_mask")
@@ -238,18 +230,18 @@ class Recorder:
             first = given.get("input_ids", given.get(names[0]) if names else None)
             tokens, mask = first, given.get("attention_mask")
             if any(given.get(name) is not None for name in OTHER_INPUTS) and not _is_tokens(tokens):
-                # A tower of its own in a model that also reads text.
+                # A separate tower of a model that also reads text.
                 frame.tokens, frame.attention = None, None
         if _is_tokens(tokens):
             frame.tokens = tokens.detach()
-        # The outer model is given the plain mask, the stack inside it perhaps one that is made of it.
+        # The outer model takes the plain mask; the stack inside it may take a mask that is computed from it.
         if mask is not None and (frame.attention is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
             frame.attention = mask
 
     def _end(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
-        frame: _Frame | None = self._frame()
+        frame: Frame | None = self._frame()
         while frame is not None and frame.module is not module:
-            # What an interrupt left behind.
+            # A frame that an interrupt left behind.
             frame = frame.parent
         if frame is None or frame.parent is None:
             return
@@ -286,13 +278,13 @@ class Recorder:
         elif layer != frame.next:
             if layer == frame.superseded:
                 raise LayersimError(
-                    "A forward pass was interrupted by another one of the same model, and went on after it.",
+                    "A forward pass was interrupted by another one of the same model, and continued after it.",
                     given=f"{self.layers[layer]} after the start of a second pass",
                     expected="one forward pass after the other, or calls of the model itself, which are kept apart",
                     do="model(tokens) in place of model.run_with_hooks(...) or model.forward(...) inside a hook",
                 )
             return
-        rows = self._whole(layer, hidden, frame)
+        rows = self._unsharded(layer, hidden, frame)
         frame.buffer = place(frame.buffer, layer, len(self.layers), rows, frame.keep)
         frame.next += 1
         if frame.next == len(self.layers):
@@ -304,15 +296,15 @@ class Recorder:
                 frame.tokens, frame.attention, frame.texts, frame.cached = None, None, 0, False
             self.on_view(view)
 
-    def _counts(self, frame: _Frame) -> bool:
-        """Whether layers that are read now belong to a forward pass that is measured."""
+    def _counts(self, frame: Frame) -> bool:
+        """True where the running layers belong to a forward pass that is measured."""
         if frame.level >= 0:
-            # A run of this package reads the pass that it started, not one that a user's hook starts inside it.
+            # A run of this package reads the forward pass that it started, not one that a user's hook starts inside it.
             return not (frame.nested and self.on_error is None)
-        # A pass that was under way in another thread when the hooks came: nothing is known of its tokens and mask.
+        # The tokens and the mask of a forward pass that another thread began before the hooks were registered are not known.
         return self.direct and (frame.tokens is not None or threading.get_ident() == self.thread)
 
-    def _start(self, frame: _Frame, hidden: Tensor) -> None:
+    def _start(self, frame: Frame, hidden: Tensor) -> None:
         if hidden.dim() != 3:
             raise self._misfit(0, hidden, "batch x pos x d_model")
         frame.shape = (hidden.shape[0], hidden.shape[1])
@@ -320,12 +312,12 @@ class Recorder:
         choice = self.choose(Call(frame.shape, frame.tokens, frame.attention, frame.texts, frame.cached, start))
         if tuple(choice.counted.shape) != frame.shape:
             raise self._misfit(
-                0, hidden, f"{' x '.join(map(str, choice.counted.shape))} x d_model, as the tokens that were given"
+                0, hidden, f"{' x '.join(map(str, choice.counted.shape))} x d_model, the shape of the input tokens"
             )
         frame.keep, frame.attended = choice.counted.reshape(-1).nonzero()[:, 0], choice.attended
 
-    def _whole(self, layer: int, hidden: Tensor, frame: _Frame) -> Tensor:
-        """The activations, of the shape that the first layer has."""
+    def _unsharded(self, layer: int, hidden: Tensor, frame: Frame) -> Tensor:
+        """The activations as one tensor, which must have the shape of the first layer."""
         shared: Any = hidden
         placements = getattr(shared, "placements", None)
         if placements is not None and all(placement.is_replicate() for placement in placements):
@@ -345,13 +337,13 @@ class Recorder:
             do="layers=[...] with blocks whose inputs and outputs are batch x pos x d_model",
         )
 
-    def _view(self, frame: _Frame, residual: Tensor) -> View:
+    def _view(self, frame: Frame, residual: Tensor) -> View:
         shape, keep = frame.shape, frame.keep.to(residual.device)
         tokens, following = torch.zeros(shape, dtype=torch.int64), torch.full(shape, NO_LABEL)
         if frame.tokens is not None:
             if frame.tokens.dim() != 2 or frame.tokens.shape[1] != shape[1] or frame.tokens.shape[0] not in (1, shape[0]):
                 raise LayersimError(
-                    "The tokens that the model was given are not those that run through its blocks.",
+                    "The input tokens do not match the positions that run through the blocks.",
                     given=f"tokens of shape {tuple(frame.tokens.shape)} and activations of {shape[0]} x {shape[1]} positions",
                     expected="one position for each token",
                     do="model(inputs_embeds=...), or blocks of the part of the model that reads the tokens",
@@ -373,15 +365,15 @@ def _is_tokens(value: Any) -> TypeGuard[Tensor]:
 
 
 def stack_side(module: torch.nn.Module, blocks: list[torch.nn.Module]) -> Stack:
-    """Which stack of an encoder-decoder the blocks belong to."""
+    """The stack of an encoder-decoder to which the blocks belong."""
     config = getattr(module, "config", None)
     if not getattr(config, "is_encoder_decoder", False):
         return Stack("")
-    wanted = set(blocks)
+    members = set(blocks)
     for side in ("decoder", "encoder"):
         find: Any = getattr(module, f"get_{side}", None)
-        found = find() if find is not None else None
-        if isinstance(found, torch.nn.Module) and found is not module and wanted <= set(found.modules()):
+        stack = find() if find is not None else None
+        if isinstance(stack, torch.nn.Module) and stack is not module and members <= set(stack.modules()):
             start = getattr(config, "decoder_start_token_id", None)
             return Stack("decoder", start if isinstance(start, int) else None) if side == "decoder" else Stack("encoder")
     return Stack("both")

@@ -1,10 +1,10 @@
-"""Source: where activations come from."""
+"""Source: runs a model on batches and gives its residual stream to kernels."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,12 @@ from .view import Kernel, Reduced, View
 @named
 @dataclass(frozen=True)
 class PartialSums:
-    """The sums of some batches that follow one another.
+    """Sums over some consecutive batches.
 
     Attributes:
-        count: how many, a power of two.
-        not_finite: for each view `layer`, how many activations were NaN or infinite.
-        out: by kernel name what it returned, summed.
+        count: number of batches, a power of two.
+        not_finite: for each view `layer`, the number of activations that were NaN or infinite.
+        out: by kernel name, the sums of what the kernel returned.
     """
 
     count: int
@@ -37,72 +37,85 @@ class PartialSums:
 
 
 class Source(ABC):
-    """A model that runs token batches and hands the residual stream to kernels, wherever the activations are.
+    """A model that runs batches of tokens and applies kernels to its residual stream, in this process or on a server.
 
-    A new source implements `model` and `run`; `collect` too if activations may leave the place where they are made.
+    A new source implements `model` and `run`, and `collect` if activations may leave the process that computes them.
 
     Attributes:
         calling: whether an analyzer calls blocks again, so that views must carry `calls`.
-        is_remote: whether the model is on a server, which is sent requests.
+        is_remote: whether the model is on a server, to which requests are sent.
+        can_hook: whether the model's modules run in this process as they are, so that hooks can be placed on them.
+        is_single_model: whether the layers belong to one model; False for a model that is stitched together from two.
     """
 
     calling: bool = False
     is_remote: bool = False
+    can_hook: bool = False
+    is_single_model: bool = True
 
     @property
     @abstractmethod
     def model(self) -> Model:
-        """What is known of the model."""
+        """The description of the model."""
+
+    @property
+    def can_differentiate(self) -> bool:
+        """Whether gradients flow through the model's blocks, which they do not in a server's sandbox."""
+        return self.model.calls == "gradients"
 
     @abstractmethod
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        """One forward pass over the batch, and `reduce(kernels, view)` where the activations are."""
+        """Run one forward pass over the batch, and `reduce(kernels, view)` in the process that holds the activations."""
 
     @abstractmethod
     def collect(self, batch: Batch) -> View:
-        """One forward pass over the batch, and the view itself. Refused where activations must stay."""
+        """Run one forward pass over the batch and return the view. A source on a server refuses this."""
 
     def unembed_gap(self, batch: Batch) -> Tensor:
-        """Of the batch's first row, run through the whole model: `unembed_gap`, the lens at the last layer beside the logits.
+        """Run the batch's first row through the whole model and return `unembed_gap` of the lens at the last layer.
 
-        Only asked of a source whose `model.head` is known.
+        Called only if `model.head` is known.
         """
         raise LayersimError(
-            f"{type(self).__name__} names a head and does not compare it with the model's logits.",
+            f"{type(self).__name__} has a head and no `unembed_gap`, which compares the lens with the model's logits.",
             given=f"head={self.model.head}",
             expected="a source with unembed_gap(batch)",
             do="implement unembed_gap, or leave model.head as None",
         )
 
     def settle(self, batch: Batch) -> None:  # noqa: B027 (most sources know their blocks)
-        """Find out, where `model.stream` is "unknown", whether the modules hand on one stream, from the batch's first row."""
+        """Test on the batch's first row whether the modules pass on one residual stream, where `model.stream` is "unknown"."""
 
     @property
     def sum_group(self) -> int:
-        """How many batches are added in pairs, see `pairwise_summation`, before they join the total: 1 to add each at once."""
+        """Number of batches that are added in pairs, see `pairwise_summation`, before they join the total; 1 to add each."""
         return 1
 
     def stream(
         self, batches: Iterator[Batch], kernels: Mapping[str, Kernel], start: int = 0, say: Callable[[str], None] = print
     ) -> Iterator[list[PartialSums]]:
-        """Run batches in order, as many at a time as suits the place where the model is.
+        """Run batches in order; a source on a server runs several in one request.
 
         Args:
             batches: each with at least one counted token.
             kernels: as in `run`.
-            start: how many batches of the pass were run before, by an earlier process too.
-            say: takes a few words on what is going on.
+            start: number of batches of the pass that were run before, also by an earlier process.
+            say: takes short progress messages.
 
         Yields:
-            The sums of the batches that follow, in parts whose counts are powers of two and meet as in `pairs.push`.
+            Sums of the next batches, in parts whose counts are powers of two and join as in `pairwise_summation.push`.
         """
         for batch in batches:
             yield [PartialSums(1, *self.run(batch, kernels))]
 
     def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
-        """What a run over so many batches, tokens, and tokens in the largest batch will ask of the place where the model is.
+        """Describe the requests, memory and time that a run needs on a server; "" for a model in this process.
 
-        "" where the model is here, and nothing needs to be said.
+        Args:
+            passes: number of passes over the data.
+            count: number of batches.
+            tokens: in all batches.
+            largest: tokens of the largest batch.
         """
         return ""
 
@@ -115,23 +128,23 @@ class Source(ABC):
         """
 
     def record(self) -> dict[str, Any]:
-        """What a result says of the place where the model is: nothing where it is here."""
+        """What a result records of the server; empty for a model in this process."""
         return {}
 
     def peers(self) -> frozenset[int]:
-        """Ranks of the process group that hold one copy of the model together, see `distributed.weight_peers`.
+        """Ranks of the process group that share one copy of the model, see `distributed.weight_peers`.
 
-        Empty where this process holds all of it.
+        Empty where this process holds the whole model.
         """
         return frozenset()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context in which the model runs without dropout and is left as it was found."""
-        return _nothing()
+        """A context in which the model runs without dropout, and after which it is as it was before."""
+        return nullcontext()
 
     @contextmanager
     def with_calls(self) -> Iterator[None]:
-        """A context in which `calling` is true. Only asked of a source whose `model.calls` is not "none"."""
+        """A context in which `calling` is true. Used only if `model.calls` is not "none"."""
         if isinstance(module := getattr(self, "module", None), torch.nn.Module):
             refuse_inference_weights(module)
         self.calling = True
@@ -142,17 +155,12 @@ class Source(ABC):
 
 
 def refuse_inference_weights(module: torch.nn.Module) -> None:
-    """Refuse weights that were made under `torch.inference_mode()` where gradients are wanted: autograd cannot use them."""
-    made_there = [path for path, parameter in module.named_parameters() if parameter.is_inference()]
-    if made_there:
+    """Refuse weights that were created under `torch.inference_mode()`, because autograd cannot use them."""
+    unusable = [path for path, parameter in module.named_parameters() if parameter.is_inference()]
+    if unusable:
         raise LayersimError(
             f"The weights of {type(module).__name__} were created under torch.inference_mode(), so they can have no gradients.",
-            given=f"{len(made_there)} such parameters, the first {made_there[0]}",
+            given=f"{len(unusable)} such parameters, the first {unusable[0]}",
             expected="weights that were created or loaded outside torch.inference_mode()",
             do="load the model outside torch.inference_mode(), or under torch.no_grad()",
         )
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

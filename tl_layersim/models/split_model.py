@@ -1,10 +1,10 @@
-"""Halves of models: the part below a layer, read; the part above it, run from there on."""
+"""Split models: a model of which the lower part is run up to a layer, or the upper part from a layer on."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..data.batches import Batch
 from ..data.labels import NO_LABEL
 from .block_call import first_tensor
 from .hooked import HookedSource
-from .hooks import eval_mode, in_this_thread
+from .hooks import ForwardRun, eval_mode, in_this_thread, on_enter, on_leave, temporary_hooks
 from .layout import classes_with_head
 from .model_info import Model
 from .softmax import cross_entropy, cross_entropy_slopes
@@ -24,69 +24,74 @@ from .source import Source
 from .unembed import rounding, tensor_of
 from .validation import need_stream
 
-Give = Callable[[Tensor], Tensor]
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
+# From the residual that the model computes at a layer to the residual that replaces it.
+Replacement = Callable[[Tensor], Tensor]
 
 
 def score_of(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """What a model's logits are worth: sum of the cross-entropy, how many first choices are right, and of how many positions.
+    """Sums over the positions that have a target: "loss", the cross-entropy; "correct", the correct top-1 predictions; "count".
 
-    Arguments as those of `answers_of`.
+    Arguments as those of `predictions`.
     """
-    chosen, wanted = answers_of(logits, targets)
-    right = (chosen.argmax(-1) == wanted).sum()
-    return {"loss": cross_entropy(chosen, wanted).sum(), "correct": right, "count": torch.tensor(len(wanted))}
+    predicted, ids = predictions(logits, targets)
+    correct = (predicted.argmax(-1) == ids).sum()
+    return {"loss": cross_entropy(predicted, ids).sum(), "correct": correct, "count": torch.tensor(len(ids))}
 
 
-def loss_and_slope(logits: Tensor, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of a model's answers, float64, and its derivative by `x`, which the logits were made from.
+def mean_loss_and_gradient(logits: Tensor, targets: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy over the targets, float64, and its gradient with respect to `x`, from which the logits were computed.
 
-    Arguments as those of `answers_of`.
+    Arguments as those of `predictions`.
     """
-    chosen, wanted = answers_of(logits, targets)
-    chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
-    losses, slopes = cross_entropy_slopes(chosen, wanted, torch.full_like(wanted, 1 / max(1, len(wanted)), dtype=chosen.dtype))
-    (slope,) = torch.autograd.grad(chosen, x, slopes)
-    return losses.mean(), slope
+    predicted, ids = predictions(logits, targets)
+    predicted = predicted if predicted.dtype == torch.float64 else predicted.float()
+    weight = torch.full_like(ids, 1 / max(1, len(ids)), dtype=predicted.dtype)
+    losses, slopes = cross_entropy_slopes(predicted, ids, weight)
+    (gradient,) = torch.autograd.grad(predicted, x, slopes)
+    return losses.mean(), gradient
 
 
-def answers_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`answer vocabulary`, the logits where something is asked, and `answer`, what is right there.
+def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits `target vocabulary` at positions that have a target, and the targets `target` themselves.
 
     Args:
         logits: `batch pos vocabulary`, or `batch classes` of a classifier.
-        targets: `batch pos` or `batch`, NO_LABEL where nothing is asked.
+        targets: `batch pos` or `batch`, NO_LABEL where there is no target.
+
+    Raises:
+        LayersimError: the shapes do not fit, or an id lies outside the vocabulary.
     """
     targets = targets.to(logits.device)
     if logits.dim() != targets.dim() + 1:
         raise LayersimError(
-            "The labels do not fit what the model says.",
+            "`labels` do not fit the shape of the model's logits.",
             given=f"logits of shape {tuple(logits.shape)} for labels of shape {tuple(targets.shape)}",
-            expected="one label for each position of a model that speaks at each, one for each row of a classifier",
+            expected="one label for each position of a language model, one for each row of a classifier",
             do="labels='next_token' for a language model, labels='data' for a classifier",
         )
     keep = targets != NO_LABEL
-    wanted = targets[keep]
-    if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < logits.shape[-1]:
+    ids = targets[keep]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
         raise LayersimError(
-            "A label is none of the model's classes.",
-            given=f"labels from {int(wanted.min())} to {int(wanted.max())}",
+            "`labels` holds an id that is none of the model's classes.",
+            given=f"labels from {int(ids.min())} to {int(ids.max())}",
             expected=f"0 to {logits.shape[-1] - 1}",
             do="map the labels to the classes of the model's head",
         )
-    # Not logits[keep], whose derivative adds up one entry at a time.
-    return logits.flatten(0, -2).index_select(0, keep.flatten().nonzero()[:, 0]), wanted
+    # Not logits[keep], because the backward pass of that adds one entry at a time.
+    return logits.flatten(0, -2).index_select(0, keep.flatten().nonzero()[:, 0]), ids
 
 
 def logits_of(output: Any) -> Tensor:
-    """A model's logits.
+    """The logits in the output of a model.
 
     Raises:
-        LayersimError: it has none.
+        LayersimError: the model has no head.
     """
     if getattr(output, "last_hidden_state", None) is not None and getattr(output, "logits", None) is None:
         raise LayersimError(
-            "This model says nothing that could be right or wrong: it has no head.",
+            "`model` gives no logits: it has no head.",
             given=f"an output with {', '.join(output.keys())}",
             expected="a model with logits",
             do=f"load it by {classes_with_head('')}",
@@ -95,9 +100,15 @@ def logits_of(output: Any) -> Tensor:
 
 
 class SplitModel(ABC):
-    """One side of a stitch: a model of which the part below a layer is read, or the part above it is run.
+    """A model that is split at a layer: its lower part gives the residual there, or its upper part runs from a residual on.
 
-    Layers are counted as residual layers are: 0 is what enters block 0, i is what leaves the i-th block.
+    Layers are numbered as residual layers: 0 is the input of block 0, i is the output of the i-th block.
+
+    Attributes:
+        model: what is known of the model.
+        module: the torch module; for a model on a server its modules without weights.
+        source: runs the model.
+        is_remote: whether the model is on a server.
     """
 
     model: Model
@@ -107,7 +118,7 @@ class SplitModel(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where what is handed to it is made."""
+        """Device on which inputs to the upper part must be created."""
         return torch.device("cpu")
 
     @property
@@ -116,7 +127,7 @@ class SplitModel(ABC):
         return None
 
     def settle(self, batch: Batch) -> None:
-        """Refuse, where the layout does not say it, modules that a forward pass shows to hand on no stream."""
+        """Run a forward pass, where the layout is not known, and refuse modules that do not pass on the residual stream."""
         if self.model.stream == "unknown":
             self.source.settle(batch)
             need_stream(self.source.model, "Stitching")
@@ -124,19 +135,19 @@ class SplitModel(ABC):
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context without dropout, in which no gradient reaches the weights; the model is left as it was found."""
+        """A context without dropout and without gradients of the weights, after which the model is as it was before."""
 
     @abstractmethod
     def hidden(self, batch: Batch, layer: int) -> Tensor:
-        """`batch pos d_model`: the residual at a layer, padding included; what stands above does not run."""
+        """The residual at a layer, `batch pos d_model`, padding included; the blocks above do not run."""
 
     @abstractmethod
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
-        """`score_of` the model with `x` in place of its own residual at a layer; of the whole model without `x`."""
+        """`score_of` the model's logits, with `x` in place of its own residual at a layer where `x` is given."""
 
     @abstractmethod
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
-        """Mean cross-entropy with `x` in place of the residual at a layer, and its derivative by `x`."""
+        """Mean cross-entropy with `x` in place of the residual at a layer, and its gradient with respect to `x`."""
 
     @abstractmethod
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
@@ -152,7 +163,7 @@ class SplitModel(ABC):
     def padded(self, batch: Batch) -> Batch:
         """The batch with the padding token of this model's own configuration.
 
-        Hugging Face classifiers find the last token of a row by it, whatever the mask says.
+        Hugging Face classifiers find the last token of a row by the padding token and ignore the mask.
         """
         pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
         if not isinstance(pad, int) or pad < 0 or not batch.padded:
@@ -160,16 +171,16 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """See that this model gives what it gives when it is entered at the layer with its own residual, and not with another.
+        """Check that the upper part reproduces the model's loss from the model's own residual, and not from another residual.
 
         Raises:
             LayersimError: it does not.
         """
         own, x = self.score(batch, targets), self.hidden(batch, layer)
         again = self.score(batch, targets, layer, x)
-        # Reversed coordinates: another direction, of the same size.
+        # Reversed coordinates give another direction of the same norm.
         other = self.score(batch, targets, layer, x.flip(-1))
-        ours, theirs, wrong = (float(found["loss"]) for found in (again, own, other))
+        ours, theirs, wrong = (float(score["loss"]) for score in (again, own, other))
         if ours != ours and theirs != theirs:
             raise LayersimError(
                 f"The loss of {self.model.name} on the first row is NaN, before anything is stitched.",
@@ -180,29 +191,25 @@ class SplitModel(ABC):
         tolerance = rounding(x.dtype if x.is_floating_point() else torch.float32) * (1.0 + abs(theirs))
         if not abs(ours - theirs) <= tolerance or wrong == theirs:
             raise LayersimError(
-                f"{self.model.name} cannot be entered at {self.model.layers[layer]}.",
-                given=f"loss {ours:.6g} when its own residual is put there, {theirs:.6g} otherwise, {wrong:.6g} with "
-                "another one",
-                expected="the same twice, and another with another",
+                f"{self.model.name} cannot be split at {self.model.layers[layer]}.",
+                given=f"loss {ours:.6g} from its own residual at this layer, {theirs:.6g} of the whole model, {wrong:.6g} from "
+                "another residual",
+                expected="the loss of the whole model from its own residual, and another loss from another residual",
                 do="a model whose blocks run one after the other on one residual stream; layers=[...] names the right blocks",
             )
 
 
 def attended(batch: Batch, x: Tensor) -> Tensor:
-    """`token d_model`: the positions of `batch pos d_model` that the model attends to."""
+    """The positions of `batch pos d_model` that the model attends to, `token d_model`."""
     return x[batch.attention.to(x.device)]
 
 
-class Enough(Exception):
-    """Ends a forward pass at the layer that was asked for."""
-
-
 class LocalSplitModel(SplitModel):
-    """A model of this process.
+    """A split model whose modules are in this process.
 
     Args:
-        source: where its blocks are.
-        model: what is known of it.
+        source: runs the model.
+        model: what is known of the model.
     """
 
     source: HookedSource
@@ -218,9 +225,9 @@ class LocalSplitModel(SplitModel):
 
     @property
     def device(self) -> torch.device:
-        """Where its first weights are; those that are offloaded are nowhere."""
-        here = (p.device for p in self.module.parameters() if not p.is_meta)
-        return next(here, torch.device("cpu"))
+        """Device of the model's first weights that are not offloaded."""
+        devices = (p.device for p in self.module.parameters() if not p.is_meta)
+        return next(devices, torch.device("cpu"))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -242,50 +249,49 @@ class LocalSplitModel(SplitModel):
             return self.read(layer, lambda: self.source.call(self.padded(batch))).detach()
 
     def read(self, layer: int, call: Callable[[], Any]) -> Tensor:
-        """The residual at a layer in a forward pass, which ends there.
+        """The residual at a layer in a forward pass, which ends at this layer.
 
         Args:
-            layer: which.
+            layer: number of the residual layer.
             call: starts the forward pass.
+
+        Raises:
+            LayersimError: the forward pass did not reach the layer.
         """
         seen: list[Tensor] = []
 
         def see(hidden: Tensor) -> None:
             seen.append(hidden)
-            raise Enough
+            run.stop()
 
-        # Forward passes of other threads go on to their end.
-        if layer == 0:
-            handle = self.blocks[0].register_forward_pre_hook(
-                in_this_thread(lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values())))), with_kwargs=True
-            )
-        else:
-            after = in_this_thread(lambda _m, _a, output: see(first_tensor(output)))
-            handle = self.blocks[layer - 1].register_forward_hook(after)
-        try:
-            with suppress(Enough):
-                call()
-        finally:
-            handle.remove()
+        with temporary_hooks() as handles, ForwardRun() as run:
+            # Forward passes of other threads are not stopped.
+            if layer == 0:
+                before = in_this_thread(lambda _m, args, kwargs: see(first_tensor((*args, *kwargs.values()))))
+                handles.append(on_enter(self.blocks[0], before))
+            else:
+                after = in_this_thread(lambda _m, _a, output: see(first_tensor(output)))
+                handles.append(on_leave(self.blocks[layer - 1], after))
+            call()
         if not seen:
             raise LayersimError(
-                f"The forward pass of {self.model.name} did not come to {self.model.layers[layer]}.",
+                f"The forward pass of {self.model.name} did not reach {self.model.layers[layer]}.",
                 given=type(self.module).__name__,
-                expected="each block to run as a module of its own; a compiled graph runs past their hooks",
+                expected="each block to run as a module of its own; a compiled graph bypasses their hooks",
                 do="the model before torch.compile, or only its blocks compiled",
             )
         return seen[0]
 
     @contextmanager
-    def entered(self, layer: int, give: Give) -> Iterator[None]:
-        """Every forward pass starts at a layer: what block `layer - 1` gives, or at 0 what enters block 0, is what `give` says.
+    def entered(self, layer: int, give: Replacement) -> Iterator[None]:
+        """A context in which every forward pass starts at a layer, with a residual in place of the model's own.
 
-        The model's own forward pass runs around it: masks, positions, what blocks are called with, norm and head are its own.
-        Blocks below do not run; hooks on the model see what is put there as its own.
+        The model's own forward pass computes masks, positions and arguments of the blocks, the final norm and the head. Blocks
+        below the layer do not run. Hooks on the model see the new residual as the model's own.
 
         Args:
-            layer: where.
-            give: from what stands there otherwise, whose dtype and device it takes, to the residual.
+            layer: number of the residual layer.
+            give: gives the residual; called with the tensor that it replaces, whose dtype and device the residual is given.
         """
         tuples = self.tuples()
         below = self.blocks[:layer]
@@ -300,38 +306,35 @@ class LocalSplitModel(SplitModel):
             swapped = [x if value is given else value for value in args]
             return tuple(swapped), {name: x if value is given else value for name, value in kwargs.items()}
 
-        handle = self.blocks[0].register_forward_pre_hook(enter, with_kwargs=True, prepend=True) if layer == 0 else None
-        try:
-            for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
-                # Straight into the instance: TransformerBridge's components hand attributes on to what they wrap.
-                vars(block)["forward"] = _handing_on(length, put if number == layer - 1 else None)
-            yield
-        finally:
-            if handle is not None:
-                handle.remove()
-            for block, own in zip(below, before, strict=True):
-                if own is None:
-                    vars(block).pop("forward", None)
-                else:
-                    vars(block)["forward"] = own
+        with temporary_hooks() as handles:
+            if layer == 0:
+                handles.append(on_enter(self.blocks[0], enter, first=True))
+            try:
+                for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
+                    # Written into the instance's dict, because the components of a TransformerBridge pass attributes on to the
+                    # modules they wrap.
+                    vars(block)["forward"] = _pass_on(length, put if number == layer - 1 else None)
+                yield
+            finally:
+                for block, own in zip(below, before, strict=True):
+                    if own is None:
+                        vars(block).pop("forward", None)
+                    else:
+                        vars(block)["forward"] = own
 
     def tuples(self) -> list[int]:
-        """How many things each block gives in a tuple, 0 where it gives the residual alone. Found out once, on one token."""
+        """The length of each block's output tuple, 0 where a block returns the residual alone; measured once, on one token."""
         if self._tuples is None:
-            found: dict[int, int] = {}
+            lengths: dict[int, int] = {}
 
             def note(number: int) -> Callable[..., None]:
-                return lambda _m, _a, output: found.update({number: len(output) if isinstance(output, tuple) else 0})
+                return lambda _m, _a, output: lengths.update({number: len(output) if isinstance(output, tuple) else 0})
 
-            handles = [block.register_forward_hook(note(number)) for number, block in enumerate(self.blocks)]
             one = torch.ones(1, 1, dtype=torch.bool)
-            try:
-                with torch.no_grad(), eval_mode(self.module):
-                    self.source.call(Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0))
-            finally:
-                for handle in handles:
-                    handle.remove()
-            self._tuples = [found.get(number, 0) for number in range(len(self.blocks))]
+            with temporary_hooks() as handles, torch.no_grad(), eval_mode(self.module):
+                handles += [on_leave(block, note(number)) for number, block in enumerate(self.blocks)]
+                self.source.call(Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0))
+            self._tuples = [lengths.get(number, 0) for number in range(len(self.blocks))]
         return self._tuples
 
     def _logits(self, batch: Batch, layer: int, x: Tensor | None) -> Tensor:
@@ -348,19 +351,19 @@ class LocalSplitModel(SplitModel):
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            loss, slope = loss_and_slope(self._logits(batch, layer, x), targets, x)
-        return float(loss), slope
+            loss, gradient = mean_loss_and_gradient(self._logits(batch, layer, x), targets, x)
+        return float(loss), gradient
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         target = attended(batch, self.hidden(batch, layer))
         # Apple's GPUs have no float64.
         device = torch.device("cpu") if target.device.type == "mps" else target.device
-        found = moments_of(attended(batch, h).to(device), target.to(device))
-        return {name: value.cpu() for name, value in found.items()}
+        moments = moments_of(attended(batch, h).to(device), target.to(device))
+        return {name: value.cpu() for name, value in moments.items()}
 
 
-def _handing_on(length: int, put: Give | None) -> Callable[..., Any]:
-    """A block's forward that gives what it is given, or what `put` makes of it, in a tuple of that length."""
+def _pass_on(length: int, put: Replacement | None) -> Callable[..., Any]:
+    """A block's forward that returns its input, or what `put` returns for it, in a tuple of this length (0: no tuple)."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = first_tensor((*args, *kwargs.values()))

@@ -1,4 +1,4 @@
-"""What TransformerLens says of its models: where their residual stream is, what it is written in, and their head."""
+"""TransformerLens models: hook points of their residual stream, its basis, and their head."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError
-from .layout import POST_NORM, PRE_NORM, data_fields, find_blocks, hash_config, hash_weights, is_post_norm, logit_scaling
+from .description import data_fields, hash_config, hash_weights
+from .head_layout import logit_scaling
+from .layout import POST_NORM, PRE_NORM, find_blocks, is_post_norm
 from .model_info import Model, layer_names
 from .unembed import Head
 
 
 def is_transformer_lens(model: Any) -> bool:
-    """Whether a model is TransformerLens's, without importing it."""
+    """Whether a model is a HookedTransformer or a TransformerBridge, without importing TransformerLens."""
     return any(
         cls.__module__.split(".")[0] == "transformer_lens" and cls.__name__ in ("HookedTransformer", "TransformerBridge")
         for cls in type(model).__mro__
@@ -21,13 +23,17 @@ def is_transformer_lens(model: Any) -> bool:
 
 
 def open_transformer_lens(model: Any) -> tuple[list[torch.nn.Module], torch.nn.Module, Model]:
-    """Where its residual layers are read, its embedding, and what is known of it."""
+    """The hook points of the residual layers, the embedding, and the description of the model.
+
+    Raises:
+        LayersimError: hook points of the residual stream are missing.
+    """
     cfg = model.cfg
     names = layer_names(cfg.n_layers)
     missing = [name for name in names if name not in model.hook_dict]
     if missing:
         raise LayersimError(
-            f"{cfg.model_name} has no residual stream that TransformerLens names.",
+            f"{cfg.model_name} lacks hook points of the residual stream.",
             given=f"no hook point {missing[0]}",
             expected="blocks.{i}.hook_resid_pre and hook_resid_post",
             do="pass the Hugging Face model itself, with layers=[...] if its layout is not known",
@@ -55,7 +61,7 @@ def open_transformer_lens(model: Any) -> tuple[list[torch.nn.Module], torch.nn.M
 
 
 def _transformer_lens_data(model: Any) -> dict[str, Any]:
-    """How data is read: a bridge passes on what its Hugging Face model takes, a HookedTransformer takes tokens alone."""
+    """Fields of `Model` by which data is read: a bridge takes the inputs of its Hugging Face model, the other one tokens."""
     if type(model).__name__ != "TransformerBridge":
         return {}
     wrapped = model.original_model
@@ -63,7 +69,7 @@ def _transformer_lens_data(model: Any) -> dict[str, Any]:
 
 
 def _transformer_lens_head(model: Any) -> Head | None:
-    """TransformerLens's own final norm and unembedding; a bridge's logits are scaled as its Hugging Face model scales them."""
+    """The final norm and the unembedding; scale and soft-cap of a bridge are those of its Hugging Face model."""
     names = {name for name, _ in model.named_children()}
     if "unembed" not in names:
         return None
@@ -75,7 +81,7 @@ def _transformer_lens_head(model: Any) -> Head | None:
 
 
 def _transformer_lens_basis(model: Any) -> str:
-    """What weight processing did to the residual stream: it changes every number that is not invariant to it."""
+    """The basis of the residual stream, which weight processing changes."""
     if type(model).__name__ == "TransformerBridge":
         wrapped = model.original_model
         if is_post_norm(wrapped.get_submodule(find_blocks(wrapped, None)[0]), wrapped.config):

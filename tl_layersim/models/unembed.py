@@ -1,6 +1,6 @@
-"""From a residual to logits with the model's own modules: final norm, unembedding, logit scaling and soft-cap.
+"""Logit lens: from a residual to logits by the model's own final norm, unembedding, logit scaling and soft-cap.
 
-`Unembed` and `unembed_gap` travel to NDIF servers by value, as source: they may use torch and the standard library alone.
+`Unembed` and `unembed_gap` are shipped to NDIF servers by value, as source: they use torch and the standard library alone.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 HeadModule = Callable[[Tensor], Any]
-# Heads that give classes and not words.
+# Names of heads that give classes, not tokens.
 CLASSIFIERS = ("score", "classifier")
 
 
 @dataclass(frozen=True)
 class Head:
-    """What stands between the last block and the logits, by module path: known before anything runs.
+    """The modules between the last block and the logits, by module path.
 
     Attributes:
         norm: path of the final norm, "" where the model has none.
-        parts: paths of what turns the normed residual into logits, in order.
-        reads: which positions of a row are classified: "every" one, or the "first" or "last" of it.
-        scale: what logits are multiplied with.
-        soft_cap: c, where the model says c tanh(logits / c); None where it does not.
+        parts: paths of the modules that turn the normed residual into logits, in order.
+        reads: positions of a row that the head reads: "every" one, or the "first" or "last".
+        scale: factor of the logits.
+        soft_cap: c, where the logits are c tanh(logits / c); None where they are not capped.
     """
 
     norm: str
@@ -46,19 +46,19 @@ class Head:
 
 @dataclass(frozen=True)
 class Unembed:
-    """The model's own way from a residual to logits; call it on `... d_model` for `... vocabulary`, in the model's dtype.
+    """The logit lens of a model; call it on residuals `... d_model` for logits `... vocabulary`, in the model's dtype.
 
     Attributes:
         norm: the final norm, None where the model has none.
-        parts: what follows it, in order.
+        parts: the modules after it, in order.
         reads: see `Head`.
         scale: see `Head`.
         soft_cap: see `Head`.
-        dtype: of the head's weights, None where it has none that are floats.
-        norm_dtype: of the norm's weights, None where it has none: it then takes what the head takes.
-        device: of the head's weights, None where the modules move what they are given by themselves.
-        linear: the last part itself where it is nothing but a product on this machine: logits can then go into memory that is
-            used again, which saves a CPU a fifth of the time.
+        dtype: of the head's weights, None where it has no floating-point weights.
+        norm_dtype: of the norm's weights, None where it has none; the norm then takes the dtype of the head.
+        device: of the head's weights, None where the modules move their inputs by themselves.
+        linear: the last part itself where it is a plain linear layer in this process. Logits are then written into memory that
+            is used again, which saves a fifth of the time on a CPU.
     """
 
     norm: HeadModule | None
@@ -72,15 +72,21 @@ class Unembed:
     norm_dtype: torch.dtype | None = None
 
     def raw(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
-        """What the last part gives, before scale and soft-cap; in `spare`, `token vocabulary`, if there is one to be used."""
+        """Output of the last part, before scale and soft-cap.
+
+        Args:
+            x: residuals `... d_model`.
+            normed: whether the final norm is applied.
+            spare: memory `token vocabulary` for the logits, None to allocate it.
+        """
         shape = x.shape
         if normed:
             x = self.normed(x)
-        # One row of many positions; heads that read one position of a row are given many rows of one.
+        # One row of many positions; for heads that read one position of a row, many rows of one position.
         x = x.reshape(1, -1, shape[-1]) if self.reads == "every" else x.reshape(-1, 1, shape[-1])
         x = x.to(device=self.device, dtype=self.dtype)
         for part in self.parts if spare is None or self.linear is None else self.parts[:-1]:
-            # A norm that is kept in float32 hands on float32, which a half-precision head would refuse.
+            # A norm that is kept in float32 returns float32, which a half-precision head does not accept.
             x = tensor_of(part(x if self.dtype is None else x.to(self.dtype)))
         if spare is not None and self.linear is not None:
             x = x.reshape(-1, x.shape[-1]).to(self.linear.weight.dtype)
@@ -89,18 +95,18 @@ class Unembed:
         return x.reshape(*shape[:-1], x.shape[-1])
 
     def normed(self, x: Tensor) -> Tensor:
-        """The final norm of residuals `... d_model`, in the model's dtype; the residuals themselves where it has none."""
+        """The final norm of residuals `... d_model`, in the model's dtype; the residuals themselves where there is no norm."""
         if self.norm is None:
             return x
         given = x.to(device=self.device, dtype=self.norm_dtype or self.dtype).reshape(1, -1, x.shape[-1])
         return tensor_of(self.norm(given)).reshape(x.shape)
 
     def __call__(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
-        """Logits of residuals; `normed` says whether the final norm is applied, `spare` see `raw`."""
+        """Logits of residuals; arguments as those of `raw`."""
         return self.finish(self.raw(x, normed, spare))
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Scale and soft-cap."""
+        """Apply scale and soft-cap."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:
@@ -109,7 +115,7 @@ class Unembed:
 
 
 def tensor_of(output: Any) -> Tensor:
-    """The logits, or the residual, in what a module or a model returned: itself, `.logits`, or the first tensor."""
+    """The logits or the residual in the output of a module or a model: the output itself, `.logits`, or the first tensor."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -123,42 +129,41 @@ def tensor_of(output: Any) -> Tensor:
 
 
 def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
-    """The module, if it is a linear layer, lives here, and does nothing else."""
+    """The module, if it is a plain linear layer with weights in this process."""
     plain = type(module) is torch.nn.Linear and "forward" not in vars(module) and not module.weight.is_meta
     return module if plain and isinstance(module, torch.nn.Linear) else None
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, last: int, finished: bool = True) -> Tensor:
-    """How far the lens at the last layer is from the model's own logits, on the end of one row: a number and its scale.
+    """Difference between the lens at the last layer and the model's own logits, at the end of one row, with its scale.
 
     Args:
         unembed: the lens.
-        hidden: `pos d_model`, what left the last block at the row's positions.
-        logits: `pos vocabulary` of the model at the same positions, fewer where it gave only the last; of a classifier
-            `classes`.
-        last: index in the row of its last position that the model attended to.
-        finished: whether the logits are past scale and soft-cap.
+        hidden: `pos d_model`, output of the last block for the row.
+        logits: `pos vocabulary` of the model at the same positions, or at the last of them; `classes` of a classifier.
+        last: index in the row of the last position that the model attended to.
+        finished: whether scale and soft-cap were applied to the logits.
 
     Returns:
-        `2`, float64: the Euclidean norm of the difference, and that of the logits; infinite and NaN for another shape. A norm,
-        and not the largest difference: half precision is off here and there, a wrong head everywhere.
+        `2`, float64: the Euclidean norm of the difference, and that of the logits; infinite and NaN if the shapes differ. The
+        norm and not the largest difference, because half precision is inexact at some ids and a wrong head at all of them.
     """
     if unembed.reads == "every":
         count = min(8, logits.shape[0])
         hidden, logits = hidden[-count:], logits[-count:]
     else:
         hidden = hidden[last if unembed.reads == "last" else 0]
-    found = unembed(hidden) if finished else unembed.raw(hidden)
-    if found.shape != logits.shape:
+    own = unembed(hidden) if finished else unembed.raw(hidden)
+    if own.shape != logits.shape:
         return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
-    theirs, ours = logits.detach().double().cpu(), found.detach().double().cpu()
-    # Where both overflow, or say -inf, they agree.
+    theirs, ours = logits.detach().double().cpu(), own.detach().double().cpu()
+    # Where both are infinite, they agree.
     finite = theirs.isfinite() | ours.isfinite()
     return torch.stack([torch.where(finite, ours - theirs, 0.0).norm(), torch.where(theirs.isfinite(), theirs, 0.0).norm()])
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """The relative difference that the coarsest of these dtypes explains."""
+    """The relative difference that rounding in the coarsest of these dtypes explains."""
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    # Half precision rounds at every step of the norm and the product; float32 in sums of another order.
+    # Half precision rounds at every step of the norm and the product; float32 differs by the order of its sums.
     return 2.5 * eps if eps > 1e-4 else 500 * eps

@@ -14,7 +14,15 @@ from .unembed import rounding
 
 
 def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
-    """What `measure` gives; a head that cannot even be called as it was found is refused like one that says something else."""
+    """The result of `measure`, which compares the lens with the model's logits.
+
+    Args:
+        model: the model.
+        measure: calls `unembed_gap`.
+
+    Raises:
+        LayersimError: the head cannot be called.
+    """
     try:
         return measure()
     except (RuntimeError, TypeError, ValueError) as error:
@@ -23,12 +31,12 @@ def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
 
 
 def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch.float32) -> None:
-    """Refuse a lens that does not say at the last layer what the model says.
+    """Refuse a lens that does not reproduce the model's logits at the last layer.
 
     Args:
-        gap: what `unembed_gap` gives.
-        model: whose they are.
-        computed: the coarsest dtype that the model's own logits went through, where that is not the dtype of its weights.
+        gap: as `unembed_gap` returns it.
+        model: the model.
+        computed: the coarsest dtype in which the model's own logits were computed, where it is not that of its weights.
     """
     difference, size = gap.tolist()
     own = getattr(torch, model.dtype.removeprefix("torch."), torch.float32)
@@ -40,25 +48,31 @@ def refuse_other_logits(gap: Tensor, model: Model, computed: torch.dtype = torch
 
 
 def other_logits(model: Model, given: str, expected: str) -> LayersimError:
-    """The refusal of a lens that is not the model's."""
+    """The error for a lens that does not reproduce the model's logits."""
     return LayersimError(
-        "The lens at the last layer does not give the model's own logits.",
+        "The logit lens at the last layer does not give the model's own logits.",
         given=f"{model.head}: {given}",
         expected=expected,
         do="unembed=['path.of.final_norm', 'path.of.head'], the modules in order; if they are right: blocks named with layers= "
-        "must hand on the whole stream, the last one included, and no hook or code may change what the head gives",
+        "must pass on the whole stream, the last one included, and no hook or code may change the output of the head",
     )
 
 
 def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]], where: str) -> None:
-    """Name the layers whose activations are not finite, instead of averaging them in."""
+    """Refuse activations that are not finite, and name their layers.
+
+    Args:
+        counts: for each model `layer`, the number of activations that are not finite.
+        layers: for each model, the names of its layers.
+        where: the batch, for the message.
+    """
     for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
         if len(names) != len(count):
             raise LayersimError(
-                "The view does not have the layers that the model is said to have.",
+                "`view.residual` does not have the layers that `model.layers` names.",
                 given=f"{len(count)} residual layers",
                 expected=f"{len(names)}: {names[0]} to {names[-1]}",
-                do="see that the source's model.layers and the first axis of view.residual agree",
+                do="make the source's model.layers and the first axis of view.residual agree",
             )
         bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
         if bad:
@@ -71,18 +85,18 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
 
 
 def refuse_bad_logits(bad: Tensor, layers: Sequence[str]) -> None:
-    """Name the layers whose logits are not finite, instead of averaging them in.
+    """Refuse logits that are not finite, and name their layers.
 
     Args:
-        bad: `layer`, at how many positions.
-        layers: the residual layers, what enters block 0 first.
+        bad: `layer`, the number of positions with such logits.
+        layers: the residual layers, with the input of block 0 first.
     """
     where = {name: int(n) for name, n in zip(layers[1:], bad, strict=True) if n}
     if where:
         raise LayersimError(
             "Logits are NaN or infinite.",
             given=", ".join(f"{name}: at {n} positions" for name, n in list(where.items())[:4]),
-            expected="finite logits; -inf for ids that cannot be said",
+            expected="finite logits; -inf for ids that are excluded",
             do="load the model in float32 or bfloat16: float16 overflows above 65504",
         )
 
@@ -91,21 +105,21 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
     """Refuse sites that are not the residual stream.
 
     Args:
-        model: what is known of it.
-        what: needs the stream.
+        model: the description of the model.
+        what: the analyzer or function that needs the residual stream, for the message.
         parts: whether blocks may be left out between the layers.
     """
     if model.stream == "none":
         raise LayersimError(
-            f"{what} needs the residual stream, and these modules do not hand it on.",
+            f"{what} needs the residual stream, and these modules do not pass it on.",
             given=f"layers=[{', '.join(model.layers[1:4])}{', ...' if len(model.layers) > 4 else ''}]",
-            expected="whole blocks, each of which is given what the one before it gives",
+            expected="whole blocks, each of which takes the output of the block before it",
             do="leave out layers=, or name the blocks themselves; Cosine and CKA read any modules",
         )
     if model.stream == "parts" and not parts:
         raise LayersimError(
             f"{what} needs every block of the residual stream, and some are left out.",
             given=", ".join(model.layers),
-            expected="blocks that follow one another",
+            expected="consecutive blocks",
             do="leave out layers=; Cosine, CKA and LogitLens read any of the blocks",
         )

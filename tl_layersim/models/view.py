@@ -1,4 +1,4 @@
-"""View: the activations of one batch as an analyzer's kernel sees them, and how kernels are run on it."""
+"""View: the activations of one batch, as the kernels of analyzers read them, and the run of kernels on a view."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class View:
     """The counted tokens of one batch, without padding.
 
     Attributes:
-        residual: `layer token d_model`, float32 (float64 if the model is); layer 0 is what enters block 0.
+        residual: `layer token d_model`, float32 (float64 if the model is); layer 0 is the input of block 0.
         tokens: `token`, token ids.
-        sequence: `token`, which row of the batch each token stands in, ascending. Under `attach` every forward pass has
-            rows of its own, so a cached generation step is a row of one token.
-        position: `token`, where in that row, ascending within a row.
-        next_token: `token`, the id that follows in the row, `NO_LABEL` where nothing attended does. None where a source leaves
-            it to be read off the counted tokens.
-        row: `token`, which row of the data it came from. None where a source does not know.
-        column: `token`, which position of that row it was, padding and what was cut off before it included.
-        labels: `token`, the data's own label at that position, `NO_LABEL` where it has none. None if the data has no labels.
-        unembed: the model's own way from a residual to logits. None where there is none, or none that is known.
-        calls: the blocks as the model called them, each of which can be called again. None where no analyzer asks for them.
-        memo: what one kernel computed of this view and another may use.
+        sequence: `token`, number of the row in the batch, ascending. Under `attach` every forward pass has its own rows, so a
+            cached generation step is a row of one token.
+        position: `token`, position in this row, ascending within a row.
+        next_token: `token`, the id that follows in the row, `NO_LABEL` where no attended token follows. None where the counted
+            tokens of the view give it.
+        row: `token`, number of the row in the data. None where the source does not know it.
+        column: `token`, position in the row of the data, counted with padding and with tokens that were cut off before it.
+        labels: `token`, the data's own label at this position, `NO_LABEL` where it has none. None if the data has no labels.
+        unembed: the logit lens of the model. None where the model has no known head.
+        calls: the calls of the blocks, each of which can be repeated. None where no analyzer needs them.
+        memo: results that one kernel computes and others use.
     """
 
     residual: Tensor
@@ -57,12 +57,12 @@ class View:
 def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep: Tensor) -> Tensor:
     """Copy the kept rows of one layer's activations into the buffer that becomes `View.residual`.
 
-    Copied at once so that the model can free each layer's own activations: one batch of residuals is all that is held.
+    Each layer is copied at once, so that the model can free its own activations: only one batch of residuals is held.
 
     Args:
-        buffer: what the call for layer 0 returned; None for layer 0.
+        buffer: the buffer that the call for layer 0 returned; None for layer 0.
         layer: index of the residual layer, 0 to n_layers - 1.
-        n_layers: how many residual layers there are.
+        n_layers: number of residual layers.
         hidden: `batch pos d_model`, any dtype, any device.
         keep: indices into the flattened `batch pos`, on any device.
     """
@@ -70,14 +70,14 @@ def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep
         # Sums are float64; Apple's GPUs have none, so the view of such a model lives on the CPU.
         device = torch.device("cpu") if hidden.device.type == "mps" else hidden.device
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        # A layer that is never placed must not pass for numbers.
+        # NaN, so that a layer that is never placed is noticed.
         buffer = torch.full((n_layers, keep.numel(), hidden.shape[-1]), torch.nan, dtype=dtype, device=device)
     if hidden.dim() != 3 or hidden.shape[-1] != buffer.shape[-1]:
         raise LayersimError(
-            "The modules that are read give activations of different shapes, which have no cosine and no mean in common."
+            "`layers` names modules whose activations have different widths, so that they have no cosine and no mean in common."
             if hidden.dim() == 3
-            else "The modules that are read give activations that are not batch x pos x width.",
-            given=f"shape {tuple(hidden.shape)} at site {layer}, {'what enters the first module' if not layer else 'a module'}",
+            else "`layers` names modules whose activations are not batch x pos x width.",
+            given=f"shape {tuple(hidden.shape)} at site {layer}, the {'output of a' if layer else 'input of the first'} module",
             expected=f"batch x pos x {buffer.shape[-1]} at every site",
             do="layers= with modules of one width, such as the blocks of one stage of a Swin; feature maps of convolutions are "
             "not read",
@@ -88,16 +88,16 @@ def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep
 
 
 def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
-    """Run each kernel on the views, outside autograd and autocast, with full float32 products; count what is not finite.
+    """Run kernels on views, outside autograd and autocast, with full float32 products, and count values that are not finite.
 
     Returns:
-        For each view `layer`, how many of its activations are NaN or infinite; and by kernel name what it returned,
-        nothing if any view holds such values.
+        For each view `layer`, the number of activations that are NaN or infinite; and by kernel name what the kernel returned,
+        empty if any view holds such values.
     """
     before = _set_precision(None)
     try:
         device = views[0].residual.device.type
-        # Not in inference mode either, in which a kernel could not differentiate a block.
+        # Outside inference mode too, in which a kernel could not differentiate a block.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type=device, enabled=False):
             not_finite = [_count_not_finite(view.residual) for view in views]
             if any(bool(count.any()) for count in not_finite):
@@ -108,16 +108,16 @@ def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
 
 
 def _count_not_finite(residual: Tensor) -> Tensor:
-    # A sum is finite only if all its terms are: one cheap pass; the count is made where it fails.
+    # A sum is finite only if all its terms are. Terms are counted only where it is not.
     if bool(torch.isfinite(residual.sum())):
         return torch.zeros(residual.shape[0], dtype=torch.int64)
     return (~torch.isfinite(residual)).sum((1, 2)).cpu()
 
 
 def _set_precision(values: list[str] | None) -> list[str]:
-    """Set how float32 products are made, None for in full float32, and return how they were.
+    """Set the precision of float32 products (None for full float32), and return the precision before.
 
-    A user, or a server, may have allowed TF32 or bfloat16 for speed. No decorator here: what is shipped loses it.
+    A user or a server may have allowed TF32 or bfloat16 for speed. Not a decorator, because shipping loses decorators.
     """
     backends: list[Any] = [getattr(backend, "matmul", None) for backend in (torch.backends.cuda, torch.backends.mkldnn)]
     if all(hasattr(backend, "fp32_precision") for backend in backends):
@@ -132,7 +132,7 @@ def _set_precision(values: list[str] | None) -> list[str]:
 
 
 def tokens_alone(batch: Batch) -> View:
-    """A view of a batch that no model has run on: without layers."""
+    """A view of a batch without activations, with zero layers."""
     index = batch.counted.nonzero()
     at = (index[:, 0], index[:, 1])
     return View(

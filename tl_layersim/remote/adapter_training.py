@@ -6,7 +6,7 @@ What runs beside the model is shipped, see `nnsight.py`: it refers to local name
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,13 @@ from ..models.block_call import first_tensor
 from ..models.nnsight import NNsightSource
 from ..models.softmax import cross_entropy, cross_entropy_slopes
 from ..models.unembed import Unembed
-from .client import JobTooLong, quiet
+from .client import quiet
+from .failures import JobTooLong
+from .open import open_source
+from .scheduling import SECONDS_PER_REQUEST
 from .shipping import ShippedSource
-from .source import SECONDS_PER_REQUEST, RemoteSource, there
+from .source import RemoteSource
+from .traces import remote_lens
 
 # "down", `adapter direction d_model`, and "up", `adapter d_model direction`; of each the moments "mean" and "square" of Adam.
 Parts = dict[str, Tensor]
@@ -116,7 +120,7 @@ def loss_and_gradient(
             streams.append(adapt(block, down[at.index(number)], up[at.index(number)]))
         else:
             streams.append(first_tensor(block.output))
-    head = there(unembed, streams[-1]) if far else unembed
+    head = remote_lens(unembed, streams[-1]) if far else unembed
     sums, ends, slopes = [], [], []
     for x, weight in zip(streams, weights, strict=True):
         own = x.flatten(0, 1).index_select(0, item["index"].long().to(x.device))
@@ -225,6 +229,18 @@ def _session(
     return answer
 
 
+def open_traced(model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> NNsightSource | None:
+    """The source of an nnsight model, or of a source that is one already; None for another model, which is not opened.
+
+    Raises:
+        LayersimError: as `open_source`.
+    """
+    traced = isinstance(model, NNsightSource) or any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__)
+    source = open_source(model, layers=layers, unembed=unembed, remote=remote) if traced else None
+    assert source is None or isinstance(source, NNsightSource)
+    return source
+
+
 class RemoteDescent:
     """Adapters of one model, learnt and judged where it is.
 
@@ -241,6 +257,11 @@ class RemoteDescent:
         self._keeps = "logits_to_keep" in inspect.signature(type(source.module).forward).parameters
         self._most, self._seconds = MOST, float("nan")
         self._frozen = ShippedSource()
+
+    @property
+    def server(self) -> str | None:
+        """The server that makes the steps, None for this process."""
+        return self.source.offer.server if isinstance(self.source, RemoteSource) else None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -282,7 +303,7 @@ class RemoteDescent:
 
     def run(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
-    ) -> Iterator[tuple[list[Found], Parts]]:
+    ) -> Generator[tuple[list[Found], Parts], None, None]:
         """Items one after the other, as many in a request as its time allows; how they are grouped changes no bit.
 
         Args:

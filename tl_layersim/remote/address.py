@@ -1,4 +1,4 @@
-"""The address and the key of an NDIF server: read from nnsight's settings, kept out of logs and messages."""
+"""Address and API key of an NDIF server: read from nnsight's settings, and kept out of logs and messages."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from ..core.errors import LayersimError, without_secrets
 
 
 def host_of(remote: bool | str) -> str:
-    """The server's address: nnsight's own setting (NDIF_HOST), or the one given; the key is nnsight's in either case."""
+    """The server's address: nnsight's own setting (NDIF_HOST) for True, else `remote` itself. The API key is nnsight's.
+
+    Raises:
+        LayersimError: `remote` is not an address.
+    """
     from nnsight.schema.config import CONFIG
 
     host = str(CONFIG.API.HOST if remote is True else remote).rstrip("/")
     if not is_address(host):
         raise LayersimError(
-            "This is no address of a server.",
+            "`remote` is not the address of a server.",
             given=f"remote={shown(remote)}",
-            expected="True, for the server that nnsight is set to; 'local'; or http://host:port, https://host",
+            expected="True, for the server in nnsight's settings; 'local'; or http://host:port, https://host",
             do="remote='http://127.0.0.1:8001'; a key goes into NDIF_API_KEY, not into an address",
         )
     return host
 
 
 class WithoutSecrets(logging.Filter):
-    """Takes logins and signatures out of the addresses that a logger is about to print."""
+    """Removes logins and signatures from the addresses in log records."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = without_secrets(record.getMessage()), None
@@ -33,18 +37,18 @@ class WithoutSecrets(logging.Filter):
 
 
 def keep_logins_out_of_logs() -> None:
-    """Put the filter on httpx, which prints the address of each request at level INFO."""
+    """Add the filter to the logger of httpx, which logs the address of each request at level INFO."""
     logger = logging.getLogger("httpx")
     if not any(isinstance(known, WithoutSecrets) for known in logger.filters):
         logger.addFilter(WithoutSecrets())
 
 
 def redacted(text: str, host: str = "") -> str:
-    """A server's words without the key: some servers repeat what they were sent."""
+    """A server's message without the API key and the login, because some servers repeat what they were sent."""
     from nnsight.schema.config import CONFIG
 
     for secret in (CONFIG.API.APIKEY, urlsplit(host).password):
-        # Of a few letters nothing could be told from words.
+        # A secret of a few letters would also occur in ordinary words.
         if secret and len(secret) >= 6:
             text = text.replace(secret, "***")
     return without_secrets(text.replace(host, without_login(host)) if host else text)

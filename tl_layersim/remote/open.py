@@ -1,4 +1,4 @@
-"""Open a model wherever it is: in this process, in nnsight's simulation of a server, or on an NDIF server."""
+"""Opening of a model as a source or a split model, in this process, in nnsight's simulation of a server or on a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..core.addresses import shown
 from ..core.errors import LayersimError
 from ..models.hooked import HookedSource
 from ..models.nnsight import NNsightSource
-from ..models.open import ACCEPTED, open_local
+from ..models.open import ACCEPTED_MODELS, is_nnsight, open_local
 from ..models.source import Source
 from ..models.split_model import LocalSplitModel, SplitModel
 from ..models.validation import need_stream
@@ -25,20 +25,27 @@ def open_source(
     remote: bool | str = False,
     tokens_per_request: int | None = None,
 ) -> Source:
-    """The source for a model that is already loaded.
+    """The source for a model.
+
+    Args:
+        model: the model, or a source.
+        layers: paths of its blocks, None to find them by the layout.
+        unembed: paths of its final norm and head, None to find them.
+        remote: False for this process, "local" for nnsight's simulation of a server, True or an address for an NDIF server.
+        tokens_per_request: number of positions that one request may hold; None to choose it by time.
 
     Raises:
-        LayersimError: the model is of no kind that can be read, or cannot be reached as asked.
+        LayersimError: the type of the model is not supported, or does not fit the other arguments.
     """
     if tokens_per_request is not None and remote in (False, "local"):
         raise LayersimError(
-            "Only a server is sent requests.",
+            "`tokens_per_request` applies only to a model on a server.",
             given=f"tokens_per_request={tokens_per_request} with remote={shown(remote)}",
             expected="remote=True, or the address of an NDIF server",
-            do="batch_size= for the rows of a forward pass here",
+            do="batch_size= for the rows of a forward pass in this process",
         )
     on_server = remote not in (False, "local")
-    if on_server and any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
+    if on_server and is_nnsight(model):
         return RemoteSource(model, layers, unembed, remote, tokens_per_request)
     return open_local(model, layers=layers, unembed=unembed, remote=remote)
 
@@ -60,10 +67,15 @@ def on_server(source: Source) -> RemoteSource:
 
 
 def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -> SplitModel:
-    """A model as one side of a stitch: `LocalSplitModel` where its modules are in this process, else `RemoteSplitModel`.
+    """The split model of a model: `LocalSplitModel` where its modules run in this process, else `RemoteSplitModel`.
+
+    Args:
+        model: the model.
+        layers: paths of its blocks, None to find them by the layout.
+        remote: as in `open_source`.
 
     Raises:
-        LayersimError: as `open_source`.
+        LayersimError: as `open_source`; or the source cannot run parts of its model.
     """
     source = open_source(model, layers=layers, remote=remote)
     need_stream(source.model, "Stitching")
@@ -71,13 +83,13 @@ def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -
         return LocalSplitModel(source, source.model)
     if not isinstance(source, NNsightSource):
         raise LayersimError(
-            "A stitch runs parts of models, which this source does not offer.",
+            "`model` cannot be stitched: a stitch runs parts of models, which its source does not.",
             given=type(source).__name__,
-            expected=ACCEPTED,
+            expected=ACCEPTED_MODELS,
             do="pass the model itself",
         )
     if remote:
         return RemoteSplitModel(source)
-    # What nnsight runs here is a module of this process.
+    # A model that nnsight runs in this process has its modules in this process.
     hooked = HookedSource(source.module, source.paths if layers else None)
     return LocalSplitModel(hooked, replace(source.model, calls=hooked.model.calls))

@@ -1,7 +1,7 @@
-"""The source text of what travels, as it was when a run began.
+"""Source text of shipped functions, fixed at the start of a run.
 
-nnsight ships functions as source, which it reads from their files anew for each request. A file that is saved while a run goes
-on would put two kernels into one sum.
+nnsight ships functions as source, which it reads from their files again for each request. Without this module, a file that is
+saved during a run would put two versions of a kernel into one sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..core.errors import LayersimError
 
 
 class ShippedSource:
-    """Files of modules that travel: each is read once, and every request of this object's owner ships that text."""
+    """Text of the files of shipped modules. Each file is read once, and every request of one run ships this text."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, None, list[str], str]] = {}
@@ -28,10 +28,13 @@ class ShippedSource:
 
     @contextmanager
     def in_place(self, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """The held text in the place from which Python reads source; what was there before comes back at the end.
+        """A context in which Python's cache of source lines holds this text. The previous entries are restored at the end.
+
+        Args:
+            kernels: by name, the functions that are shipped.
 
         Raises:
-            LayersimError: a kernel's file is not what was imported, so that something else would be shipped than is at hand.
+            LayersimError: a kernel's file has changed since it was imported, so that other code would be shipped.
         """
         functions = {name: k.func if isinstance(k, partial) else k for name, k in kernels.items()}
         roots = {"tl_layersim", *(function.__module__.split(".")[0] for function in functions.values())}
@@ -43,7 +46,7 @@ class ShippedSource:
                 self._entries[path] = (sum(map(len, lines)), None, lines, path)
         for name, function in functions.items():
             self._refuse_other_code(name, function)
-        # Without a time of change, an entry is never looked up on disk again.
+        # An entry without a modification time is never compared with the file again.
         before = {path: linecache.cache.get(path) for path in self._entries}
         linecache.cache.update(self._entries)
         try:
@@ -61,23 +64,23 @@ class ShippedSource:
         self._checked.add(function)
         code = function.__code__
         if code.co_filename not in self._entries:
-            # What was typed into a notebook or a console has no file that could change.
+            # Code from a notebook or a console has no file that could change.
             return
         try:
             whole = compile("".join(self._entries[code.co_filename][2]), code.co_filename, "exec", dont_inherit=True)
-            found = {(other.co_qualname, other.co_firstlineno): other for other in codes_in(whole)}
+            on_disk = {(other.co_qualname, other.co_firstlineno): other for other in codes_in(whole)}
         except SyntaxError:
-            found = {}
-        # What it calls travels with it.
+            on_disk = {}
+        # The functions that a kernel calls are shipped with it.
         for each in called_by([function]):
             mine = each.__code__
-            if mine.co_filename != code.co_filename or _same(mine, found.get((mine.co_qualname, mine.co_firstlineno))):
+            if mine.co_filename != code.co_filename or _same(mine, on_disk.get((mine.co_qualname, mine.co_firstlineno))):
                 continue
             raise LayersimError(
                 f"The file of the kernel of {name!r} has changed since it was imported.",
                 given=f"{each.__qualname__} in {code.co_filename}",
-                expected="the source of the function that is loaded: source is what travels",
-                do="importlib.reload(module), or start Python again",
+                expected="the source of the loaded function, because source is shipped",
+                do="importlib.reload(module), or restart Python",
             )
 
 

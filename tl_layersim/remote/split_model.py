@@ -1,13 +1,12 @@
-"""Halves of models that stay on an NDIF server, or in nnsight's simulation of one: each thing asked is one request.
+"""Remote split models: on an NDIF server, or in nnsight's local simulation of one. Each method call is one request.
 
-The bodies of traces are shipped, see `nnsight.py`: they refer to local names and to functions that need torch alone.
+The bodies of traces are shipped: they refer to local names and to functions that need torch and the standard library alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +15,14 @@ from ..data.batches import Batch
 from ..models.block_call import first_tensor
 from ..models.layout import call_options
 from ..models.nnsight import NNsightSource
-from ..models.split_model import Moments, SplitModel, logits_of, loss_and_slope, score_of
-from .source import RemoteSource
-
-T = TypeVar("T")
+from ..models.split_model import Moments, SplitModel, logits_of, mean_loss_and_gradient, score_of
 
 
 class RemoteSplitModel(SplitModel):
-    """An nnsight model that is not run here.
+    """A split model that runs inside nnsight's traces.
 
     Args:
-        source: how it is reached.
+        source: runs the model.
     """
 
     is_remote = True
@@ -39,34 +35,29 @@ class RemoteSplitModel(SplitModel):
         return self.source.evaluating()
 
     def hidden(self, batch: Batch, layer: int) -> Tensor:
-        return self._ask(lambda at: _hidden(*self._what(batch, at), layer))
+        return self.source.request(lambda at: _hidden(*self._inputs(batch, at), layer))
 
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
         narrow = None if x is None else self._narrowed(x)
-        return self._ask(lambda at: _score(*self._what(batch, at), targets, layer, narrow))
+        return self.source.request(lambda at: _score(*self._inputs(batch, at), targets, layer, narrow))
 
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
         narrow = self._narrowed(x)
-        loss, slope = self._ask(lambda at: _loss_and_gradient(*self._what(batch, at), targets, layer, narrow))
-        return float(loss), slope.to(x.dtype)
+        loss, gradient = self.source.request(lambda at: _loss_and_gradient(*self._inputs(batch, at), targets, layer, narrow))
+        return float(loss), gradient.to(x.dtype)
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         h = h.cpu()
-        return self._ask(lambda at: _moments(*self._what(batch, at), layer, moments_of, batch.attention, h))
+        return self.source.request(lambda at: _moments(*self._inputs(batch, at), layer, moments_of, batch.attention, h))
 
     def _narrowed(self, x: Tensor) -> Tensor:
-        """What is sent in place of a residual, no wider than the model there holds it."""
+        """The residual in the dtype of the remote model, so that no more bytes than needed are sent."""
         dtype = getattr(torch, self.model.dtype.removeprefix("torch."), None)
         return x.detach().cpu().to(dtype if isinstance(dtype, torch.dtype) else x.dtype)
 
-    def _what(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], Tensor, dict[str, Any]]:
+    def _inputs(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], Tensor, dict[str, Any]]:
         options = call_options(self.module, batch) | at
         return self.source.envoy, self.source.blocks, self.padded(batch).tokens, options
-
-    def _ask(self, run: Callable[[dict[str, Any]], T]) -> T:
-        if isinstance(self.source, RemoteSource):
-            return self.source.ndif.request(lambda backend: run({"backend": backend}))
-        return run(dict(self.source.where))
 
 
 def _hidden(model: Any, blocks: list[Any], tokens: Tensor, options: dict[str, Any], layer: int) -> Tensor:
@@ -74,8 +65,8 @@ def _hidden(model: Any, blocks: list[Any], tokens: Tensor, options: dict[str, An
 
     with torch.no_grad(), model.trace(tokens, **options):
         x = residual_at(blocks, layer)
-        found: Tensor = nnsight.save(x.detach().cpu())
-    return found
+        saved: Tensor = nnsight.save(x.detach().cpu())
+    return saved
 
 
 def _score(
@@ -93,8 +84,8 @@ def _score(
         if x is not None:
             enter(blocks, layer, x)
         scores = score_of(logits_of(model.output), targets)
-        found: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in scores.items()})
-    return found
+        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in scores.items()})
+    return saved
 
 
 def _loss_and_gradient(
@@ -111,9 +102,9 @@ def _loss_and_gradient(
     with torch.enable_grad(), model.trace(tokens, **options), torch.enable_grad():
         x = x.requires_grad_()
         enter(blocks, layer, x)
-        loss, slope = loss_and_slope(logits_of(model.output), targets, x)
-        found: tuple[Tensor, Tensor] = nnsight.save((loss.cpu(), slope.cpu()))
-    return found
+        loss, gradient = mean_loss_and_gradient(logits_of(model.output), targets, x)
+        saved: tuple[Tensor, Tensor] = nnsight.save((loss.cpu(), gradient.cpu()))
+    return saved
 
 
 def _moments(
@@ -131,20 +122,20 @@ def _moments(
     with torch.no_grad(), model.trace(tokens, **options), torch.no_grad():
         target = residual_at(blocks, layer)
         keep = attention.to(target.device)
-        # float64 is out of autocast's reach.
+        # Sums in float64 are not affected by autocast.
         sums = moments_of(h.to(target.device)[keep], target[keep])
-        found: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in sums.items()})
-    return found
+        saved: dict[str, Tensor] = nnsight.save({name: value.cpu() for name, value in sums.items()})
+    return saved
 
 
 def residual_at(blocks: list[Any], layer: int) -> Tensor:
-    """Inside a trace: the residual at a layer."""
-    found: Tensor = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
-    return found
+    """The residual at a layer, inside a trace."""
+    residual: Tensor = blocks[0].input if layer == 0 else first_tensor(blocks[layer - 1].output)
+    return residual
 
 
 def enter(blocks: list[Any], layer: int, x: Tensor) -> None:
-    """Inside a trace: put `x` in the place of the residual at a layer."""
+    """Replace the residual at a layer by `x`, inside a trace."""
     if layer < len(blocks):
         own = blocks[layer].input
         blocks[layer].input = x.to(device=own.device, dtype=own.dtype)

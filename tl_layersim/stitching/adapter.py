@@ -89,8 +89,3 @@ class Adapter(nn.Module):
 
     def extra_repr(self) -> str:
         return self.kind if self.weight is None else f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"
-
-
-def mapped(kind: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The map of a kind of adapter with these parameters."""
-    return adapter_kind(kind).apply(hidden, weight, bias)

@@ -20,8 +20,8 @@ from ..analysis.report_assembly import record
 from ..analysis.validation import shared_tokens, with_tokenizer
 from ..core.errors import LayersimError, in_words, warn
 from ..core.provenance import Provenance
-from ..core.resumable import Tally, saved_or_warned
 from ..core.storage import refuse_unwritable_folder
+from ..core.tally import Tally
 from ..data.batches import Batches, found_in
 from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL, warn_of_unused
@@ -30,7 +30,7 @@ from ..models.split_model import SplitModel
 from ..models.targets import answers, usual_labels
 from .activation_store import ActivationStore, StitchData
 from .adapter import Adapter
-from .fitting import Trained, descend, least_squares, start_of
+from .fitting import BackLoss, Trained, descend, least_squares, start_of
 from .progress import Progress
 from .spec import StitchSpec
 
@@ -193,32 +193,27 @@ class StitchExperiment:
         # Trouble with the data of the evaluation ought to come before the work.
         self._scores_of_back(back)
         state, start, explained = keep.get(key, _read_training) or (Trained(), None, float("nan"))
-        try:
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            with keep.saved_on_interrupt():
                 if "sgd" in self.spec.fit:
                     stack.enter_context(acts[0].keep(self.cache))
                 if start is None:
                     start, explained = self._start(back, at[1], acts[0])
-                adapter = start
-                if "sgd" in self.spec.fit:
-                    kept, known = start, explained
+            adapter = start
+            if "sgd" in self.spec.fit:
+                kept, known = start, explained
 
-                    def save(now: Trained) -> None:
-                        keep.put(key, *_note_training(now, kept, known), now=False)
+                def record(now: Trained) -> None:
+                    keep.put(key, *_note_training(now, kept, known))
 
-                    wanted = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
-                    title = f"{front.model.layers[at[0]]} into {back.model.layers[at[1]]}"
-                    adapter, state = descend(
-                        start, acts[0], back, at[1], wanted, self.spec.training, self.spec.seed, state, save, title
-                    )
+                targets = [answers(batch, self.labels, back.model) for batch in acts[0].batches]
+                data = BackLoss(acts[0], back, at[1], targets)
+                adapter, state = descend(start, data, self.spec.training, self.spec.seed, state, record, keep)
+        with keep.saved_on_interrupt():
             judged = self._evaluate(back, at[1], acts[1], adapter)
-        except BaseException as error:
-            # An interrupt too: what was learnt so far is kept.
-            if saved_or_warned(keep.save):
-                error.add_note(f"What was learnt is in {keep.path}; the same call goes on from there.")
-            raise
         cell = StitchRun(judged, state.curve, adapter, explained, state.stopped)
-        keep.put(key, *cell.note(), now=True)
+        keep.put(key, *cell.note())
+        keep.save()
         return cell
 
     def _start(self, back: SplitModel, layer: int, acts: ActivationStore) -> tuple[Adapter, float]:

@@ -13,14 +13,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core.errors import LayersimError, warn
+from ..core.resumable import Snapshot
+from ..core.shuffle import Shuffle
 from ..core.sums import Sums
+from ..core.training_loop import TrainingSteps, run_steps
 from ..core.typed import typed
 from ..models.split_model import SplitModel, attended
 from .activation_store import ActivationStore
-from .adapter import Adapter, mapped
-from .adapters import adapter_kind
+from .adapter import Adapter
 from .adapters.base import AdapterKind
 from .closed_form import cross_moments, own_moments, solve
+from .progress import Progress
 
 Fit = Literal["lstsq", "sgd", "lstsq+sgd"]
 # Steps whose mean loss counts as one look at the adapter.
@@ -157,96 +160,168 @@ def start_of(kind: AdapterKind, d_front: int, d_back: int) -> Adapter:
     return Adapter(kind.name, weight.double(), torch.zeros(d_back).double() if kind.has_bias else None)
 
 
+@dataclass(frozen=True)
+class BackLoss:
+    """The back's loss as a function of the activations that enter it, batch by batch.
+
+    Attributes:
+        acts: the front's activations.
+        back: the model whose loss it is.
+        layer: of the back, at which activations enter.
+        targets: of each batch.
+    """
+
+    acts: ActivationStore
+    back: SplitModel
+    layer: int
+    targets: list[Tensor]
+
+    @property
+    def title(self) -> str:
+        """Names of the two layers, for a progress bar."""
+        return f"{self.acts.front.model.layers[self.acts.layer]} into {self.back.model.layers[self.layer]}"
+
+
+class _Descent(TrainingSteps):
+    """Stochastic gradient descent on what is added to the weight and the bias of an adapter.
+
+    Args:
+        start: the adapter to which it is added.
+        data: the back's loss.
+        training: settings.
+        seed: of the order of the batches.
+        state: of an earlier attempt.
+        record: called with the state after each step.
+        progress: keeps the states of all stitches of the call.
+    """
+
+    nested = True
+
+    def __init__(
+        self,
+        start: Adapter,
+        data: BackLoss,
+        training: StitchTraining,
+        seed: int,
+        state: Trained,
+        record: Callable[[Trained], None],
+        progress: Progress,
+    ) -> None:
+        assert start.weight is not None
+        self.kind, self.data, self.training = start.definition, data, training
+        self.state, self.record, self.progress = state, record, progress
+        self.title, self.steps = data.title, training.steps
+        device, self.dtype = data.back.device, start.weight.dtype
+        self.fixed = [part.to(device) for part in (start.weight, start.bias) if part is not None]
+        self.names = ("weight", "bias")[: len(self.fixed)]
+        self.units = _units(start.definition, data.acts, data.back, data.layer, training)
+        self.learnt = [
+            torch.nn.Parameter(state.tensors.get(name, torch.zeros(part.shape)).to(device, self.dtype))
+            for name, part in zip(self.names, self.fixed, strict=True)
+        ]
+        self.optimiser = torch.optim.SGD(self.learnt, lr=training.rate(0), momentum=training.momentum, nesterov=True)
+        for name, parameter in zip(self.names, self.learnt, strict=True):
+            if f"{name} momentum" in state.tensors:
+                momentum = state.tensors[f"{name} momentum"].to(device, self.dtype)
+                self.optimiser.state[parameter]["momentum_buffer"] = momentum
+        self._shuffle = Shuffle(len(data.acts), seed)
+        self._loss, self._status = math.nan, ""
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+    def parts_of(self, learnt: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the adapter: the start, and what was learnt in its units."""
+        whole = [part + more * unit for part, more, unit in zip(self.fixed, learnt, self.units, strict=False)]
+        return whole[0], whole[1] if len(whole) > 1 else None
+
+    def compute(self) -> Sequence[float]:
+        data, index = self.data, self._shuffle.row(self.state.step)
+        device = data.back.device
+        with torch.enable_grad():
+            self._x = self.kind.apply(data.acts[index].to(device, self.dtype), *self.parts_of(self.learnt))
+            batch, targets = data.acts.batches[index], data.targets[index]
+            self._loss, gradient = data.back.loss_and_gradient(batch, targets, data.layer, self._x)
+        self._gradient = gradient.to(device, self.dtype)
+        return [self._loss]
+
+    def diverges(self, losses: Sequence[float]) -> bool:
+        first = (*self.state.curve, *losses)[0]
+        return not all(loss <= 1.5 * first + 3 for loss in losses)
+
+    def on_divergence(self, losses: Sequence[float]) -> None:
+        self.state = replace(self.state, curve=(*self.state.curve, *losses), stopped=self.state.step)
+        self.record(self.state)
+
+    def apply(self) -> None:
+        self.optimiser.zero_grad()
+        torch.autograd.backward(self._x, self._gradient)
+        torch.nn.utils.clip_grad_norm_(self.learnt, self.training.clip)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.training.rate(self.state.step)
+        self.optimiser.step()
+        # Copies: an interrupt of the next step saves the end of this one.
+        held = {name: parameter.detach().clone() for name, parameter in zip(self.names, self.learnt, strict=True)}
+        held |= {
+            f"{name} momentum": self.optimiser.state[parameter]["momentum_buffer"].clone()
+            for name, parameter in zip(self.names, self.learnt, strict=True)
+        }
+        best = {key: value for key, value in self.state.tensors.items() if key.startswith("best")}
+        lowest, curve = self.state.best, (*self.state.curve, self._loss)
+        if len(curve) % WINDOW == 0:
+            recent = sum(curve[-WINDOW:]) / WINDOW
+            self._status = f"loss {recent:.3f}"
+            if recent < lowest:
+                lowest, best = recent, {f"best {name}": held[name] for name in self.names}
+        self.state = Trained(self.state.step + 1, held | best, curve, lowest)
+        self.record(self.state)
+
+    def status(self) -> str:
+        return self._status
+
+    def snapshot(self) -> Snapshot | None:
+        return self.progress.snapshot()
+
+
 def descend(
     start: Adapter,
-    acts: ActivationStore,
-    back: SplitModel,
-    layer: int,
-    wanted: list[Tensor],
+    data: BackLoss,
     training: StitchTraining,
     seed: int,
     state: Trained,
-    save: Callable[[Trained], None],
-    title: str,
+    record: Callable[[Trained], None],
+    progress: Progress,
 ) -> tuple[Adapter, Trained]:
-    """Train an adapter by the back's own loss; only the back's layers above the seam run in a step.
+    """Train an adapter by gradient descent on the back's loss; only the back's layers above the stitch point run in a step.
 
     What is learnt is added to the start, in the units of `StitchTraining.relative`.
 
     Args:
-        start: where it begins.
-        acts: the front's activations.
-        back: the model that says how good they are.
-        layer: of the back, that is entered.
-        wanted: right answers of each batch.
-        training: how.
+        start: the adapter that training begins with.
+        data: the back's loss.
+        training: settings.
         seed: of the order of the batches.
-        state: where an earlier attempt stands.
-        save: told after each step where this one stands.
-        title: of the progress bar.
+        state: of an earlier attempt.
+        record: called with the state after each step.
+        progress: keeps the states of all stitches of the call.
     """
-    assert start.weight is not None
-    device, dtype = back.device, start.weight.dtype
-    fixed = [part.to(device) for part in (start.weight, start.bias) if part is not None]
-    names = ("weight", "bias")[: len(fixed)]
-    units = _units(start.kind, acts, back, layer, training)
-    learnt = [
-        torch.nn.Parameter(state.tensors.get(name, torch.zeros(part.shape)).to(device, dtype))
-        for name, part in zip(names, fixed, strict=True)
-    ]
-    optimiser = torch.optim.SGD(learnt, lr=training.rate(0), momentum=training.momentum, nesterov=True)
-    for name, parameter in zip(names, learnt, strict=True):
-        if f"{name} momentum" in state.tensors:
-            optimiser.state[parameter]["momentum_buffer"] = state.tensors[f"{name} momentum"].to(device, dtype)
-
-    def parts_of(found: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        whole = [part + more * unit for part, more, unit in zip(fixed, found, units, strict=False)]
-        return whole[0], whole[1] if len(whole) > 1 else None
-
-    with tqdm(total=training.steps, initial=state.step, desc=title, unit="step", disable=None, leave=False) as bar:
-        while state.step < training.steps and state.stopped < 0:
-            index = _batch_of(state.step, len(acts), seed)
-            with torch.enable_grad():
-                x = mapped(start.kind, acts[index].to(device, dtype), *parts_of(learnt))
-                loss, slope = back.loss_and_gradient(acts.batches[index], wanted[index], layer, x)
-                curve = (*state.curve, loss)
-                if not loss <= 1.5 * curve[0] + 3:
-                    state = replace(state, curve=curve, stopped=state.step)
-                    save(state)
-                    break
-                optimiser.zero_grad()
-                torch.autograd.backward(x, slope.to(device, dtype))
-            torch.nn.utils.clip_grad_norm_(learnt, training.clip)
-            for group in optimiser.param_groups:
-                group["lr"] = training.rate(state.step)
-            optimiser.step()
-            # Copies: what is saved when somebody interrupts the next step is the end of this one.
-            held = {name: parameter.detach().clone() for name, parameter in zip(names, learnt, strict=True)}
-            held |= {
-                f"{name} momentum": optimiser.state[parameter]["momentum_buffer"].clone()
-                for name, parameter in zip(names, learnt, strict=True)
-            }
-            top = {key: value for key, value in state.tensors.items() if key.startswith("best")}
-            lowest = state.best
-            if len(curve) % WINDOW == 0:
-                recent = sum(curve[-WINDOW:]) / WINDOW
-                bar.set_postfix_str(f"loss {recent:.3f}")
-                if recent < lowest:
-                    lowest, top = recent, {f"best {name}": held[name] for name in names}
-            state = Trained(state.step + 1, held | top, curve, lowest)
-            bar.update()
-            save(state)
+    descent = _Descent(start, data, training, seed, state, record, progress)
+    if state.stopped < 0:
+        run_steps(descent, progress.file)
+    state = descent.state
     ends: dict[str, list[Tensor]] = {}
     if state.stopped < 0:
-        ends["the last one"] = [parameter.detach() for parameter in learnt]
+        ends["the last one"] = [parameter.detach() for parameter in descent.learnt]
     if state.best < math.inf:
-        ends["the best one on the way"] = [state.tensors[f"best {n}"].to(x) for n, x in zip(names, fixed, strict=True)]
-    ends["the one that it started from"] = [torch.zeros_like(part) for part in fixed]
+        best = zip(descent.names, descent.fixed, strict=True)
+        ends["the best one on the way"] = [state.tensors[f"best {name}"].to(part) for name, part in best]
+    ends["the one that it started from"] = [torch.zeros_like(part) for part in descent.fixed]
 
     def loss_of(name: str) -> float:
-        return _loss(start.kind, parts_of(ends[name]), acts, back, layer, wanted)
+        return _loss(start.definition, descent.parts_of(ends[name]), data)
 
-    weight, bias = parts_of(ends[_choose(list(ends), loss_of, state, training)])
+    weight, bias = descent.parts_of(ends[_choose(list(ends), loss_of, state, training)])
     return Adapter(start.kind, weight.cpu(), None if bias is None else bias.cpu()), state
 
 
@@ -269,26 +344,26 @@ def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, tr
     return chosen
 
 
-def _loss(
-    kind: str, parts: tuple[Tensor, Tensor | None], acts: ActivationStore, back: SplitModel, layer: int, wanted: list[Tensor]
-) -> float:
+def _loss(kind: AdapterKind, parts: tuple[Tensor, Tensor | None], data: BackLoss) -> float:
     """Loss with an adapter on a few batches of the fit, spread over it."""
     total, count = 0.0, 0.0
-    for index in range(0, len(acts), max(1, len(acts) // LOOK)):
+    for index in range(0, len(data.acts), max(1, len(data.acts) // LOOK)):
         with torch.no_grad():
-            x = mapped(kind, acts[index].to(parts[0]), *parts)
-        found = back.score(acts.batches[index], wanted[index], layer, x)
-        total, count = total + float(found["loss"]), count + float(found["count"])
+            x = kind.apply(data.acts[index].to(parts[0]), *parts)
+        scores = data.back.score(data.acts.batches[index], data.targets[index], data.layer, x)
+        total, count = total + float(scores["loss"]), count + float(scores["count"])
     return total / count
 
 
-def _units(kind: str, acts: ActivationStore, back: SplitModel, layer: int, training: StitchTraining) -> tuple[float, float]:
+def _units(
+    kind: AdapterKind, acts: ActivationStore, back: SplitModel, layer: int, training: StitchTraining
+) -> tuple[float, float]:
     """What one unit of the weight and of the bias is, see `StitchTraining.relative`; measured on the first batch."""
     if not training.relative:
         return 1.0, 1.0
     batch = acts.batches[0]
     # Apple's GPUs have no float64.
-    u = adapter_kind(kind).features(attended(batch, acts[0]).cpu())
+    u = kind.features(attended(batch, acts[0]).cpu())
     there = typical_size(attended(batch, back.hidden(batch, layer)).cpu())
     return there / typical_size(u), there
 
@@ -297,9 +372,3 @@ def typical_size(hidden: Tensor) -> float:
     """Geometric mean over tokens `token d_model` of the root mean square of each: a few massive tokens do not set it."""
     size = hidden.double().square().mean(-1).sqrt()
     return float(size[size > 0].log().mean().exp()) if bool((size > 0).any()) else 1.0
-
-
-def _batch_of(step: int, count: int, seed: int) -> int:
-    """Which batch a step takes: all of them in a new order each time round."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + step // count))
-    return int(order[step % count])

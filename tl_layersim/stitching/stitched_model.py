@@ -197,6 +197,8 @@ class StitchedModel(nn.Module):
 class StitchedSource(HookedSource):
     """The source of a stitched model, whose layers are the output of the adapter and those of the back's blocks above it."""
 
+    is_single_model = False
+
     def aside(self) -> bool:
         # The front's pass is not recorded: front and back may be one model, or share blocks.
         return bool(self.module.reading_front)

@@ -1,41 +1,35 @@
-"""Adapters that align a model whose weights cannot be changed: low-rank maps, trained through the model where it is."""
+"""`train_adapters`: low-rank adapters in the residual stream of a frozen nnsight model, in this process or on a server."""
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.errors import LayersimError, in_words, warn
-from ..core.resumable import Tally
+from ..core.resumable import ResumableFile
 from ..core.storage import refuse_unwritable
 from ..core.typed import typed
-from ..data.batches import Batch
-from ..data.labels import NO_LABEL, warn_of_unused
+from ..data.labels import warn_of_unused
 from ..data.options import DataOptions
-from ..models.layout import classes_with_head
-from ..models.model_info import Model
 from ..models.nnsight import NNsightSource
 from ..models.source import refuse_inference_weights
 from ..models.targets import usual_labels
 from ..models.validation import lens_gap, need_stream, refuse_other_logits
-from ..remote.adapter_training import Item, Parts, RemoteDescent
-from ..remote.open import open_source
-from ..remote.source import RemoteSource
+from ..remote.adapter_training import RemoteDescent, open_traced
+from .adapter_steps import AdapterSettings, AdapterSteps, first_row
+from .adapter_validation import block_numbers, no_traced_model, refuse_untrainable
 from .adapters import AlignedAdapters
-from .losses import Weights, answered, layer_weights
-from .state import Saved, State
-from .training_data import TrainingData, found_in_feeds, has_images, open_feeds
+from .losses import Weights, layer_weights
+from .state import open_training_file
+from .training_data import TrainingData, found_in_data, has_images, open_training_data
 
 
 @typed
@@ -64,34 +58,35 @@ def train_adapters(
     prepend_bos: bool = True,
     column: str | None = None,
 ) -> AlignedAdapters:
-    r"""Make the layers of a frozen nnsight model say early what it says at its end, by low-rank maps in its residual stream.
+    r"""Train low-rank adapters in the residual stream of a frozen nnsight model, so that every layer predicts the targets.
 
-    What leaves block l is changed to $x^l = h + (h A_l^T) B_l^T$, which the blocks above read. A and B are trained with the
-    aligned loss $\sum_l w_l \, CE(W \, \mathrm{norm}(x^l), y)$ over all layers, with the model's own final norm and head.
-    Nothing else learns. On a server the steps are made there: tokens, A and B cross, and no activations.
+    The output h of block l is changed to $x^l = h + (h A_l^T) B_l^T$, the input of the next block. A and B are trained with the
+    aligned loss $\sum_l w_l \, CE(W \, \mathrm{norm}(x^l), y)$ over all layers, with the model's own final norm and head. All
+    other weights are frozen. With `remote`, the server makes the steps: requests carry tokens, A and B, and no activations.
 
-    A starts as normal numbers of variance 1 / d_model and B as zeros, so that training starts from the model as it is. The
-    change is a product with h, and AdamW's steps do not depend on the size of gradients: one learning rate is as good for a
-    stream of any size. It falls linearly to 0.
+    A starts as normal numbers of variance 1 / d_model and B as zeros, so that the model is unchanged at the start. The change
+    is a product with h, and AdamW's steps do not depend on the size of gradients: one learning rate fits residual streams of
+    any size. It falls linearly to 0.
 
     Args:
         model: an nnsight model.
         data: as in `analyze`.
-        at: which blocks get an adapter, by number from 0 or by the name of what leaves them (`blocks.2.hook_resid_post`);
+        at: the blocks that get an adapter, by number from 0 or by the name of their output (`blocks.2.hook_resid_post`);
             default: all.
         rank: of each adapter.
         steps: of the optimiser, each on one batch.
         lr: the learning rate of the first step.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
         seed: of A and of the order of batches.
-        eval_data: what layers are judged on. Default: the last tenth of the rows of `data`, which are then not trained on.
-        labels: what layers ought to say: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for
+        eval_data: held-out data of the losses by layer. Default: the last tenth of the rows of `data`, which are then not
+            trained on.
+        labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for
             a classifier `"data"`.
         layers: see `analyze`.
         unembed: see `analyze`.
-        remote: False to run here, "local" for nnsight's simulation of a server, True or an address for a server, which has to
-            be a trusted one.
-        checkpoint: a file that keeps a training that is interrupted; the same call goes on from it, with the same numbers.
+        remote: False to run here, "local" for nnsight's simulation of a server, True or an address for a server, which must be
+            a trusted one.
+        checkpoint: a file that keeps an interrupted training; the same call continues from it, with the same numbers.
         tokenizer: in place of the model's own.
         batch_size: see `analyze`, as for all further options.
         seq_len: see `analyze`.
@@ -105,7 +100,7 @@ def train_adapters(
         The adapters, with their learning curve and held-out losses by layer.
 
     Raises:
-        LayersimError: the model is not run by nnsight, has no head that is known, or its server keeps its weights in a sandbox.
+        LayersimError: the model is no nnsight model, has no known head, or is on a server whose sandbox computes no gradients.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; Hu et al. 2022 (arXiv 2106.09685) for low-rank maps.
@@ -119,313 +114,97 @@ def train_adapters(
         torch.Size([2, 8])
     """
     refuse_unwritable(checkpoint, "checkpoint")
-    for name, value in (("rank", rank), ("steps", steps)):
-        if value < 1:
-            raise LayersimError(f"{name} is too small.", given=f"{name}={value}", expected="1 or more", do=f"{name}=8")
-    if not 0 < lr < math.inf:
-        raise LayersimError("lr is out of range.", given=f"lr={lr}", expected="a number above 0", do="lr=1e-3")
-    if not _is_nnsight(model):
-        # Before it is opened: what is then missing is not the point.
-        raise _not_nnsight(model)
-    source = open_source(model, layers=layers, unembed=unembed, remote=remote)
-    assert isinstance(source, NNsightSource)
+    settings = AdapterSettings(rank, steps, float(lr), batch_size, seed)
+    source = open_traced(model, layers, unembed, remote)
+    if source is None:
+        raise no_traced_model(model)
     known = with_tokenizer(source.model, tokenizer)
-    _refuse(known, rank)
+    refuse_untrainable(known, rank)
     refuse_inference_weights(source.module)
-    blocks = _blocks(known, at)
-    shares = layer_weights(weights, len(known.layers) - 1)
-    assert known.head is not None
+    blocks = block_numbers(known, at)
+    weights_by_layer = layer_weights(weights, len(known.layers) - 1)
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
     if has_images(data):
         raise LayersimError(
-            "Adapters are trained on tokens.",
+            "`data` contains images, and adapters are trained on tokens.",
             given="data with pixel_values",
             expected="texts or rows of tokens",
             do="finetune_aligned(model, data), which takes images, for a model that is loaded here",
         )
     usual = usual_labels(labels, [(known, source.module)])
-    feeds = open_feeds(data, eval_data, labels, reading, known, source.module, usual)
-    digests = {"trained_on": feeds[0].digest(), "judged_on": feeds[1].digest()}
-    task = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": shares}
-    task |= {"layers": layers, "unembed": unembed}
+    rows = open_training_data(data, eval_data, labels, reading, known, source.module, usual)
+    options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
+    options |= {"layers": layers, "unembed": unembed}
+    digests = {"trained_on": rows[0].digest(), "judged_on": rows[1].digest()}
     identity = {
         "model": [known.name, known.config_hash, known.weights_hash, known.dtype, known.source],
-        "task": task | {"seed": seed, "batch_size": batch_size},
+        "task": options | {"seed": seed, "batch_size": batch_size},
         "pad": known.tokenizer.pad_token_id if known.tokenizer is not None else None,
         "version": version("tl_layersim"),
         **digests,
     }
-    saved = Saved(checkpoint, identity)
-    work = _Work(RemoteDescent(source, blocks, shares), feeds, known.head.reads, steps, float(lr), batch_size, seed)
-    begun = time.perf_counter()
-    start = _start(known, len(blocks), rank, seed)
-    held = saved.load(lambda state, tensors: _held(state, tensors, start, len(known.layers) - 1))
-    _say_what_crosses(source, work, start)
-    with work.descent.evaluating():
-        row = _row(feeds[1])
-        source.settle(row)
-        need_stream(source.model, "Aligned training")
-        refuse_other_logits(lens_gap(known, lambda: source.unembed_gap(row)), known)
-        before = work.look(start)
+    file, began = open_training_file(checkpoint, identity), time.perf_counter()
+    training = AdapterSteps(RemoteDescent(source, blocks, weights_by_layer), rows, known, settings)
+    training.restore(file)
+    _report_traffic(training)
+    fields = _trained(training, source, file)
+    options = reading.record() | found_in_data(*rows) | options
+    options |= {"trained_on": digests["trained_on"], "train_rows": len(rows[0])}
+    options |= {"remote": [place]} if (place := source.record()) else {}
+    run = record([known], training.tally(time.perf_counter() - began), options, seed)
+    if not isinstance(usual, str):
+        warn_of_unused(usual, run)
+    paths = tuple(source.paths[block] for block in blocks)
+    adapters = AlignedAdapters(**fields, blocks=tuple(blocks), paths=paths, layers=known.layers, provenance=run)
+    if not adapters.aligned("after") <= adapters.aligned("before"):
+        warn(
+            f"On held-out data the aligned loss rose from {adapters.aligned('before'):.4g} to {adapters.aligned('after'):.4g}. "
+            f"Take more data, fewer steps, or lr={lr / 10:g}."
+        )
+    return adapters
+
+
+def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile) -> dict[str, Any]:
+    """Evaluate, train and evaluate again: the adapters, their curves and held-out losses, as fields of `AlignedAdapters`."""
+    with training.descent.evaluating():
+        _check_lens(source, training.eval_data)
+        before = training.evaluate(training.start)
         if not bool(before.isfinite().all()):
             raise LayersimError(
-                f"The losses of {known.name} are not finite, before anything is trained.",
-                given=f"{known.dtype} weights",
+                f"The losses of {source.model.name} are not finite, before anything is trained.",
+                given=f"{source.model.dtype} weights",
                 expected="finite logits at every layer",
                 do="load it in float32 or bfloat16",
             )
-        learnt, curves = work.train(start, saved, held)
-        after = work.look(learnt)
-    options = (
-        reading.record()
-        | found_in_feeds(*feeds)
-        | task
-        | {"trained_on": digests["trained_on"], "train_rows": len(feeds[0])}
-        | _record_of(source)
-    )
-    run = record([known], work.tally(time.perf_counter() - begun), options, seed)
-    if not isinstance(usual, str):
-        warn_of_unused(usual, run)
-    found = AlignedAdapters(
-        values=torch.stack([before, after]),
-        curve=curves @ torch.tensor(shares, dtype=torch.float64),
-        curves=curves,
-        down=learnt["down"],
-        up=learnt["up"],
-        weights=tuple(shares),
-        blocks=tuple(blocks),
-        paths=tuple(source.paths[block] for block in blocks),
-        layers=known.layers,
-        provenance=run,
-    )
-    if not found.aligned("after") <= found.aligned("before"):
-        warn(
-            f"On held-out data the aligned loss rose from {found.aligned('before'):.4g} to {found.aligned('after'):.4g}. Take "
-            f"more data, fewer steps, or lr={lr / 10:g}."
-        )
-    return found
+        learnt, curves = training.run(file)
+        after = training.evaluate(learnt)
+    weights = training.descent.weights
+    return {
+        "values": torch.stack([before, after]),
+        "curve": curves @ torch.tensor(weights, dtype=torch.float64),
+        "curves": curves,
+        "down": learnt["down"],
+        "up": learnt["up"],
+        "weights": tuple(weights),
+    }
 
 
-class _Work:
-    """Data and settings of a call: rows to train on, rows to judge by."""
-
-    def __init__(
-        self,
-        descent: RemoteDescent,
-        feeds: tuple[TrainingData, TrainingData],
-        reads: str,
-        steps: int,
-        lr: float,
-        rows: int,
-        seed: int,
-    ) -> None:
-        self.descent, self.reads, self.rows = descent, reads, rows
-        self.feed, self.judged = feeds
-        self.steps, self.lr, self.seed = steps, lr, seed
-        self._orders: dict[int, list[int]] = {}
-
-    def item(self, feed: TrainingData, numbers: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
-        """What is sent of some rows."""
-        piece = feed.take(numbers)
-        index, wanted = answered(self.reads, piece.targets, piece.attended, piece.main.shape[1])
-        return self.descent.item(piece.main, piece.options, index, wanted, step, rate)
-
-    def step(self, number: int) -> Item:
-        """A step, counted from 0: all rows in a new order each time round."""
-        count = len(self.feed)
-        places = range(number * self.rows, (number + 1) * self.rows)
-        self._orders = {turn: self._order(turn) for turn in sorted({place // count for place in places})}
-        numbers = [self._orders[place // count][place % count] for place in places]
-        return self.item(self.feed, numbers, number + 1, self.lr * (self.steps - number) / self.steps)
-
-    def _order(self, turn: int) -> list[int]:
-        made = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
-        return self._orders.get(turn) or torch.randperm(len(self.feed), generator=made).tolist()
-
-    def look(self, parts: Parts) -> Tensor:
-        """`layer`: held-out loss with adapters."""
-        count = len(self.judged)
-        looks = [range(start, min(start + self.rows, count)) for start in range(0, count, self.rows)]
-        losses, asked = torch.zeros((), dtype=torch.float64), 0
-        with tqdm(total=len(looks), desc="held out", unit="batch", disable=None, leave=False) as bar:
-            run = self.descent.run(len(looks), lambda n: self.item(self.judged, looks[n]), parts, say=bar.set_postfix_str)
-            for found, _ in run:
-                for loss, number in found:
-                    losses, asked = losses + loss, asked + number
-                bar.update(len(found))
-        return losses / asked
-
-    def train(self, start: Parts, saved: Saved, held: tuple[Parts, State, list[Tensor]] | None) -> tuple[Parts, Tensor]:
-        """The adapters at the end, and `step layer` the losses on the way.
-
-        Args:
-            start: from where.
-            saved: the file that keeps it.
-            held: what it held before.
-        """
-        now = (start, State(), list[Tensor]())
-        if held is not None:
-            now = held
-        shares = torch.tensor(self.descent.weights, dtype=torch.float64)
-
-        def save() -> bool:
-            parts, state, curves = now
-            return bool(curves) and saved.save(state, parts | {"curves": torch.stack(curves)})
-
-        try:
-            with tqdm(total=self.steps, initial=now[1].step, desc="adapters", unit="step", disable=None) as bar:
-                for found, after in self.descent.run(self.steps, self.step, now[0], now[1].step, bar.set_postfix_str):
-                    _, state, curves = now
-                    means = [loss / count for loss, count in found]
-                    self._refuse_not_finite(means, after, state.step + len(means))
-                    # At once, so that an interrupt finds all of it or nothing.
-                    now = (after, _further(state, means, shares), curves + means)
-                    if saved.due:
-                        save()
-                    bar.update(len(means))
-        except BaseException as error:
-            # An interrupt too: what was learnt so far is kept.
-            if save():
-                error.add_note(f"What was learnt is in {saved.path}; the same call goes on from there.")
-            raise
-        save()
-        return now[0], torch.stack(now[2])
-
-    def _refuse_not_finite(self, losses: list[Tensor], parts: Parts, step: int) -> None:
-        if not bool(torch.stack(losses).isfinite().all() and parts["up"].isfinite().all() and parts["down"].isfinite().all()):
-            raise LayersimError(
-                f"The training diverged: a loss or an adapter is not finite by step {step} of {self.steps}.",
-                given=f"lr={self.lr:g}",
-                expected="finite losses",
-                do=f"lr={self.lr / 10:g}, with another checkpoint=",
-            )
-
-    def tally(self, seconds: float) -> Tally:
-        """For the record: what was judged."""
-        count = len(self.judged)
-        asked = sum(int((self.judged.take([row]).targets != NO_LABEL).sum()) for row in range(count))
-        return Tally({}, -(-count // self.rows), count, asked, self.judged.digest(), seconds)
+def _check_lens(source: NNsightSource, data: TrainingData) -> None:
+    """Check on one row that the modules pass on one residual stream, and that the lens at the last layer gives the logits."""
+    row = first_row(data)
+    source.settle(row)
+    need_stream(source.model, "Aligned training")
+    refuse_other_logits(lens_gap(source.model, lambda: source.unembed_gap(row)), source.model)
 
 
-def _row(feed: TrainingData) -> Batch:
-    """The first row, without padding."""
-    piece = feed.take([0])
-    attended = torch.ones_like(piece.main, dtype=torch.bool) if piece.attended is None else piece.attended
-    return Batch(piece.main, attended, attended, 0).first_row
-
-
-def _held(state: State, tensors: Parts, start: Parts, layers: int) -> tuple[Parts, State, list[Tensor]]:
-    """What a file holds of a training, if it is of the shapes that the training begins with."""
-    parts = {name: tensors[name] for name in start}
-    wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
-    if wrong or tensors["curves"].shape != (state.step, layers):
-        raise ValueError(f"other shapes of {', '.join(wrong) or 'curves'}")
-    return parts, state, list(tensors["curves"])
-
-
-def _further(state: State, losses: list[Tensor], shares: Tensor) -> State:
-    curve = [*state.curve, *(float(loss @ shares) for loss in losses)]
-    return State(step=state.step + len(losses), curve=curve)
-
-
-def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """Adapters that change nothing yet, and the optimiser's moments."""
-    assert model.d_model is not None
-    made = torch.Generator().manual_seed(seed)
-    wide = torch.float64 if model.dtype == "torch.float64" else torch.float32
-    down = torch.randn(count, rank, model.d_model, generator=made, dtype=torch.float64) / math.sqrt(model.d_model)
-    state = {"down": down.to(wide), "up": torch.zeros(count, model.d_model, rank, dtype=wide)}
-    moments = ("mean", "square")
-    return state | {f"{name} {moment}": torch.zeros_like(part) for name, part in state.items() for moment in moments}
-
-
-def _is_nnsight(model: Any) -> bool:
-    return isinstance(model, NNsightSource) or any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__)
-
-
-def _not_nnsight(model: Any) -> LayersimError:
-    from ..stitching.stitched_model import StitchedModel
-
-    stitched = isinstance(model, StitchedModel)
-    return LayersimError(
-        "Adapters are trained inside traces of an nnsight model.",
-        given=f"{'a stitched model' if stitched else type(model).__name__}",
-        expected="a TransformersModel or NNsight(module)",
-        do="train them on the nnsight model of its back"
-        if stitched
-        else "finetune_aligned(model, data), which trains a model that is loaded here; or nnsight.NNsight(model)",
-    )
-
-
-def _refuse(model: Model, rank: int) -> None:
-    """Refuse, before any data is read, a model that adapters cannot be trained through."""
-    need_stream(model, "Aligned training")
-    if model.calls != "gradients":
-        raise LayersimError(
-            "Adapters are trained by gradients through the model, and this server runs requests in a sandbox that weights stay "
-            "out of: training there would do nothing, without a word.",
-            given=model.source,
-            expected="a trusted server, or a model that runs here",
-            do="ask its operator for a trusted key, or load the model here; adapters that are trained apply in a sandbox too",
-        )
-    if model.head is None:
-        raise LayersimError(
-            f"{model.name} has no head that is known, so its layers say nothing that could be right or wrong.",
-            given=model.source,
-            expected="a model with logits",
-            do=f"load it by {classes_with_head(model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
-        )
-    if model.d_model is None:
-        raise LayersimError(
-            f"The width of {model.name} is not known.",
-            given="a configuration without hidden_size",
-            expected="model.config.hidden_size",
-            do="model.config.hidden_size = the width of the residual stream, before nnsight wraps the model",
-        )
-    if rank > model.d_model:
-        raise LayersimError(
-            "rank is too large.", given=f"rank={rank}", expected=f"at most {model.d_model}, the model's width", do="rank=8"
-        )
-    if model.dtype == "torch.float16":
-        raise LayersimError(
-            "Gradients through a float16 model vanish: its smallest number is 6e-8.",
-            given=f"{model.name} in float16",
-            expected="float32, or bfloat16, which has float32's range",
-            do="load it in bfloat16",
-        )
-
-
-def _blocks(model: Model, at: list[int | str] | None) -> list[int]:
-    """Numbers of the blocks that get an adapter, in order."""
-    count = len(model.layers) - 1
-    if at is None:
-        return list(range(count))
-    names = {name: number for number, name in enumerate(model.layers[1:])}
-    found = [names.get(block) if isinstance(block, str) else block for block in at]
-    known = [number for number in found if number is not None and not isinstance(number, bool) and 0 <= number < count]
-    if len(set(known)) < len(at) or not at:
-        wrong = [block for block, number in zip(at, found, strict=True) if number not in known]
-        raise LayersimError(
-            "These are no blocks to put adapters at." if wrong else "Adapters need a list of different blocks.",
-            given=f"{wrong[0]!r} in at={at}" if wrong else f"at={at}",
-            expected=f"different numbers from 0 to {count - 1}, or names from {model.layers[1]} to {model.layers[-1]}",
-            do=f"at=[{count // 2}], or at=None for all blocks",
-        )
-    return sorted(known)
-
-
-def _say_what_crosses(source: NNsightSource, work: _Work, parts: Parts) -> None:
-    """What will be asked of the line, before it is asked."""
-    if not isinstance(source, RemoteSource):
+def _report_traffic(training: AdapterSteps) -> None:
+    """Print the number and size of the requests to a server, before they are sent."""
+    if training.descent.server is None:
         return
-    size = sum(part.numel() * part.element_size() for part in parts.values())
+    size = sum(part.numel() * part.element_size() for part in training.start.values())
     tqdm.write(
-        f"{source.offer.server}: {work.steps:,} steps in at most as many requests, fewer where steps are fast. Each request "
-        f"takes {in_words(size)} of adapters there and back, and each step its tokens. Before and after, {len(work.judged)} "
-        "rows are judged. Activations and weights stay.",
+        f"{training.descent.server}: {training.steps:,} steps in at most as many requests, fewer where steps are fast. Each "
+        f"request carries {in_words(size)} of adapters in each direction, and the tokens of its steps. Before and after, the "
+        f"loss is evaluated on {len(training.eval_data)} rows. Activations and weights stay on the server.",
         file=sys.stderr,
     )
-
-
-def _record_of(source: NNsightSource) -> dict[str, Any]:
-    return {"remote": [source.record()]} if isinstance(source, RemoteSource) else {}

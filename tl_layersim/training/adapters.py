@@ -1,4 +1,4 @@
-"""Low-rank maps that align a model whose weights stay as they are: what was found, kept in a small file, applied in traces."""
+"""`AlignedAdapters`: trained low-rank maps in the residual stream of a frozen model, saved in a file, applied in traces."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ STAGES = ("before", "after")
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AlignedAdapters(Result):
-    """Low-rank maps that change what leaves some blocks to h + (h A') B', trained with the aligned loss.
+    """Low-rank adapters that change the output of some blocks to h + (h A') B', trained with the aligned loss.
 
-    Losses are nats an answer; those of `values` are of data that the adapters were not trained on. Tensors are float64, but the
-    adapters themselves, which are kept in the dtype that they were trained in.
+    Losses are nats per target; those of `values` are of held-out data. Tensors are float64, except the adapters, which have the
+    dtype in which they were trained.
 
     Attributes:
         values: `stage layer`, the same as `losses`: held-out cross-entropy of each layer's residual, read by the model's own
             final norm and head, without the adapters and with them.
         curve: `step`, the aligned loss of each step's batch, before the step.
-        curves: `step layer`, the losses that it is made of.
+        curves: `step layer`, the losses of the layers that it sums.
         down: `adapter direction dim`, A of each adapter.
         up: `adapter dim direction`, B of each adapter.
         weights: of the layers in the aligned loss.
-        blocks: numbers of the blocks that have an adapter.
+        blocks: numbers of the blocks with an adapter.
         paths: of these blocks in the model.
     """
 
@@ -50,7 +50,7 @@ class AlignedAdapters(Result):
         Picture(
             "losses",
             "Held-out loss by layer, before and after",
-            "What each layer would lose if it were the last, without the adapters and with them (Jiang et al. 2024, "
+            "Cross-entropy of each layer under the model's head, without the adapters and with them (Jiang et al. 2024, "
             "equation 5, for each layer).",
         ),
         Picture("curve", "Aligned loss while training", "The aligned loss of each step's batch."),
@@ -58,7 +58,7 @@ class AlignedAdapters(Result):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Without the adapters, and with them."""
+        """Names of the stages: without the adapters, and with them."""
         return STAGES
 
     @property
@@ -91,16 +91,16 @@ class AlignedAdapters(Result):
         return float(self.values[STAGES.index(stage)] @ torch.tensor(self.weights, dtype=torch.float64))
 
     def apply(self, model: Any) -> None:
-        """Put the adapters into an nnsight model: to be called inside a trace of it, here or on a server.
+        """Apply the adapters to an nnsight model, inside a trace in this process or on a server.
 
-        What is read after this in the same trace may not lie below the last adapter, as nnsight goes through a model once; in a
-        further `tracer.invoke()` it may.
+        Modules that are read after this in the same trace must lie above the last adapter, as nnsight runs a model once; a
+        further `tracer.invoke()` can read all modules.
 
         Args:
             model: the model that is traced.
 
         Raises:
-            LayersimError: it is not of the width that they were trained on, or has not got their blocks.
+            LayersimError: the model has another width than that of the training, or lacks the blocks of the adapters.
 
         Example:
             >>> import nnsight, tl_layersim as lsim
@@ -114,11 +114,11 @@ class AlignedAdapters(Result):
         Patch(self.paths, self.down, self.up).apply(model)
 
     def __reduce__(self) -> Any:
-        # nnsight pickles what a trace on a server refers to. There neither this class nor its base can be made, and all that
-        # is asked of it is `apply`.
+        # nnsight pickles what a trace on a server refers to. A server can make neither this class nor its base, and needs
+        # `apply` alone.
         import nnsight
 
-        # By value: a server has never heard of this package.
+        # By value: servers do not have this package.
         nnsight.register("tl_layersim")
         return Patch, (self.paths, self.down, self.up)
 
@@ -134,8 +134,8 @@ class AlignedAdapters(Result):
         return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
 
     def headline(self) -> dict[str, float]:
-        found = {}
+        numbers = {}
         for number, stage in enumerate(STAGES):
-            found[f"aligned loss {stage}"] = self.aligned(stage)
-            found[f"loss of the last layer {stage}"] = float(self.values[number, -1])
-        return found
+            numbers[f"aligned loss {stage}"] = self.aligned(stage)
+            numbers[f"loss of the last layer {stage}"] = float(self.values[number, -1])
+        return numbers

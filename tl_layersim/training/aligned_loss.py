@@ -1,4 +1,4 @@
-"""The aligned loss, for any training loop: the cross-entropy of every layer's logits."""
+"""`aligned_loss`: the weighted cross-entropies of all layers of a batch, for a training loop of one's own."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def aligned_loss(
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
 ) -> Tensor:
-    r"""The aligned loss of a batch, for any training loop: every layer is asked what the last one is asked.
+    r"""The aligned loss of a batch, for a training loop of one's own: the weighted cross-entropies of all layers.
 
     $$\sum_{l=1}^{L} w_l \, CE\big(W \, \mathrm{norm}(x^l), y\big)$$
 
-    The mean is over positions with an answer. No more than some thousands of rows of logits are held at once, and the model's
-    own logits are not computed.
+    The mean is over positions with a target. At most some thousands of rows of logits are held at once, and the model's own
+    logits are not computed.
 
     Args:
-        model: HookedTransformer, TransformerBridge or Hugging Face model, in whatever mode it is in.
+        model: HookedTransformer, TransformerBridge or Hugging Face model, in training or evaluation mode.
         tokens: `batch pos`, token ids; of a vision model its `pixel_values`.
-        labels: what should be said at each position, `batch pos`, or `batch` for a classifier; -100 where nothing is asked.
-            Nothing is shifted. Default: the token that follows, where both are attended to.
+        labels: the target of each position, `batch pos`, or `batch` for a classifier; -100 where a position has none. They are
+            not shifted. Default: the next token, where both positions are attended to.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
         norm: "final" applies the model's final norm at every layer, "none" at the last alone.
         attention_mask: `batch pos`, 0 at padding.
-        inputs: whatever else the model's forward pass takes, by name.
-        layers: paths of the blocks, for layouts that are not known.
-        unembed: paths of the final norm and the head, for layouts that are not known.
+        inputs: further arguments of the model's forward pass, by name.
+        layers: paths of the blocks, for unknown layouts.
+        unembed: paths of the final norm and the head, for unknown layouts.
 
     Returns:
         A scalar in nats, with its gradient.
 
     Raises:
-        LayersimError: the model has no head that is known, or the labels do not fit.
+        LayersimError: the model has no known head, or the labels do not fit its predictions.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; w_l from appendix B.3.
@@ -69,10 +69,10 @@ def aligned_loss(
     attended = None if attention_mask is None else attention_mask.bool()
     targets = _targets(stream.reads, tokens, labels, attended)
     options = dict(inputs or {}) | ({} if attention_mask is None else {"attention_mask": attention_mask})
-    piece = TrainingBatch(tokens, options, targets, attended)
+    batch = TrainingBatch(tokens, options, targets, attended)
     terms = {layer: weight for layer, weight in enumerate(layer_weights(weights, stream.n_layers), 1) if weight}
-    check_once(stream, piece, (tuple(layers or ()), tuple(unembed or ())))
-    total, count = stream.loss(piece, terms, norm == "final")
+    check_once(stream, batch, (tuple(layers or ()), tuple(unembed or ())))
+    total, count = stream.loss(batch, terms, norm == "final")
     if not count:
         raise LayersimError(
             "`labels` has no target in this batch, so its mean loss is not defined."
@@ -89,37 +89,39 @@ def aligned_loss(
 
 
 def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -> Tensor:
-    """The labels as a tensor of the shape that the head answers in, on the tokens' device."""
+    """The labels as a tensor of the shape of the head's predictions, on the tokens' device."""
     if tokens.dim() < 2:
         raise LayersimError(
-            "A batch has rows.", given=f"tokens of shape {tuple(tokens.shape)}", expected="batch pos", do="tokens[None]"
+            "`tokens` must have two dimensions or more, the first of which is the batch.",
+            given=f"tokens of shape {tuple(tokens.shape)}",
+            expected="batch pos",
+            do="tokens[None]",
         )
     if labels is None:
         if reads != "every" or tokens.is_floating_point():
             raise LayersimError(
-                "A classifier is asked for labels.",
+                "`labels` must be given for a classifier.",
                 given="no labels",
                 expected="a tensor of one class for each row",
                 do="aligned_loss(model, tokens, labels)",
             )
         return next_tokens(tokens, torch.ones_like(tokens, dtype=torch.bool) if attended is None else attended)
-    found = as_labels(labels)
+    table = as_labels(labels)
     expected = tuple(tokens.shape) if reads == "every" else (len(tokens),)
-    if isinstance(found, str) or tuple(found.shape) != expected:
+    if isinstance(table, str) or tuple(table.shape) != expected:
         raise LayersimError(
-            "The labels do not fit what the head says.",
-            given=found if isinstance(found, str) else f"labels of shape {tuple(found.shape)}",
+            "`labels` must have the shape of the head's predictions.",
+            given=table if isinstance(table, str) else f"labels of shape {tuple(table.shape)}",
             expected=f"a table of shape {expected}: one for each {'position' if reads == 'every' else 'row'}",
             do="labels=None for the next token" if reads == "every" else "labels of shape (batch,)",
         )
-    found = found.to(tokens.device).long()
-    known = found != NO_LABEL
-    if found.shape == tokens.shape and int(known.sum()) > 2 and bool((found == tokens)[known].all()):
+    targets = table.to(tokens.device).long()
+    known = targets != NO_LABEL
+    if targets.shape == tokens.shape and int(known.sum()) > 2 and bool((targets == tokens)[known].all()):
         raise LayersimError(
-            "These labels are the tokens themselves, at the same positions.",
+            "`labels` are the tokens themselves, at the same positions.",
             given=f"{int(known.sum())} labels, each equal to its own token",
-            expected="at each position what the model should say there; models in transformers shift labels, here nothing is "
-            "shifted",
+            expected="at each position its target; models in transformers shift labels, aligned_loss does not",
             do="labels=None for the next token",
         )
-    return found
+    return targets

@@ -1,4 +1,4 @@
-"""finetune_aligned: a whole run, from a model and data to a trained model and curves by layer."""
+"""`finetune_aligned`: aligned fine-tuning of a model on data, with curves by layer."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
-from ..core.resumable import Tally
 from ..core.storage import refuse_unwritable
+from ..core.tally import Tally
 from ..core.typed import typed
 from ..data.labels import warn_of_unused
 from ..data.options import DataOptions
 from ..models.model_info import Model
 from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
-from .loop import Loop
-from .objective import Objective
+from .fine_tuning import FineTuning
+from .objectives import objective_named
 from .residual_stream import ResidualStream, open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
-from .state import Saved
-from .training_data import TrainingData, found_in_feeds, open_feeds
+from .state import open_training_file
+from .training_data import TrainingData, found_in_data, open_training_data
 
 
 @typed
@@ -53,30 +53,30 @@ def finetune_aligned(
     prepend_bos: bool = True,
     column: str | None = None,
 ) -> AlignedResult:
-    """Fine-tune a model so that every layer, read by the model's own head, says what the last one is asked to say.
+    """Fine-tune a model so that every layer, read by the model's own head, predicts the targets.
 
-    The model is trained in place and is left in the mode in which it was found. Several processes started by `accelerate
-    launch` share each step: it is the same as one of a batch that is as many times larger.
+    The model is trained in place; afterwards it is in the mode (training or evaluation) from before. Several processes started
+    by `accelerate launch` divide each step among them: a step equals that of a batch that is as many times larger.
 
     Args:
         model: HookedTransformer, TransformerBridge or Hugging Face model: language models, token and row classifiers, vision
             classifiers.
         data: as in `analyze`; for a vision model a mapping or data set with `pixel_values` and `labels`.
-        training: how; default `AlignedTraining()`, the paper's settings.
-        eval_data: what the curves by layer are measured on. Default: the last tenth of the rows of `data`, which are then not
+        training: the settings; default `AlignedTraining()`, those of the paper.
+        eval_data: held-out data of the curves by layer. Default: the last tenth of the rows of `data`, which are then not
             trained on.
-        labels: what ought to be said: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
+        labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
             classifier `"data"`.
-        checkpoint: a file that keeps a run that is interrupted; the same call, on the model as it was before it, goes on from
-            there with the same numbers.
-        layers: paths of the blocks, for layouts that are not known.
-        unembed: paths of the final norm and the head, for layouts that are not known.
+        checkpoint: a file that keeps the state of an interrupted run; the same call, on the model as it was before the run,
+            continues with the same numbers.
+        layers: paths of the blocks, for unknown layouts.
+        unembed: paths of the final norm and the head, for unknown layouts.
         tokenizer: in place of the model's own.
         batch_size: rows in a forward pass.
         seq_len: see `analyze`, as for all further options.
         pack: see `analyze`.
         max_tokens: see `analyze`; of the data to train on and of `eval_data`.
-        skip_first: see `analyze`; nothing is asked at these positions.
+        skip_first: see `analyze`; these positions have no targets.
         prepend_bos: see `analyze`.
         column: see `analyze`.
 
@@ -84,7 +84,7 @@ def finetune_aligned(
         An `AlignedResult`: the training loss, and held-out loss and accuracy by layer before, during and after.
 
     Raises:
-        LayersimError: the model cannot be trained here, or the call cannot be done as asked.
+        LayersimError: the model cannot be trained in this process, or the arguments contradict one another.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3, appendices B.3 and C.2.
@@ -98,13 +98,13 @@ def finetune_aligned(
         (0, 2)
     """
     training = training or AlignedTraining()
-    training.check_place()
+    training.check_folder()
     refuse_unwritable(checkpoint, "checkpoint")
     if training.save_to is not None:
         check_savable(model)
     start = time.perf_counter()
     with ExitStack() as stack:
-        # Around a whole notebook or service there may be torch.no_grad() or torch.inference_mode(), under which nothing learns.
+        # A notebook or service may run under torch.no_grad() or torch.inference_mode(), which compute no gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         known = open_residual_stream(model, layers, unembed).source.model
@@ -113,41 +113,41 @@ def finetune_aligned(
         stack.enter_context(_gradient_checkpointing(model, training))
         stack.enter_context(without_additions(model))
         stream = open_residual_stream(model, layers, unembed)
-        told = with_tokenizer(known, tokenizer)
-        usual = usual_labels(labels, [(told, model)])
+        described = with_tokenizer(known, tokenizer)
+        usual = usual_labels(labels, [(described, model)])
         reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-        feed, judged = open_feeds(data, eval_data, labels, reading, told, model, usual)
-        stream.check(feed.take([0]).to(stream.device))
-        objective = Objective(stream, training)
-        digests = {"data": feed.digest(), "judged": judged.digest()}
+        training_rows, eval_rows = open_training_data(data, eval_data, labels, reading, described, model, usual)
+        stream.check(training_rows.take([0]).to(stream.device))
+        objective = objective_named(training.objective)(stream, training)
+        digests = {"data": training_rows.digest(), "judged": eval_rows.digest()}
         identity = {
             "model": [known.name, known.config_hash, known.weights_hash, known.dtype, known.source],
             "blocks": layers,
             "unembed": unembed,
             "training": training.options(),
             "batch_size": batch_size,
-            "pad": told.tokenizer.pad_token_id if told.tokenizer is not None else None,
-            "learns": hashlib.sha256(" ".join(sorted(objective.learning())).encode()).hexdigest(),
+            "pad": described.tokenizer.pad_token_id if described.tokenizer is not None else None,
+            "learns": hashlib.sha256(" ".join(sorted(objective.trained_parameters())).encode()).hexdigest(),
             **digests,
         }
-        loop = Loop(objective, feed, judged, training, batch_size, Saved(checkpoint, identity))
-        learnt = sum(parameter.numel() for parameter in objective.learning().values())
-        state = loop.run()
+        tuning = FineTuning(objective, training_rows, eval_rows, training, batch_size)
+        trained = sum(parameter.numel() for parameter in objective.trained_parameters().values())
+        state = tuning.run(open_training_file(checkpoint, identity))
         finish()
-    if training.save_to is not None and loop.accelerator.is_main_process:
-        save_or_warn(model, training.save_to, told.tokenizer, objective.heads, feed.take([0]))
-    loop.accelerator.wait_for_everyone()
-    found = found_in_feeds(feed, judged) | {"parameters": learnt}
-    run = _record(stream, feed, judged, training, reading.record() | found, digests, time.perf_counter() - start)
+    if training.save_to is not None and tuning.accelerator.is_main_process:
+        save_or_warn(model, training.save_to, described.tokenizer, objective.heads, training_rows.take([0]))
+    tuning.accelerator.wait_for_everyone()
+    counts = found_in_data(training_rows, eval_rows) | {"parameters": trained}
+    run = _record(stream, training_rows, eval_rows, training, reading.record() | counts, digests, time.perf_counter() - start)
     if not isinstance(usual, str):
-        warn_of_unused(usual, replace(run, sequences=len(feed) + len(judged)))
+        warn_of_unused(usual, replace(run, sequences=len(training_rows) + len(eval_rows)))
     return AlignedResult.of(state, run, stream.reads, known.layers)
 
 
 def _refuse_float16(model: Model) -> None:
     if model.dtype == "torch.float16":
         raise LayersimError(
-            "In float16 small gradients are 0, and steps of AdamW are lost in rounding.",
+            "`model` is in float16, in which small gradients are 0 and steps of AdamW are lost in rounding.",
             given=f"{model.name} in {model.dtype}",
             expected="weights in float32 or bfloat16",
             do="model.float(), with mixed_precision='bf16' to save time",
@@ -156,7 +156,7 @@ def _refuse_float16(model: Model) -> None:
 
 @contextmanager
 def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
-    """Low-rank adapters in the model, which `finish` merges; taken out again where it is not called."""
+    """A context with low-rank adapters in the model. The function it yields merges them; otherwise they are removed."""
     if training.lora is None:
         yield lambda: None
         return
@@ -164,25 +164,28 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
         from peft import PeftConfig, get_peft_model
     except ImportError:
         raise LayersimError(
-            "LoRA is peft's, which is not installed.", given="lora=", expected="peft", do="pip install 'tl_layersim[lora]'"
+            "`lora` needs the package peft, which is not installed.",
+            given="lora=",
+            expected="peft",
+            do="pip install 'tl_layersim[lora]'",
         ) from None
     from transformers import PreTrainedModel
 
     if hasattr(model, "peft_config"):
         raise LayersimError(
-            "This model carries adapters already.",
+            "`lora` cannot be combined with a model that has adapters already.",
             given=f"lora= for a {type(model).__name__} with adapters of peft",
             expected="a model without adapters",
-            do="model = model.merge_and_unload() first, or leave lora= out: the adapters that are there learn",
+            do="model = model.merge_and_unload() first, or leave lora= out: the adapters of the model are trained",
         )
     if not isinstance(training.lora, PeftConfig) or not isinstance(model, PreTrainedModel):
         raise LayersimError(
-            "LoRA is put into Hugging Face models, as a peft configuration says.",
+            "`lora` must be a configuration of peft, and the model a Hugging Face model.",
             given=f"lora={type(training.lora).__name__} for a {type(model).__name__}",
             expected="a peft.LoraConfig and a Hugging Face model",
             do="lora=peft.LoraConfig(r=8, target_modules='all-linear')",
         )
-    learns = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    required = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.random.fork_rng():
         torch.manual_seed(training.seed)
         wrapped = get_peft_model(model, training.lora)
@@ -200,7 +203,7 @@ def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
             wrapped.unload()
         model.__dict__.pop("peft_config", None)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(learns.get(name, parameter.requires_grad))
+            parameter.requires_grad_(required.get(name, parameter.requires_grad))
 
 
 @contextmanager
@@ -226,15 +229,15 @@ def _gradient_checkpointing(model: Any, training: AlignedTraining) -> Iterator[N
 
 def _record(
     stream: ResidualStream,
-    feed: TrainingData,
-    judged: TrainingData,
+    training_rows: TrainingData,
+    eval_rows: TrainingData,
     training: AlignedTraining,
     settings: dict[str, Any],
     digests: dict[str, str],
     seconds: float,
 ) -> Provenance:
-    """What was trained on what; `tokens` and `sequences` are those of the judgement."""
-    count = sum(int((judged.take([row]).targets >= 0).sum()) for row in range(len(judged)))
-    tally = Tally({}, -(-len(judged) // settings["batch_size"]), len(judged), count, digests["judged"], seconds)
-    options = settings | training.options() | {"trained_on": digests["data"], "train_rows": len(feed)}
+    """The record of the training; `tokens` and `sequences` are those of the evaluation."""
+    count = sum(int((eval_rows.take([row]).targets >= 0).sum()) for row in range(len(eval_rows)))
+    tally = Tally({}, -(-len(eval_rows) // settings["batch_size"]), len(eval_rows), count, digests["judged"], seconds)
+    options = settings | training.options() | {"trained_on": digests["data"], "train_rows": len(training_rows)}
     return record([stream.source.model], tally, options, training.seed)

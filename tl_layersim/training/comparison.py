@@ -1,4 +1,4 @@
-"""evaluate_layers: what a fine-tune made of the layers of a model."""
+"""`evaluate_layers`: measures of every layer of two models side by side, such as before and after a fine-tune."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def evaluate_layers(
     seed: int = 0,
     **options: Any,
 ) -> Report:
-    """What became of the layers: lens, saturation, cosine, exits, effective depth and collapse of two models side by side.
+    """Compare the layers of two models: lens, saturation, cosine, exits, effective depth and neural collapse, side by side.
 
     Args:
         before: a model, kinds as in `analyze`; one with as many layers as the other.
         after: the other model.
-        data: as in `analyze`; not what it was trained on.
-        names: what the two are called.
-        labels: what counts as right, see `LogitLens`. Default: next tokens, for a classifier the data's own.
+        data: as in `analyze`; held-out data, not the training data.
+        names: of the two models.
+        labels: the targets, see `LogitLens`. Default: next tokens, for a classifier the data's own.
         threshold: of early exit.
         eps: of the effective depth, see `LogitLensResult.effective_depth`.
         center: see `Cosine`.
-        prompts: texts to go on with from each layer of each model (Hugging Face language models); None to leave that out.
-        new_tokens: how many tokens at most.
+        prompts: texts that each layer of each model continues (Hugging Face language models); None for no generation.
+        new_tokens: largest number of tokens of a continuation.
         top_p: of nucleus sampling.
         embed: turns texts into a table of embeddings `text dimension`, such as `SentenceTransformer(...).encode`; without it no
             coherence is measured.
@@ -103,45 +103,45 @@ def evaluate_layers(
     models = (before, after)
     if has_images(data):
         raise LayersimError(
-            "Images are not measured here.",
+            "`data` contains images, which `evaluate_layers` does not measure.",
             given="data with pixel_values",
             expected="texts or tokens",
-            do="result.values and result.accuracy of finetune_aligned, which judges each layer on eval_data",
+            do="result.values and result.accuracy of finetune_aligned, which evaluates each layer on eval_data",
         )
     pair = [open_source(model, layers=options.get("layers"), unembed=options.get("unembed")).model for model in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(
-            "Models of different depth have no layers to be laid side by side.",
+            "`before` and `after` must have the same number of blocks.",
             given=f"{len(pair[0].layers) - 1} and {len(pair[1].layers) - 1} blocks",
             expected="a model and its fine-tune",
             do="compare(before, after, data, CKA()) takes models of any depth",
         )
-    wanted = usual_labels(labels, list(zip(pair, models, strict=True)))
+    targets = usual_labels(labels, list(zip(pair, models, strict=True)))
     analyzers = [
-        LogitLens(labels=wanted),
+        LogitLens(labels=targets),
         Saturation(),
         Cosine(center=center, positions="head"),
-        ExitCurve(thresholds=tuple(sorted({*THRESHOLDS, float(threshold)})), labels=wanted),
+        ExitCurve(thresholds=tuple(sorted({*THRESHOLDS, float(threshold)})), labels=targets),
     ]
     reports = [analyze(model, data, analyzers, **options) for model in models]
     runs = [report["logit_lens"].provenance for report in reports]
     if runs[0].data != runs[1].data:
         raise LayersimError(
-            "The two models did not read the same tokens.",
+            "`before` and `after` did not read the same tokens.",
             given="tokenizers that differ",
             expected="a model and its fine-tune",
             do="tokenizer=..., the one that both were trained with",
         )
-    # Of a row, what the head reads: the last token by default.
+    # The position of a row that the head reads: the last token by default.
     pool: Literal["first", "last"] = "first" if pair[0].head is not None and pair[0].head.reads == "first" else "last"
-    collapse = [_collapse(model, data, NeuralCollapse(labels=wanted, pool=pool), options) for model in models]
+    collapse = [_collapse(model, data, NeuralCollapse(labels=targets, pool=pool), options) for model in models]
     both = replace(runs[0], **{name: _both(runs, name) for name in ("model", "config_hash", "weights_hash", "source")})
     change = _change(reports, collapse, both, names, float(threshold), float(eps), center)
-    found: dict[str, Result] = {"layers": change}
-    found |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
+    results: dict[str, Result] = {"layers": change}
+    results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
     if prompts is not None:
-        found["generation"] = _quality(models, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
-    return Report(found)
+        results["generation"] = _quality(models, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
+    return Report(results)
 
 
 def _both(runs: list[Provenance], name: str) -> str:
@@ -149,15 +149,15 @@ def _both(runs: list[Provenance], name: str) -> str:
 
 
 def _collapse(model: Any, data: Any, analyzer: NeuralCollapse, options: dict[str, Any]) -> Tensor | None:
-    """NC1 by layer; None where the data has no two classes that it could be measured between."""
+    """NC1 by layer; None where the data has fewer than two classes."""
     try:
-        found: Tensor = analyze(model, data, [analyzer], **options)["neural_collapse"].values
+        nc1: Tensor = analyze(model, data, [analyzer], **options)["neural_collapse"].values
     except LayersimError as error:
         if "class" not in error.what:
             raise
         warn(f"NC1 is left out: {error.what}")
         return None
-    return found
+    return nc1
 
 
 def _change(
@@ -211,7 +211,7 @@ def _quality(
     like: LayerChange,
     options: dict[str, Any],
 ) -> GenerationQuality:
-    """Continuations from each layer, judged."""
+    """Diversity and coherence of continuations from each layer."""
     depth = like.values.shape[1]
     varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))
     with tqdm(total=2 * depth, desc="generating", unit="layer", disable=None) as bar:
@@ -219,8 +219,8 @@ def _quality(
             for layer in range(depth):
                 # At threshold 0 everything exits at the first check; the last layer is the whole model.
                 threshold, at = (0.0, (layer + 1,)) if layer + 1 < depth else (1.0, ())
-                speaker = EarlyExit(model, threshold, at=at, layers=options.get("layers"), unembed=options.get("unembed"))
-                said = speaker.generate(
+                early = EarlyExit(model, threshold, at=at, layers=options.get("layers"), unembed=options.get("unembed"))
+                written = early.generate(
                     prompts,
                     max_new_tokens=new_tokens,
                     do_sample=True,
@@ -228,12 +228,12 @@ def _quality(
                     seed=seed,
                     tokenizer=options.get("tokenizer"),
                 )
-                kept = [i for i, tokens in enumerate(said.tokens) if len(tokens) >= SHORTEST]
+                kept = [i for i, tokens in enumerate(written.tokens) if len(tokens) >= SHORTEST]
                 counted[number, layer] = len(kept)
                 if kept:
-                    varied[number, layer] = float(np.mean([diversity(said.tokens[i].tolist()) for i in kept]))
+                    varied[number, layer] = float(np.mean([diversity(written.tokens[i].tolist()) for i in kept]))
                 if kept and embed is not None:
-                    tables = [embed([texts[i] for i in kept]) for texts in (prompts, said.texts)]
+                    tables = [embed([texts[i] for i in kept]) for texts in (prompts, written.texts)]
                     coherent[number, layer] = coherence(*(torch.as_tensor(np.asarray(table)) for table in tables))
                 bar.update()
     settings = {"new_tokens": new_tokens, "top_p": top_p, "prompts": len(prompts)}

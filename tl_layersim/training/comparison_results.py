@@ -1,4 +1,4 @@
-"""What became of the layers of a model: results of two models side by side."""
+"""Results of `evaluate_layers`: measures of every layer, and the quality of generated text, for two models side by side."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class LayerChange(Result):
     Attributes:
         values: `model layer`, the same as `cross_entropy`, of the lens in nats.
         perplexity: `model layer`, exp of it.
-        accuracy: `model layer`, share of answers at which the layer's first choice is right.
-        agreement: `model layer`, share of positions at which it is the last layer's.
-        saturated: `model layer`, share of positions whose first choice no longer changes from this layer on, or from one below.
-        cosine_to_last: `model residual`, mean cosine to what leaves the last block, centred as `center` says, at the positions
-            that the head reads: [CLS] or the last token of a classifier of rows, every token of a language model.
-        exits: `model layer`, share of positions that exit after each block at `threshold`.
+        accuracy: `model layer`, fraction of targets that the layer predicts.
+        agreement: `model layer`, fraction of positions at which its prediction is the last layer's.
+        saturated: `model layer`, fraction of positions whose prediction does not change from this layer on, or from one below.
+        cosine_to_last: `model residual`, mean cosine to the output of the last block, centred as `center` says, at the
+            positions that the head reads: [CLS] or the last token of a classifier of rows, every token of a language model.
+        exits: `model layer`, fraction of positions that exit after each block at `threshold`.
         nc1: `model residual`, collapse within classes, see `NeuralCollapse`, of a classifier of rows at the position that the
             head reads; NaN where the data has fewer than two classes, or all classes have the same mean.
-        early_share: `model`, share saturated before the last layer.
-        exit_accuracy: `model`, accuracy of what early exit at `threshold` says.
-        exit_agreement: `model`, its agreement with the last layer.
+        early_share: `model`, fraction of positions that saturate before the last layer.
+        exit_accuracy: `model`, accuracy of early exit at `threshold`.
+        exit_agreement: `model`, agreement of early exit at `threshold` with the last layer.
         speedup: `model`, blocks of the whole model over blocks run at `threshold`; checks are not counted.
-        speedup_at_agreement: `model`, the same at the lowest measured threshold from which on the agreement is 95 %.
-        effective_depth: `model`, the least number of blocks with accuracy 1 - `eps`, all of them if there is none.
-        models: what the two are called.
+        speedup_at_agreement: `model`, the speed-up at the lowest measured threshold from which on the agreement is 95 %.
+        effective_depth: `model`, the least number of blocks with accuracy 1 - `eps`, all blocks where none has it.
+        models: names of the two models.
         threshold: of the top probability.
         eps: of the effective depth.
-        center: what cosines are measured from, see `Cosine`.
+        center: the centring of cosines, see `Cosine`.
     """
 
     values_name = "cross_entropy"
@@ -64,13 +64,23 @@ class LayerChange(Result):
 
     pictures = (
         Picture(
-            "cross_entropy", "Cross-entropy of each layer", "What the lens loses at each layer" + SOURCE.format("figure 9")
+            "cross_entropy",
+            "Cross-entropy of each layer",
+            "Cross-entropy of the lens at each layer (nats)" + SOURCE.format("figure 9"),
         ),
-        Picture("accuracy", "Accuracy of each layer", "Of the lens's first choice" + SOURCE.format("equation 2, figure 5")),
-        Picture("agreement", "Agreement with the last layer", "Of the lens's first choice."),
+        Picture(
+            "accuracy",
+            "Accuracy of each layer",
+            "Fraction of targets that the lens predicts" + SOURCE.format("equation 2, figure 5"),
+        ),
+        Picture(
+            "agreement",
+            "Agreement with the last layer",
+            "Fraction of positions at which the lens predicts the same as at the last layer.",
+        ),
         Picture("saturated", "Positions that have saturated", "By layer, cumulative" + SOURCE.format("figure 6")),
         Picture("cosine_to_last", "Cosine to the last layer", "Mean over positions" + SOURCE.format("figure 5")),
-        Picture("exits", "Where positions exit", "Share of positions, at one threshold" + SOURCE.format("figure 7")),
+        Picture("exits", "Where positions exit", "Fraction of positions, at one threshold" + SOURCE.format("figure 7")),
         Picture("nc1", "Collapse within classes", "NC1, lower is more collapsed" + SOURCE.format("figure 16")),
     )
 
@@ -80,29 +90,29 @@ class LayerChange(Result):
         return self.values
 
     def headline(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for number, name in enumerate(self.models):
-            found |= {
+            numbers |= {
                 f"{name}: perplexity of the last layer": float(self.perplexity[number, -1]),
                 f"{name}: accuracy of the last layer": float(self.accuracy[number, -1]),
                 f"{name}: saturated before the last layer": float(self.early_share[number]),
                 f"{name}: cosine of the first block to the last": float(self.cosine_to_last[number, 1]),
                 f"{name}: speed-up in blocks at 95 % agreement": float(self.speedup_at_agreement[number]),
             }
-        return found
+        return numbers
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GenerationQuality(Result):
-    """What is written when the text ends in each layer in turn: nucleus sampling from its lens. Tensors are float64.
+    """Quality of text that is generated from each layer by nucleus sampling from its lens. Tensors are float64.
 
     Attributes:
         values: `model layer`, the same as `diversity`: mean over texts of the product over n = 2, 3, 4 of different n-grams of
-            tokens over all n-grams; 1 where nothing is said twice.
+            tokens over all n-grams; 1 where no n-gram is repeated.
         coherence: `model layer`, mean cosine of the embeddings of prompt and continuation; NaN without an embedder.
-        texts: `model layer`, how many continuations are long enough to count.
-        models: what the two are called.
+        texts: `model layer`, number of continuations that are long enough to count.
+        models: names of the two models.
     """
 
     values_name = "diversity"
@@ -112,7 +122,7 @@ class GenerationQuality(Result):
     models: tuple[str, ...]
 
     pictures = (
-        Picture("diversity", "Diversity of what each layer writes", "1 where nothing is said twice" + SOURCE.format("C.2")),
+        Picture("diversity", "Diversity of text from each layer", "1 where no n-gram is repeated" + SOURCE.format("C.2")),
         Picture("coherence", "Coherence with the prompt", "Cosine of sentence embeddings" + SOURCE.format("C.2, figure 9")),
     )
 
@@ -126,7 +136,7 @@ class GenerationQuality(Result):
 
 
 def diversity(tokens: list[int]) -> float:
-    """Product over n = 2, 3, 4 of the share of different ones among the n-grams of a text of four tokens or more.
+    """Product over n = 2, 3, 4 of the fraction of distinct n-grams in a text of four tokens or more.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.

@@ -1,4 +1,4 @@
-"""A trained model as a folder that `from_pretrained` loads, whatever it was trained as."""
+"""Export of a trained model as a folder that `from_pretrained` loads, from Hugging Face models and TransformerBridge."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ ORIGINAL = "_original_component"
 
 
 def check_savable(model: Any) -> None:
-    """Refuse, before anything is trained, a model that no folder can be written of.
+    """Refuse, before anything is trained, a model that cannot be written as a Hugging Face folder.
 
     Raises:
-        LayersimError: it is of another kind.
+        LayersimError: the model is of another kind, or has adapters.
     """
     if hasattr(model, "peft_config"):
         raise LayersimError(
-            "This model carries adapters of peft, and a folder of it would hold these alone.",
+            "`save_to` would write the adapters of this model alone, without its weights.",
             given=type(model).__name__,
             expected="a model without adapters",
             do="model = model.merge_and_unload() first, or leave save_to= out and save it with peft",
         )
     if any(bool(parameter.detach().any()) for parameter in additions(model)):
         raise LayersimError(
-            "This TransformerBridge holds weights of its model in parts that cannot be put together again.",
+            "`save_to` cannot join weights that this TransformerBridge holds in parts.",
             given=f"a bridge of {type(model.original_model).__name__}",
             expected="whole weights, or a fused query, key and value",
             do="fine-tune the Hugging Face model, and bridge the result",
         )
     if _hugging_face(model) is None:
         raise LayersimError(
-            "This model cannot be written as a Hugging Face folder.",
+            "`save_to` cannot write this model as a Hugging Face folder.",
             given=type(model).__name__,
             expected="a Hugging Face model or a TransformerBridge",
             do="fine-tune the Hugging Face model and load the result into TransformerLens; or leave save_to= out and keep "
@@ -60,21 +60,21 @@ def _hugging_face(model: Any) -> nn.Module | None:
 
 
 def save_model(
-    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: nn.ParameterList | None, piece: TrainingBatch
+    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: nn.ParameterList | None, batch: TrainingBatch
 ) -> Path:
     """Write model and tokenizer.
 
     Args:
-        model: as it was trained.
-        folder: where; made if there is none.
-        tokenizer: that goes with it, None where it has none.
+        model: the trained model.
+        folder: is created where it does not exist.
+        tokenizer: of the model, None where it has none.
         heads: of layers below the last, written to `heads.safetensors`.
-        piece: on which the written model must say what the trained one says.
+        batch: a batch on which the written model must give the logits of the trained one.
 
     Raises:
-        LayersimError: it does not.
+        LayersimError: the logits differ.
     """
-    plain: Any = model if _hugging_face(model) is model else export_bridge(model, piece)
+    plain: Any = model if _hugging_face(model) is model else export_bridge(model, batch)
     folder = Path(folder)
     plain.save_pretrained(folder)
     if tokenizer is not None:
@@ -86,11 +86,11 @@ def save_model(
 
 
 def save_or_warn(
-    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: nn.ParameterList | None, piece: TrainingBatch
+    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: nn.ParameterList | None, batch: TrainingBatch
 ) -> None:
-    """`save_model`, with a warning where the disk refuses: the trained model and its curves are still in memory."""
+    """`save_model`, with a warning where writing fails: the trained model and its curves are still in memory."""
     try:
-        save_model(model, folder, tokenizer, heads, piece)
+        save_model(model, folder, tokenizer, heads, batch)
     except (OSError, SafetensorError) as error:
         lost = ", without the heads of the layers below the last" if heads is not None else ""
         warn(
@@ -101,9 +101,9 @@ def save_or_warn(
 
 @contextmanager
 def without_additions(model: Any) -> Iterator[None]:
-    """Keep from learning what TransformerBridge adds to the model it wraps, such as a bias of zeros after the unembedding.
+    """A context in which parameters that TransformerBridge adds, such as a bias of zeros after the unembedding, stay fixed.
 
-    The plain model has no place for it.
+    The Hugging Face model that it wraps has no such parameters.
     """
     held = [parameter for parameter in additions(model) if not bool(parameter.detach().any())]
     try:
@@ -116,7 +116,7 @@ def without_additions(model: Any) -> Iterator[None]:
 
 
 def additions(model: Any) -> list[nn.Parameter]:
-    """Parameters that learn in a TransformerBridge and have no place in the model that it wraps."""
+    """Trainable parameters of a TransformerBridge that the model it wraps does not have."""
     inner = getattr(model, "original_model", None)
     if inner is not None and hasattr(inner, "save_pretrained"):
         with torch.device("meta"):
@@ -140,23 +140,23 @@ def plain_name(name: str) -> str:
     return name.replace(f".{ORIGINAL}", "")
 
 
-def export_bridge(bridge: Any, piece: TrainingBatch) -> nn.Module:
+def export_bridge(bridge: Any, batch: TrainingBatch) -> nn.Module:
     """A plain Hugging Face model with the weights of a TransformerBridge.
 
-    A bridge splits fused query-key-value weights into copies that learn, and the fused ones that a naive export takes stay
-    as they were. Here they are put together again.
+    A bridge trains split copies of fused query-key-value weights, and leaves the fused weights as they were. The export joins
+    the copies.
 
     Raises:
-        LayersimError: the plain model does not say what the bridge says.
+        LayersimError: the logits of the plain model are not those of the bridge.
     """
     inner = bridge.original_model
     config = copy.deepcopy(inner.config)
     fresh: nn.Module = type(inner)(config).to(dtype=next(inner.parameters()).dtype)
     found: dict[str, Tensor] = {}
-    wanted = fresh.state_dict()
+    expected = fresh.state_dict()
     for name, value in inner.state_dict().items():
         plain = plain_name(name)
-        if plain in wanted and value.shape == wanted[plain].shape:
+        if plain in expected and value.shape == expected[plain].shape:
             found[plain] = value.detach()
     paths = dict(fresh.named_modules())
     for name, part in inner.named_modules(remove_duplicate=False):
@@ -166,14 +166,14 @@ def export_bridge(bridge: Any, piece: TrainingBatch) -> nn.Module:
     missing, _ = fresh.load_state_dict(found, strict=False)
     device = next(inner.parameters()).device
     fresh = fresh.to(device).eval()
-    one = piece.first_row.to(device)
+    one = batch.first_row.to(device)
     with torch.no_grad(), eval_mode(bridge):
         theirs = logits_of(bridge(one.main)).double()
         ours = logits_of(fresh(one.main)).double()
     off = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
     if missing or not off <= rounding(next(inner.parameters()).dtype):
         raise LayersimError(
-            "The model inside this TransformerBridge cannot be written as it is.",
+            "`save_to` cannot write the model inside this TransformerBridge: its logits would differ.",
             given=f"logits off by {off:.2g} of their size" + (f", no weights for {missing[:3]}" if missing else ""),
             expected="raw Hugging Face weights, as a bridge has before enable_compatibility_mode()",
             do="fine-tune the Hugging Face model, and bridge the result",
@@ -184,7 +184,7 @@ def export_bridge(bridge: Any, piece: TrainingBatch) -> nn.Module:
 def _joined(part: Any, fresh: nn.Module) -> dict[str, Tensor]:
     """Fused weights from their split copies, by the name of the parameter in the fresh attention.
 
-    Where each number goes is found out by splitting the numbers 0, 1, 2, ... in the place of weights.
+    The place of each number follows from splitting the numbers 0, 1, 2, ... in place of weights.
     """
     marked = copy.deepcopy(fresh).double()
     places: dict[str, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""The aligned loss: every layer's residual, read by the model's own final norm and head, against the right answers."""
+"""Weighted cross-entropies of residuals under the model's head, in chunks of logits, and the weights of layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..models.softmax import cross_entropy, cross_entropy_slopes
 from ..models.unembed import Unembed
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]
-# Logits that are held at once.
+# Number of logits held at once.
 LOGITS = 2**23
 
 
@@ -24,7 +24,7 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
     """The weight of each layer, the first block's first; they sum to 1.
 
     Raises:
-        LayersimError: they are not one for each layer, negative, or do not sum to 1.
+        LayersimError: the number of weights is not that of the layers, a weight is negative, or they do not sum to 1.
 
     >>> layer_weights("linear", 3)
     [0.16666666666666666, 0.3333333333333333, 0.5]
@@ -41,30 +41,30 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
             expected="'linear', 'uniform', or one number for each layer",
             do="weights='linear'",
         )
-    found = [float(weight) for weight in weights]
-    if not found or len(found) != n_layers or not min(found) >= 0 or not math.isclose(sum(found), 1, rel_tol=1e-6):
+    numbers = [float(weight) for weight in weights]
+    if not numbers or len(numbers) != n_layers or not min(numbers) >= 0 or not math.isclose(sum(numbers), 1, rel_tol=1e-6):
         raise LayersimError(
-            "These weights do not belong to the layers.",
-            given=f"{len(found)} weights that sum to {sum(found):.6g}, the lowest {min(found, default=math.nan):.6g}",
+            "`weights` must be one number for each layer, 0 or more, and sum to 1.",
+            given=f"{len(numbers)} weights that sum to {sum(numbers):.6g}, the lowest {min(numbers, default=math.nan):.6g}",
             expected=f"{n_layers} weights of 0 or more that sum to 1",
             do="weights='linear', or weights=[w / sum(ws) for w in ws]",
         )
-    return found
+    return numbers
 
 
-def answered(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
-    """Which of the flattened `batch pos` positions the head answers at, and the right answers there.
+def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None, positions: int) -> tuple[Tensor, Tensor]:
+    """Positions, flattened from `batch pos`, at which the head's prediction has a target, and these targets.
 
     Args:
         reads: see `Head`.
-        targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where nothing is asked.
-        attended: `batch pos`, None where there is no padding.
-        positions: how many a row has in the residual stream.
+        targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where a position has none.
+        attended: `batch pos`, None without padding.
+        positions: number of positions of a row in the residual stream.
     """
     if reads == "every":
         if targets.shape[-1] != positions:
             raise LayersimError(
-                "The residual stream has other positions than the labels.",
+                "`labels` must have one label for each position of the residual stream.",
                 given=f"{positions} positions for {targets.shape[-1]} labels in a row",
                 expected="one position for each token; soft prompts and image patches add some",
                 do="the model without soft prompts",
@@ -72,24 +72,24 @@ def answered(reads: str, targets: Tensor, attended: Tensor | None, positions: in
         flat = targets.flatten()
         index = (flat != NO_LABEL).nonzero()[:, 0]
         return index, flat[index]
-    asked = (targets != NO_LABEL).nonzero()[:, 0]
+    rows = (targets != NO_LABEL).nonzero()[:, 0]
     column = torch.zeros_like(targets)
     if reads == "last":
         column += positions - 1
         if attended is not None:
             at = torch.arange(positions, device=attended.device)
             column = (attended * at).amax(1).to(targets.device)
-    return asked * positions + column[asked], targets[asked]
+    return rows * positions + column[rows], targets[rows]
 
 
-def summed_loss(unembed: Unembed, x: Tensor, wanted: Tensor, share: Tensor, head: Tensor | None = None) -> Tensor:
-    """Weighted sum of cross-entropies in nats, in chunks of tokens: logits of a few thousand rows at most are held.
+def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: Tensor | None = None) -> Tensor:
+    """Weighted sum of cross-entropies in nats, in chunks of tokens: at most `LOGITS` logits are held at once.
 
     Args:
         unembed: the model's way to logits.
-        x: `token d_model`, residuals after the final norm, if they are to have one.
-        wanted: `token`, right answers.
-        share: `token`, what each counts.
+        x: `token d_model`, residuals, after the final norm where it is applied.
+        targets: `token`.
+        weights: `token`, the weight of each cross-entropy.
         head: `vocabulary d_model`, in place of the model's own head.
     """
     linear = unembed.linear
@@ -99,22 +99,22 @@ def summed_loss(unembed: Unembed, x: Tensor, wanted: Tensor, share: Tensor, head
             return x.float().sum() * 0
         if weight is not None and len(unembed.parts) == 1 and unembed.soft_cap is None:
             bias = None if linear is None or linear.bias is None else linear.bias * unembed.scale
-            found: Tensor = _Summed.apply(x.to(weight.dtype) * unembed.scale, weight, bias, wanted, share)  # type: ignore[no-untyped-call]
-            return found
-        return _chunked(unembed, x, wanted, share, head)
+            loss: Tensor = _Summed.apply(x.to(weight.dtype) * unembed.scale, weight, bias, targets, weights)  # type: ignore[no-untyped-call]
+            return loss
+        return _chunked(unembed, x, targets, weights, head)
 
 
 class _Summed(torch.autograd.Function):
-    """Cross-entropy of a linear head whose derivatives are made along with it, chunk by chunk.
+    """Weighted sum of cross-entropies of a linear head; its derivatives are computed in the forward pass, chunk by chunk.
 
     torch's own `linear_cross_entropy` has no weights of rows: it would be called once for each layer, and hold a gradient of
     the whole head for each until the backward pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor, share: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor) -> Tensor:
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        refuse_other_labels(wanted, len(weight))
+        refuse_other_labels(targets, len(weight))
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         total = torch.zeros((), dtype=wide if x.device.type == "mps" else torch.float64, device=x.device)
         d_x = torch.empty_like(x) if for_x else None
@@ -123,10 +123,10 @@ class _Summed(torch.autograd.Function):
         for rows in chunks(len(x), rows_at_once(len(weight))):
             z = torch.nn.functional.linear(x[rows], weight, bias).to(wide)
             if d_x is None and d_weight is None:
-                total += (cross_entropy(z, wanted[rows]).to(total) * share[rows]).sum()
+                total += (cross_entropy(z, targets[rows]).to(total) * weights[rows]).sum()
                 continue
-            losses, z = cross_entropy_slopes(z, wanted[rows], share[rows])
-            total += (losses * share[rows]).sum()
+            losses, z = cross_entropy_slopes(z, targets[rows], weights[rows])
+            total += (losses * weights[rows]).sum()
             if d_bias is not None:
                 d_bias += z.sum(0)
             z = z.to(weight.dtype)
@@ -147,13 +147,13 @@ class _Summed(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """Weighted sum of the cross-entropies of logits, in their dtype, whose derivative is made along with it."""
+    """Weighted sum of the cross-entropies of logits, in their dtype, whose derivative is computed in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Tensor, share: Tensor) -> Tensor:
-        losses, slopes = cross_entropy_slopes(logits.clone(), wanted, share)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        losses, slopes = cross_entropy_slopes(logits.clone(), targets, weights)
         ctx.save_for_backward(slopes)
-        return (losses * share).sum().to(logits.dtype)
+        return (losses * weights).sum().to(logits.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -162,39 +162,39 @@ class _Weighted(torch.autograd.Function):
         return slopes * slope, None, None
 
 
-def _chunked(unembed: Unembed, x: Tensor, wanted: Tensor, share: Tensor, head: Tensor | None) -> Tensor:
-    """The same for heads that are more than a product; the logits of a chunk are made once more in the backward pass."""
+def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: Tensor | None) -> Tensor:
+    """`summed_loss` of a head that is not one linear layer; logits of a chunk are computed again in the backward pass."""
 
-    def loss(some: Tensor, right: Tensor, counts: Tensor) -> Tensor:
-        logits = logits_at(unembed, some, head)
-        refuse_other_labels(right, logits.shape[-1])
-        weighted: Tensor = _Weighted.apply(logits, right, counts)  # type: ignore[no-untyped-call]
+    def loss(chunk: Tensor, chunk_targets: Tensor, chunk_weights: Tensor) -> Tensor:
+        logits = logits_at(unembed, chunk, head)
+        refuse_other_labels(chunk_targets, logits.shape[-1])
+        weighted: Tensor = _Weighted.apply(logits, chunk_targets, chunk_weights)  # type: ignore[no-untyped-call]
         return weighted
 
     with torch.no_grad():
         size = rows_at_once(logits_at(unembed, x[:1], head).shape[-1])
-    parts = (checkpoint(loss, x[at], wanted[at], share[at], use_reentrant=False) for at in chunks(len(x), size))
+    parts = (checkpoint(loss, x[at], targets[at], weights[at], use_reentrant=False) for at in chunks(len(x), size))
     return torch.stack(list(parts)).sum()
 
 
-def refuse_other_labels(wanted: Tensor, vocabulary: int) -> None:
-    """Refuse answers that the head cannot give."""
-    if not 0 <= int(wanted.min()) <= int(wanted.max()) < vocabulary:
+def refuse_other_labels(targets: Tensor, vocabulary: int) -> None:
+    """Refuse targets that are no class of the head."""
+    if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise LayersimError(
-            "A label is none of the model's classes.",
-            given=f"labels from {int(wanted.min())} to {int(wanted.max())}",
-            expected=f"0 to {vocabulary - 1}, and {NO_LABEL} where nothing is asked",
+            "`labels` contains numbers that are none of the model's classes.",
+            given=f"labels from {int(targets.min())} to {int(targets.max())}",
+            expected=f"0 to {vocabulary - 1}, and {NO_LABEL} at positions without a target",
             do="map the labels to the classes of the model's head",
         )
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
-    """So many rows as slices of at most that size."""
+    """Slices of at most `size` rows that cover `count` rows."""
     return (slice(start, start + size) for start in range(0, count, size))
 
 
 def rows_at_once(width: int) -> int:
-    """How many rows of logits of this width are made at once."""
+    """Number of rows of logits of a width that are held at once."""
     return max(1, LOGITS // width)
 
 

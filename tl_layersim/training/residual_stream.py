@@ -1,11 +1,11 @@
-"""A model's residual stream with its derivatives: one forward pass, up to the highest layer that is asked for."""
+"""The residual stream of a model in training, with gradients: one forward pass up to the highest layer that is read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.hooked import HookedSource
-from ..models.hooks import eval_mode, every_module, in_this_thread
+from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
 from ..models.layout import classes_with_head
 from ..models.source import refuse_inference_weights
-from ..models.split_model import Enough, logits_of
+from ..models.split_model import logits_of
 from ..models.validation import lens_gap, need_stream, refuse_other_logits
 from ..remote.open import open_source
-from .losses import answered, summed_loss
+from .losses import positions_with_targets, summed_loss
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class TrainingBatch:
 
     Attributes:
         main: `batch pos` token ids, or the pixel values of a vision model.
-        options: what else the model is called with.
-        targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where nothing is asked.
-        attended: `batch pos`, None where there is no padding.
+        options: further arguments of the model's forward pass.
+        targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where a position has none.
+        attended: `batch pos`, None without padding.
     """
 
     main: Tensor
@@ -41,11 +41,11 @@ class TrainingBatch:
 
     @property
     def first_row(self) -> TrainingBatch:
-        """Its first row alone."""
+        """The first row as a batch."""
         return self.row(0)
 
     def row(self, number: int) -> TrainingBatch:
-        """One row alone."""
+        """One row as a batch."""
         at, rows = slice(number, number + 1), len(self.main)
         # Some inputs are shared by all rows, such as one row of positions.
         cut = {n: v[at] if isinstance(v, Tensor) and v.dim() and len(v) == rows else v for n, v in self.options.items()}
@@ -53,24 +53,27 @@ class TrainingBatch:
         return TrainingBatch(self.main[at], cut, self.targets[at], attended)
 
     def to(self, device: torch.device) -> TrainingBatch:
-        """The same on a device."""
+        """The batch on a device."""
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.options.items()}
         attended = None if self.attended is None else self.attended.to(device)
         return TrainingBatch(self.main.to(device), options, self.targets.to(device), attended)
 
 
 class ResidualStream:
-    """What training needs of a model of this process.
+    """The residual stream, final norm and head of a model in this process, for training.
 
     Args:
-        source: where its blocks, its final norm and its head are.
+        source: of the model.
+
+    Raises:
+        LayersimError: the model has no known head, or its modules do not pass on one residual stream.
     """
 
     def __init__(self, source: HookedSource) -> None:
         head = source.model.head
         if head is None or source.unembed is None:
             raise LayersimError(
-                f"{source.model.name} has no head that is known, so its layers cannot be asked anything.",
+                f"{source.model.name} has no known head, so its layers make no predictions that could be trained.",
                 given=type(source.module).__name__,
                 expected="a model with a final norm and a head",
                 do=f"load it by {classes_with_head(source.model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
@@ -84,42 +87,42 @@ class ResidualStream:
 
     @property
     def n_layers(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self.blocks)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.module.parameters()).device
 
-    def call(self, piece: TrainingBatch) -> Any:
-        """The model's own forward pass."""
-        main, options = self.arguments(piece)
+    def call(self, batch: TrainingBatch) -> Any:
+        """Run the model's own forward pass."""
+        main, options = self.arguments(batch)
         return self.module(main, **options)
 
-    def arguments(self, piece: TrainingBatch) -> tuple[Tensor, dict[str, Any]]:
-        """What the model's forward pass is called with."""
-        options, main = dict(piece.options), piece.main
+    def arguments(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, Any]]:
+        """Arguments of the model's forward pass."""
+        options, main = dict(batch.options), batch.main
         pad = self._pad
-        if pad is not None and piece.attended is not None:
-            main = torch.where(piece.attended, main, pad)
+        if pad is not None and batch.attended is not None:
+            main = torch.where(batch.attended, main, pad)
         if hasattr(getattr(self.module, "config", None), "use_cache"):
             options.setdefault("use_cache", False)
         return usable(main), {name: usable(value) for name, value in options.items()}
 
     @property
     def _pad(self) -> int | None:
-        """The id by which a classifier of Hugging Face finds the last token of a row, whatever the mask says."""
+        """The id by which a Hugging Face classifier finds the last token of a row, which ignores the mask."""
         pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
         return pad if self.reads == "last" and isinstance(pad, int) and pad >= 0 else None
 
     def residuals(self, layers: Collection[int], run: Callable[[], Any], whole: bool = False) -> dict[int, Tensor]:
-        """`batch pos d_model` of each layer asked for, counted from 1, with its derivatives.
+        """Residual stream `batch pos d_model` after each of some layers, counted from 1, with gradients.
 
         Args:
-            layers: which.
+            layers: numbers of the layers.
             run: starts the forward pass.
-            whole: let it run to its end, where what surrounds it must see that (a wrapper of many processes).
+            whole: whether the forward pass runs to its end, which a wrapper of several processes must see.
         """
         found: dict[int, Tensor] = {}
         top = max(layers)
@@ -130,104 +133,106 @@ class ResidualStream:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
                 found.setdefault(layer, first_tensor(output))
                 if layer == top and not (whole or recomputes):
-                    raise Enough
+                    forward.stop()
 
             return hook
 
-        def stop(_module: nn.Module, _args: Any) -> None:
+        def stop(*_: Any) -> None:
             if top in found and not whole:
-                raise Enough
+                forward.stop()
 
         # Forward passes of other threads go on to their end.
-        handles = [self.blocks[layer - 1].register_forward_hook(in_this_thread(read(layer))) for layer in layers]
-        handles.append(self._top.register_forward_pre_hook(in_this_thread(stop)))
+        handles = [on_leave(self.blocks[layer - 1], in_this_thread(read(layer))) for layer in layers]
+        handles.append(on_enter(self._top, in_this_thread(stop)))
         try:
-            with suppress(Enough):
+            with ForwardRun() as forward:
                 run()
         finally:
             for handle in handles:
                 handle.remove()
         if len(found) < len(set(layers)):
             raise LayersimError(
-                f"The forward pass of {self.source.model.name} did not go through all of its layers.",
+                f"The forward pass of {self.source.model.name} did not run all of its blocks as modules.",
                 given=f"layers {sorted(set(layers) - set(found))} were not seen",
-                expected="each block to run as a module of its own; a compiled graph runs past their hooks",
+                expected="each block to run as a module; a compiled graph does not call their hooks",
                 do="the model before torch.compile, and every block (no layer drop)",
             )
         return found
 
     def normed(self, layer: int, x: Tensor, norm: bool) -> Tensor:
-        """What the head reads of a layer; the last one always has its norm."""
+        """The input of the head at a layer: the residual, normed if `norm` is true; the last layer always has its norm."""
         return self.unembed.normed(x) if norm or layer == self.n_layers else x
 
-    def at_answers(self, piece: TrainingBatch, found: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
-        """`token d_model` of each layer where the head answers, and the right answers there."""
-        shape = next(iter(found.values())).shape
-        index, wanted = answered(self.reads, piece.targets, self._read_from(piece), shape[1])
-        return {layer: x.flatten(0, 1).index_select(0, index.to(x.device)) for layer, x in found.items()}, wanted
+    def at_targets(self, batch: TrainingBatch, residuals: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+        """Residuals `token d_model` of each layer at the positions with a target, and the targets."""
+        shape = next(iter(residuals.values())).shape
+        index, targets = positions_with_targets(self.reads, batch.targets, self._read_from(batch), shape[1])
+        return {layer: x.flatten(0, 1).index_select(0, index.to(x.device)) for layer, x in residuals.items()}, targets
 
-    def _read_from(self, piece: TrainingBatch) -> Tensor | None:
-        """`batch pos`, the positions of which the last one may be read."""
-        if self._pad is None or piece.main.is_floating_point():
-            return piece.attended
-        kept = piece.main != self._pad
-        return kept if piece.attended is None else kept & piece.attended
+    def _read_from(self, batch: TrainingBatch) -> Tensor | None:
+        """Positions `batch pos` among which a classifier reads the last one."""
+        if self._pad is None or batch.main.is_floating_point():
+            return batch.attended
+        kept = batch.main != self._pad
+        return kept if batch.attended is None else kept & batch.attended
 
     def loss(
         self,
-        piece: TrainingBatch,
+        batch: TrainingBatch,
         terms: Mapping[int, float],
         norm: bool,
         run: Callable[[], Any] | None = None,
         whole: bool = False,
     ) -> tuple[Tensor, int]:
-        """Sum over answers of the weighted sum over layers of cross-entropies; and how many answers there are.
+        """Sum over targets of the weighted sum over layers of cross-entropies, and the number of targets.
 
         Args:
-            piece: what goes in and what should come out.
+            batch: inputs and targets.
             terms: weights by layer.
             norm: whether the final norm is applied below the last layer.
-            run: starts the forward pass, where it is not the model's own.
+            run: starts the forward pass; None for the model's own.
             whole: see `residuals`.
         """
-        found = self.residuals(terms, run or (lambda: self.call(piece)), whole)
-        rows, wanted = self.at_answers(piece, found)
-        return self.weighted(rows, wanted, terms, norm), len(wanted)
+        residuals = self.residuals(terms, run or (lambda: self.call(batch)), whole)
+        rows, targets = self.at_targets(batch, residuals)
+        return self.weighted(rows, targets, terms, norm), len(targets)
 
-    def weighted(self, rows: Mapping[int, Tensor], wanted: Tensor, terms: Mapping[int, float], norm: bool) -> Tensor:
+    def weighted(self, rows: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float], norm: bool) -> Tensor:
         """Weighted sum over layers of the sums of cross-entropies at rows `token d_model`."""
         device = next(iter(rows.values())).device
-        # All layers in one go: the gradient of the head is then held once.
+        # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([self.normed(layer, rows[layer], norm) for layer in terms])
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        share = torch.tensor(list(terms.values()), dtype=wide, device=device).repeat_interleave(len(wanted))
-        return summed_loss(self.unembed, x, wanted.to(device).repeat(len(terms)), share)
+        weights = torch.tensor(list(terms.values()), dtype=wide, device=device).repeat_interleave(len(targets))
+        return summed_loss(self.unembed, x, targets.to(device).repeat(len(terms)), weights)
 
-    def check(self, piece: TrainingBatch) -> None:
-        """See that the last layer, read as training reads it, says what the model says, on one row.
+    def check(self, batch: TrainingBatch) -> None:
+        """Check on one row that the final norm and head, applied to the last layer, give the model's logits.
 
         Raises:
-            LayersimError: it does not.
+            LayersimError: they do not.
         """
-        piece = piece.first_row
+        batch = batch.first_row
 
         def gap() -> Tensor:
             seen: list[Tensor] = []
-            handle = self.blocks[-1].register_forward_hook(lambda _m, _a, output: seen.append(first_tensor(output)))
+            handle = on_leave(self.blocks[-1], lambda _m, _a, output: seen.append(first_tensor(output)))
             try:
                 with torch.no_grad(), eval_mode(self.module), self.source.settling():
-                    logits = logits_of(self.call(piece))
+                    logits = logits_of(self.call(batch))
             finally:
                 handle.remove()
             if self.reads == "every":
                 theirs = logits[0]
                 ours = self.unembed(seen[-1][0])
             else:
-                index, _ = answered(self.reads, torch.zeros(1, dtype=torch.int64), self._read_from(piece), seen[-1].shape[1])
+                index, _ = positions_with_targets(
+                    self.reads, torch.zeros(1, dtype=torch.int64), self._read_from(batch), seen[-1].shape[1]
+                )
                 theirs, ours = logits[0], self.unembed(seen[-1][0, int(index)])
             if ours.shape != theirs.shape:
                 return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
-            kept = slice(None) if piece.attended is None or self.reads != "every" else piece.attended[0]
+            kept = slice(None) if batch.attended is None or self.reads != "every" else batch.attended[0]
             ours, theirs = ours.detach().double().cpu()[kept], theirs.double().cpu()[kept]
             return torch.stack([(ours - theirs).norm(), theirs.norm()])
 
@@ -238,26 +243,26 @@ class ResidualStream:
 
 
 def usable(value: Any) -> Any:
-    """An input as autograd can keep it: a copy of a tensor that was made under `torch.inference_mode()`."""
-    made_there = isinstance(value, Tensor) and value.is_inference() and not torch.is_inference_mode_enabled()
-    return value.clone() if made_there else value
+    """An input that autograd can save: a copy of a tensor that was created under `torch.inference_mode()`."""
+    unusable = isinstance(value, Tensor) and value.is_inference() and not torch.is_inference_mode_enabled()
+    return value.clone() if unusable else value
 
 
-# Which heads were seen to give their model's logits.
+# By model, the paths whose head was checked against the model's logits.
 _CHECKED: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 
 
-def check_once(stream: ResidualStream, piece: TrainingBatch, paths: Any) -> None:
-    """`Stream.check`, the first time that a model comes with these paths."""
+def check_once(stream: ResidualStream, batch: TrainingBatch, paths: Any) -> None:
+    """`ResidualStream.check`, once for each model and its paths."""
     known = _CHECKED.setdefault(stream.module, set())
     if paths not in known:
-        stream.check(piece)
+        stream.check(batch)
         known.add(paths)
 
 
 @contextmanager
-def learning(module: nn.Module) -> Iterator[None]:
-    """Training mode for a while; each module is then as it was."""
+def training_mode(module: nn.Module) -> Iterator[None]:
+    """A context in training mode; afterwards each module has its mode from before."""
     before = {part: part.training for part in every_module(module)}
     try:
         for part in before:
@@ -269,17 +274,17 @@ def learning(module: nn.Module) -> Iterator[None]:
 
 
 def open_residual_stream(model: Any, layers: list[str] | None, unembed: list[str] | None) -> ResidualStream:
-    """The stream of a model that is trained here.
+    """The residual stream of a model that is trained in this process.
 
     Raises:
-        LayersimError: it cannot be.
+        LayersimError: the model cannot be trained, because its weights are not modules of this process.
     """
     source = open_source(model, layers=layers, unembed=unembed)
-    if not isinstance(source, HookedSource) or type(source) is not HookedSource:
+    if not (source.can_hook and source.is_single_model):
         raise LayersimError(
-            "Only a model whose weights are modules of this process can be fine-tuned.",
+            "`model` cannot be fine-tuned: its weights are not modules of this process.",
             given=f"{source.model.source}",
             expected="a HookedTransformer, TransformerBridge or Hugging Face model",
             do="finetune_aligned(nnsight_model._model, ...) for the module inside; train_adapters(...) for a model on a server",
         )
-    return ResidualStream(source)
+    return ResidualStream(cast(HookedSource, source))

@@ -1,4 +1,4 @@
-"""What a fine-tune gives besides the model: its curves."""
+"""Result of a fine-tune: training loss, and held-out loss and accuracy of each layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from .state import State
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AlignedResult(Result):
-    """A training: its loss, and what each layer knew of held-out data before, during and after it. Tensors are float64.
+    """A fine-tune: its loss, and the held-out loss and accuracy of each layer before, during and after it. Tensors are float64.
 
     Attributes:
-        values: `look layer`, the same as `held_out_loss`: cross-entropy in nats of each layer, read as it was trained to be.
-        accuracy: `look layer`, share of answers at which the layer's first choice is right.
-        loss: `step`, the training loss at each optimiser step. With the alternating schedule odd steps are the last layer's.
-        looks: after how many optimiser steps each look was.
-        unit: of an answer: "token", or "row" of a classifier.
+        values: `look layer`, the same as `held_out_loss`: cross-entropy in nats of each layer, under
+            the head with which it was trained.
+        accuracy: `look layer`, fraction of targets that the layer predicts.
+        loss: `step`, the training loss at each optimiser step. With the alternating schedule odd steps train the last layer
+            alone.
+        looks: number of optimiser steps before each evaluation.
+        unit: of a target: "token", or "row" of a classifier.
     """
 
     values_name = "held_out_loss"
@@ -41,7 +43,7 @@ class AlignedResult(Result):
             "loss",
             "Training loss",
             "At each step of the optimiser (Jiang, Zhou and Zhu 2024, equation 5); with the alternating schedule every other "
-            "step is the last layer's alone.",
+            "step trains the last layer alone.",
         ),
     )
 
@@ -57,24 +59,24 @@ class AlignedResult(Result):
 
     @staticmethod
     def of(state: State, run: Provenance, reads: str, layers: tuple[str, ...]) -> AlignedResult:
-        """The result of a training that is done."""
-        loss, hits, count = torch.stack(list(state.looks.values())).unbind(1)
+        """The result of a finished training."""
+        loss, hits, count = torch.stack(list(state.evaluations.values())).unbind(1)
         return AlignedResult(
             values=loss / count,
             accuracy=hits / count,
             loss=torch.tensor(state.curve, dtype=torch.float64),
-            looks=tuple(state.looks),
+            looks=tuple(state.evaluations),
             unit="token" if reads == "every" else "row",
             layers=layers,
             provenance=run,
         )
 
     def headline(self) -> dict[str, float]:
-        found = {
+        numbers = {
             "held-out loss of the last layer before": float(self.values[0, -1]),
             "held-out loss of the last layer after": float(self.values[-1, -1]),
         }
         if self.values.shape[1] > 1:
-            found["mean over the other layers before"] = float(self.values[0, :-1].mean())
-            found["mean over the other layers after"] = float(self.values[-1, :-1].mean())
-        return found
+            numbers["mean over the other layers before"] = float(self.values[0, :-1].mean())
+            numbers["mean over the other layers after"] = float(self.values[-1, :-1].mean())
+        return numbers

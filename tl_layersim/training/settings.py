@@ -1,4 +1,4 @@
-"""What a fine-tune is to be: objective, schedule, optimiser."""
+"""Settings of a fine-tune: objective, schedule, optimiser."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable_folder
 from ..core.typed import typed
 from .aligned_loss import Norm
 from .losses import Weights, layer_weights
-
-Objective = Literal["aligned", "cosine-reg", "multi-head", "standard"]
+from .objectives import find_objectives, objective_named
+from .objectives.base import Objective
 
 
 @typed
 @dataclass(frozen=True)
 class AlignedTraining:
-    r"""How a model is fine-tuned so that its shallow layers are of use.
+    r"""The settings of aligned fine-tuning, which trains every layer to predict the targets.
 
-    With $CE_l$ the cross-entropy of layer l's residual read by the model's own final norm and head, the objectives are:
+    $CE_l$ is the cross-entropy of layer l's residual under the model's own final norm and head. The objectives are:
 
     - `"aligned"`: $\sum_l w_l CE_l$ (equation 5);
     - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$ over the positions that are attended to (appendix B.3);
@@ -33,25 +31,25 @@ class AlignedTraining:
     - `"standard"`: $CE_L$ alone, for comparison at the same budget.
 
     Args:
-        objective: see above.
-        schedule: "alternating": $CE_L$ at odd optimiser steps, the objective at even ones, as the paper does lest the last
-            layer lose; "always": the objective at each. A step is one step of the optimiser, whatever is accumulated.
+        objective: name of the objective, see above; each is one file in `training/objectives/`.
+        schedule: "alternating": $CE_L$ at odd optimiser steps, the objective at even ones, as in the paper, which
+            protects the last layer; "always": the objective at each. A step is one step of the optimiser.
         weights: $w_l$: "linear" is 2 l / (L (L + 1)), "uniform" 1 / L; or one number for each layer, which must sum to 1.
         norm: "final" applies the model's final norm at every layer, "none" at the last alone.
         beta: of "cosine-reg".
         kl: $\kappa$ of "multi-head".
         steps: of the optimiser.
-        lr: the highest learning rate of AdamW. The default is the paper's; small models want more.
+        lr: the highest learning rate of AdamW. The default is the paper's; small models need a higher one.
         warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the end.
         weight_decay: on weights of two or more dimensions, not on biases and norms.
         clip: largest Euclidean norm of a step's gradient.
-        accumulation: batches in a step. Their tokens count alike: a step is the same as one of a single larger batch.
-        layers_per_step: draw so many layers at each step instead of taking all; the expected loss is the same, its noise is
+        accumulation: batches in a step. All their tokens have one weight: a step equals that of a single larger batch.
+        layers_per_step: number of layers drawn at random at each step, None for all; the expected loss is the same, its noise
             larger. A step then costs fewer unembeddings, and nothing above the highest layer drawn.
-        eval_every: steps between looks at held-out data; None for before and after alone.
+        eval_every: steps between evaluations on held-out data; None for one before and one after.
         mixed_precision: "bf16" for autocast; the loss itself is computed in float32.
-        gradient_checkpointing: compute activations twice instead of holding them (Hugging Face models).
-        lora: a `peft.LoraConfig`: only its adapters learn, and are merged into the weights at the end.
+        gradient_checkpointing: compute activations again in the backward pass instead of holding them (Hugging Face models).
+        lora: a `peft.LoraConfig`: only its adapters are trained, and merged into the weights at the end.
         save_to: a folder for the trained model, as `from_pretrained` loads it.
         seed: of the order of the rows, of drawn layers and of dropout.
 
@@ -67,7 +65,7 @@ class AlignedTraining:
         [True, False, True, False]
     """
 
-    objective: Objective = "aligned"
+    objective: str = "aligned"
     schedule: Literal["alternating", "always"] = "alternating"
     weights: Weights = "linear"
     norm: Norm = "final"
@@ -95,33 +93,36 @@ class AlignedTraining:
             "weight_decay": not 0 <= self.weight_decay < math.inf,
             "clip": not self.clip > 0,
             "accumulation": self.accumulation < 1,
-            "layers_per_step": self.layers_per_step is not None and self.layers_per_step < 1,
             "eval_every": self.eval_every is not None and self.eval_every < 1,
-            "beta": not 0 <= self.beta < math.inf,
-            "kl": not 0 <= self.kl < math.inf,
             "seed": not 0 <= self.seed < 2**31,
         }
         for name in (name for name, bad in wrong.items() if bad):
             raise LayersimError(
-                f"{name} is out of range.",
+                f"`{name}` is out of range.",
                 given=f"{name}={getattr(self, name)}",
-                expected="steps, accumulation, layers_per_step and eval_every of 1 or more; lr and clip above 0; warmup below "
-                "steps; weight_decay, beta and kl of 0 or more; a seed of 0 to 2^31",
+                expected="steps, accumulation and eval_every of 1 or more; lr and clip above 0; warmup below steps; "
+                "weight_decay of 0 or more; a seed of 0 to 2^31",
                 do="AlignedTraining(), the settings of the paper",
             )
         if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
             # Whatever the model: as many as there are sum to 1.
             layer_weights(self.weights, max(1, len(self.weights)))
-        owners = {"beta": "cosine-reg", "kl": "multi-head"}
-        unused = [name for name, owner in owners.items() if self._set(name) and self.objective != owner]
-        if self.layers_per_step is not None and self.objective != "aligned":
-            unused.append("layers_per_step")
-        if unused:
+        objective = objective_named(self.objective)
+        self._refuse_unused(objective)
+        objective.check_settings(self)
+
+    def _refuse_unused(self, objective: type[Objective]) -> None:
+        """Refuse settings of other objectives."""
+        owners: dict[str, list[str]] = {}
+        for name, other in find_objectives().items():
+            for setting in other.own_settings:
+                owners.setdefault(setting, []).append(repr(name))
+        for setting in (name for name in owners if name not in objective.own_settings and self._set(name)):
             raise LayersimError(
-                f"{unused[0]} does nothing here.",
-                given=f"{unused[0]}={getattr(self, unused[0])} with objective={self.objective!r}",
-                expected="beta with 'cosine-reg', kl with 'multi-head', layers_per_step with 'aligned'",
-                do=f"leave {unused[0]} out",
+                f"`{setting}` has no effect with objective={self.objective!r}.",
+                given=f"{setting}={getattr(self, setting)}",
+                expected=", ".join(f"{name} with {' or '.join(names)}" for name, names in owners.items()),
+                do=f"leave {setting} out",
             )
 
     def _set(self, name: str) -> bool:
@@ -129,40 +130,33 @@ class AlignedTraining:
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, counted from 0."""
-        share = (step + 1) / self.warmup if step < self.warmup else (self.steps - step) / (self.steps - self.warmup)
-        return self.lr * share
+        fraction = (step + 1) / self.warmup if step < self.warmup else (self.steps - step) / (self.steps - self.warmup)
+        return self.lr * fraction
 
     def is_standard(self, step: int) -> bool:
-        """Whether a step, counted from 0, is one of the last layer alone."""
-        return self.objective == "standard" or (self.schedule == "alternating" and step % 2 == 0)
+        """Whether a step, counted from 0, trains with the loss of the last layer alone."""
+        return objective_named(self.objective).is_standard(self, step)
 
     def terms(self, step: int, n_layers: int) -> dict[int, float]:
-        """Which layers' cross-entropies a step sums, counted from 1, with their weights."""
-        weights = layer_weights(self.weights, n_layers)
-        if self.is_standard(step) or self.objective == "cosine-reg":
-            return {n_layers: 1.0}
-        if self.layers_per_step is None or self.layers_per_step >= n_layers:
-            return {layer: weight for layer, weight in enumerate(weights, 1) if weight}
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        drawn = torch.randperm(n_layers, generator=generator)[: self.layers_per_step].tolist()
-        # Each layer is drawn with probability k / L.
-        return {layer + 1: weights[layer] * n_layers / self.layers_per_step for layer in sorted(drawn)}
+        """Weights of the layers whose cross-entropies a step sums, by layer from 1."""
+        objective = objective_named(self.objective)
+        return {n_layers: 1.0} if objective.is_standard(self, step) else objective.terms(self, step, n_layers)
 
     def options(self) -> dict[str, Any]:
-        """For a record: everything that changes the numbers."""
-        found = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
+        """All settings that change the numbers, for a record."""
+        options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
-        return found if lora is None else found | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
+        return options if lora is None else options | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
 
-    def check_place(self) -> None:
-        """Refuse a folder that cannot be made, before anything is computed."""
-        place = None if self.save_to is None else Path(self.save_to).resolve()
-        if place is not None and (place.is_file() or not place.parent.is_dir()):
+    def check_folder(self) -> None:
+        """Refuse a `save_to` folder that cannot be created, before anything is computed."""
+        folder = None if self.save_to is None else Path(self.save_to).resolve()
+        if folder is not None and (folder.is_file() or not folder.parent.is_dir()):
             raise LayersimError(
-                "The trained model has no place to go.",
+                "`save_to` must be a folder, or a new one in a folder that exists.",
                 given=f"save_to={self.save_to}",
-                expected="a folder, there already or inside one that exists, and no file",
-                do=f"mkdir -p {place.parent}" if not place.is_file() else "another name",
+                expected="a folder that exists or whose parent does, and no file",
+                do=f"mkdir -p {folder.parent}" if not folder.is_file() else "another name",
             )
-        if place is not None:
-            refuse_unwritable_folder(place if place.is_dir() else place.parent, "save_to")
+        if folder is not None:
+            refuse_unwritable_folder(folder if folder.is_dir() else folder.parent, "save_to")

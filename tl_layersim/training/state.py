@@ -1,93 +1,70 @@
-"""Where a training stands, on disk: it goes on from there with the same numbers."""
+"""State of a training, as notes and tensors of a resumable file."""
 
 from __future__ import annotations
 
-import json
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.resumable import ANEW, SECONDS_BETWEEN_SAVES, refuse_other_run, saved_or_warned
-from ..core.storage import read, reading, write
-
-T = TypeVar("T")
+from ..core.resumable import ResumableFile, Snapshot, refuse_other_run
 
 
 @dataclass
 class State:
-    """How far a training is.
+    """The progress of a training.
 
     Attributes:
-        step: how many optimiser steps were made.
-        curve: loss of each.
-        looks: by step, `3 layer` of the held-out data as `Objective.judge` gives it.
+        step: number of optimiser steps made.
+        curve: loss of each step.
+        evaluations: by step, sums `3 layer` over the held-out data as `Objective.evaluate` gives them.
     """
 
     step: int = 0
     curve: list[float] = field(default_factory=list)
-    looks: dict[int, Tensor] = field(default_factory=dict)
+    evaluations: dict[int, Tensor] = field(default_factory=dict)
 
 
-class Saved:
-    """The file of one run; `path=None` keeps nothing.
+def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> ResumableFile:
+    """The file of a training; None keeps nothing.
 
     Args:
-        path: where.
-        identity: what the run is. A file of another run is refused.
+        path: of the file.
+        identity: model, data and settings. A file of another run is refused.
     """
+    return ResumableFile(path, "training", identity, _refuse)
 
-    def __init__(self, path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> None:
-        self.path = None if path is None else Path(path)
-        self._identity = json.loads(json.dumps(identity, default=str))
-        self._next = time.monotonic() + SECONDS_BETWEEN_SAVES
 
-    def load(self, take: Callable[[State, dict[str, Tensor]], T]) -> T | None:
-        """What `take` makes of where the run stands, its weights and its moments; None where there is no file yet.
+def state_snapshot(state: State, tensors: Mapping[str, Tensor]) -> Snapshot:
+    """The state and further tensors, for a file."""
+    curve = {"curve": torch.tensor(state.curve, dtype=torch.float64)}
+    evaluations = {f"look/{step}": sums for step, sums in state.evaluations.items()}
+    return {"step": state.step}, dict(tensors) | curve | evaluations
 
-        Raises:
-            LayersimError: the file is not whole, or of another run.
-        """
-        if self.path is None or not self.path.exists():
-            return None
-        header, tensors = read(self.path, ("training",))
-        with reading(self.path, "a whole checkpoint of a training", ANEW):
-            ours, theirs = ({k: v for k, v in found.items() if k != "model"} for found in (self._identity, header["identity"]))
-            if ours == theirs and self._identity["model"] != header["identity"]["model"]:
-                raise LayersimError(
-                    f"The model is not as it was when the run in {self.path} began.",
-                    given=f"{self._identity['model'][0]} with other weights, such as those that this run has trained already",
-                    expected="the model as it was before the run",
-                    do="load it again, and make the same call; or pass another checkpoint path",
-                )
-            refuse_other_run(self.path, self._identity, header["identity"])
-            looks = {int(key.split("/")[1]): tensors.pop(key) for key in [k for k in tensors if k.startswith("look/")]}
-            state = State(header["step"], tensors.pop("curve").tolist(), dict(sorted(looks.items())))
-            if type(state.step) is not int or len(state.curve) != state.step:
-                raise ValueError(f"step is {state.step!r}, and the curve has {len(state.curve)} steps")
-            return take(state, tensors)
 
-    @property
-    def due(self) -> bool:
-        """Whether the last save is a while ago."""
-        return self.path is not None and time.monotonic() > self._next
+def state_of(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+    """The state of which `state_snapshot` made notes and tensors, and the further tensors."""
+    evaluations = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
+    further = {key: value for key, value in tensors.items() if key != "curve" and not key.startswith("look/")}
+    state = State(notes["step"], tensors["curve"].tolist(), dict(sorted(evaluations.items())))
+    if type(state.step) is not int or len(state.curve) != state.step:
+        raise ValueError(f"step is {state.step!r}, and the curve has {len(state.curve)} steps")
+    return state, further
 
-    def save(self, state: State, tensors: Mapping[str, Tensor]) -> bool:
-        """Write it, all or nothing; False, with a warning, where that is not possible, and where there is no file to write."""
-        path = self.path
-        if path is None:
-            return False
-        began = time.monotonic()
-        known = {"curve": torch.tensor(state.curve, dtype=torch.float64)}
-        known |= {f"look/{step}": look for step, look in state.looks.items()}
-        header = {"identity": self._identity, "step": state.step}
-        written = saved_or_warned(lambda: bool(write(path, "training", header, dict(tensors) | known)))
-        # Large models take long to write: at most a twentieth of the time.
-        self._next = time.monotonic() + max(SECONDS_BETWEEN_SAVES, 20 * (time.monotonic() - began))
-        return written
+
+def _refuse(path: Path, identity: Any, found: Any) -> None:
+    """Refuse a file of another run, and one whose run has changed the model that is passed again."""
+    ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
+    if ours == theirs and identity["model"] != found["model"]:
+        raise LayersimError(
+            f"The model is not as it was when the run in {path} began.",
+            given=f"{identity['model'][0]} with other weights, such as those that this run has trained already",
+            expected="the model as it was before the run",
+            do="load it again, and make the same call; or pass another checkpoint path",
+        )
+    refuse_other_run(path, identity, found)

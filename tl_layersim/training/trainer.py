@@ -1,4 +1,4 @@
-"""AlignedTrainer: the aligned loss for those who live in Hugging Face's Trainer."""
+"""`AlignedTrainer`: the objectives of aligned training in Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core.typed import refuse_keywords
 from ..data.labels import NO_LABEL
 from ..models.hooks import eval_mode
 from ..models.unembed import rounding
-from .objective import Objective
+from .objectives import objective_named
 from .residual_stream import TrainingBatch, open_residual_stream
 from .settings import AlignedTraining
 
@@ -25,19 +25,19 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     """`transformers.Trainer` with the losses of `AlignedTraining` in place of the model's own.
 
     The schedule follows `state.global_step`, which counts optimiser steps. Labels are those of Hugging Face's collators: at
-    each position the token that stands there, -100 where nothing is asked; whether they are shifted is seen from the model's
-    own loss on a row. Of `aligned`, everything that `TrainingArguments` says too (steps, lr, accumulation, ...) is left to
-    them. Evaluation is the model's own.
+    each position the token at that position, -100 where a position has no target; the model's own loss on a row shows whether
+    they are shifted. Settings that `TrainingArguments` has too (steps, lr, accumulation, ...) are taken from it, not from
+    `aligned`. Evaluation is the model's own.
 
     Args:
         *args: as of `Trainer`.
         aligned: objective, schedule, weights, norm, beta, kl, layers_per_step; default `AlignedTraining()`.
-        layers: paths of the blocks, for layouts that are not known.
-        unembed: paths of the final norm and the head, for layouts that are not known.
+        layers: paths of the blocks, for unknown layouts.
+        unembed: paths of the final norm and the head, for unknown layouts.
         **options: as of `Trainer`.
 
     Raises:
-        LayersimError: the objective needs parameters of its own, or the model has no head that is known.
+        LayersimError: the objective needs parameters of its own, or the model has no known head.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5.
@@ -65,8 +65,9 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         refuse_keywords("AlignedTrainer", options, AlignedTrainer, Trainer)
         super().__init__(*args, **options)
         settings = aligned or AlignedTraining()
+        objective = objective_named(settings.objective)
         refused = {
-            "objective='multi-head'": settings.objective == "multi-head",
+            f"objective={settings.objective!r}": objective.has_own_parameters,
             "save_to=": settings.save_to is not None,
             "lora=": settings.lora is not None,
             "gradient_checkpointing=True": settings.gradient_checkpointing,
@@ -75,30 +76,31 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         }
         for what in (name for name, given in refused.items() if given):
             raise LayersimError(
-                "AlignedTrainer has no use for this.",
+                "AlignedTrainer does not support this argument.",
                 given=what,
-                expected="of `aligned` the loss and its schedule; the rest is TrainingArguments' or the model's own",
+                expected="in `aligned` the loss and its schedule alone; other settings belong to TrainingArguments",
                 do="finetune_aligned(model, data, AlignedTraining(...)), or TrainingArguments and peft.get_peft_model",
             )
         self._settings, self._paths = settings, (layers, unembed)
         self._open()
-        # The sum over answers is divided here by their number in the whole step, which Trainer counts if it may.
+        # compute_loss divides the sum over targets by their number in the whole step, which Trainer counts where this is true.
         self.model_accepts_loss_kwargs = True
 
     def _open(self) -> None:
-        """Find the layers of the model, which `model_init` makes anew for each training."""
+        """Find the layers of the model; `model_init` makes a new model for each training."""
         model = self.accelerator.unwrap_model(self.model)
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         if not isinstance(inner, PreTrainedModel):
             raise LayersimError(
-                "Trainer trains Hugging Face models.",
+                "`model` must be a Hugging Face model.",
                 given=type(inner).__name__,
                 expected="a transformers.PreTrainedModel, with adapters of peft or without",
                 do="finetune_aligned(model, data), which trains a TransformerBridge too",
             )
         refuse_parts(model)
         self._opened = model
-        self._objective = Objective(open_residual_stream(inner, *self._paths), self._settings)
+        objective = objective_named(self._settings.objective)
+        self._objective = objective(open_residual_stream(inner, *self._paths), self._settings)
         self._shift: bool | None = None
 
     def compute_loss(
@@ -108,18 +110,18 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch: in training that of the schedule, in evaluation the model's own."""
+        """The loss of a batch: that of the schedule in training, the model's own in evaluation."""
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs)
-        piece = self._piece(inputs)
+        batch = self._batch(inputs)
         stream = self._objective.stream
         if self._shift is None:
-            self._shift = self._own_shift(piece)
-        piece = replace(piece, targets=shifted(piece.targets)) if self._shift else piece
-        count: Any = int((piece.targets != NO_LABEL).sum()) if num_items_in_batch is None else num_items_in_batch
-        main, options = stream.arguments(piece)
+            self._shift = self._own_shift(batch)
+        batch = replace(batch, targets=shifted(batch.targets)) if self._shift else batch
+        count: Any = int((batch.targets != NO_LABEL).sum()) if num_items_in_batch is None else num_items_in_batch
+        main, options = stream.arguments(batch)
         run = None if model is stream.module else lambda: model(main, **options)
-        total = self._objective(piece, int(self.state.global_step), run)
+        total = self._objective(batch, int(self.state.global_step), run)
         if int(count) == 0:
             # 0 / 0: with "cosine-reg" NaN in every weight, and Trainer leaves NaN out of the losses that it logs.
             warn("`labels` of a batch are all -100, so the batch contributes nothing to its step.")
@@ -129,8 +131,8 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             loss = loss * self.accelerator.num_processes
         return loss
 
-    def _piece(self, inputs: Mapping[str, Any]) -> TrainingBatch:
-        """A batch of the Trainer's, for the model that it trains now."""
+    def _batch(self, inputs: Mapping[str, Any]) -> TrainingBatch:
+        """A batch of the Trainer as a `TrainingBatch`, for the model that it trains now."""
         if self.accelerator.unwrap_model(self.model) is not self._opened:
             self._open()
         given = dict(inputs)
@@ -138,7 +140,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         main = next((given.pop(name) for name in ("input_ids", "pixel_values") if name in given), None)
         if labels is None or main is None or labels.is_floating_point():
             raise LayersimError(
-                "A batch needs something to read and something to say.",
+                "A batch of `train_dataset` must have inputs and labels.",
                 given=f"a batch of {', '.join(inputs)}" + ("" if labels is None else f", labels of {labels.dtype}"),
                 expected="input_ids or pixel_values, and labels of whole numbers",
                 do="DataCollatorForLanguageModeling(tokenizer, mlm=False), or a column `labels`",
@@ -147,44 +149,44 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return TrainingBatch(main, given, labels, None if mask is None else mask.bool())
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of a step, and how many answers they have together: Trainer knows by class names who shifts labels."""
+        """The batches of a step, and their number of targets, which Trainer derives from class names instead."""
         samples, known = super().get_batch_samples(epoch_iterator, num_batches, device)
         if known is None or not samples or "labels" not in samples[0]:
             return samples, known
         if self._shift is None:
-            self._shift = self._own_shift(self._piece(self._prepare_inputs(samples[0])))
+            self._shift = self._own_shift(self._batch(self._prepare_inputs(samples[0])))
         count = torch.stack([(_cut(s["labels"]) if self._shift else s["labels"]).ne(NO_LABEL).sum() for s in samples]).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.gather(count.to(device)).sum()
         return samples, count.to(device)
 
-    def _own_shift(self, piece: TrainingBatch) -> bool | None:
-        """Whether the model's own loss shifts labels, seen on a row; None if no row of the batch has anything to say.
+    def _own_shift(self, batch: TrainingBatch) -> bool | None:
+        """Whether the model's own loss shifts labels, tested on a row; None if no row of the batch has a target.
 
         Raises:
-            LayersimError: its own loss is neither that of the last layer here with shifted labels nor with unshifted ones.
+            LayersimError: its own loss is neither that of the last layer with shifted labels nor with unshifted ones.
         """
         stream = self._objective.stream
-        found: dict[bool, float] = {}
-        for number in range(len(piece.main)):
-            row = piece.row(number)
+        losses: dict[bool, float] = {}
+        for number in range(len(batch.main)):
+            row = batch.row(number)
             with torch.no_grad(), eval_mode(stream.module), self.compute_loss_context_manager():
                 own = float(stream.call(replace(row, options={**row.options, "labels": row.targets})).loss)
                 if own != own:
                     continue
                 for shift in (True, False) if row.targets.dim() == 2 else (False,):
-                    asked = replace(row, targets=shifted(row.targets)) if shift else row
-                    loss, count = stream.loss(asked, {stream.n_layers: 1.0}, True)
-                    found[shift] = float(loss) / max(count, 1)
-            nearest = min(found, key=lambda shift: abs(found[shift] - own))
+                    shifted_row = replace(row, targets=shifted(row.targets)) if shift else row
+                    loss, count = stream.loss(shifted_row, {stream.n_layers: 1.0}, True)
+                    losses[shift] = float(loss) / max(count, 1)
+            nearest = min(losses, key=lambda shift: abs(losses[shift] - own))
             # transformers computes losses in float32, whatever the model is in.
             allowed = rounding(next(stream.module.parameters()).dtype, torch.float32)
-            if abs(found[nearest] - own) <= allowed * (1 + abs(own)):
+            if abs(losses[nearest] - own) <= allowed * (1 + abs(own)):
                 return nearest
             raise LayersimError(
-                "The model's own loss is not that of its last layer as it is read here.",
-                given=f"{own:.5g}, and here "
-                + " or ".join(f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in found.items()),
+                "`model` has a loss of its own that is not the cross-entropy of its last layer.",
+                given=f"{own:.5g}, and the cross-entropy is "
+                + " or ".join(f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items()),
                 expected="the same: one final norm and head, and no further term in the loss",
                 do="unembed=['path.of.final_norm', 'path.of.head']; model.config.output_router_logits = False",
             )
@@ -192,10 +194,10 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """What should be said at each position, from what stands there; both `batch pos`."""
+    """Targets of each position from the labels at each position, both `batch pos`: the next label, and none at the end."""
     return torch.cat([_cut(labels), torch.full_like(labels[:, :1], NO_LABEL)], 1)
 
 
 def _cut(labels: Tensor) -> Tensor:
-    """All but the first of each row, which nothing precedes."""
+    """All labels but the first of each row, which no position precedes."""
     return labels[:, 1:]

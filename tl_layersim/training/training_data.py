@@ -1,4 +1,4 @@
-"""What a model is trained and judged on: rows of tokens or images, taken by number."""
+"""Training data and held-out data: rows of tokens or images with targets, taken by number."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ PIXELS = "pixel_values"
 
 
 class TrainingData(ABC):
-    """Rows with something to answer."""
+    """Rows with at least one target each."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many rows."""
+        """Number of rows."""
 
     @abstractmethod
     def take(self, numbers: Sequence[int]) -> TrainingBatch:
-        """Rows side by side."""
+        """Some rows as one batch."""
 
     @abstractmethod
     def part(self, start: int, stop: int) -> TrainingData:
-        """Some of the rows."""
+        """The rows from `start` up to `stop`."""
 
     @abstractmethod
     def digest(self) -> str:
-        """SHA-256 of the rows and of what is asked of them."""
+        """SHA-256 of the rows and their targets."""
 
     def sources(self) -> tuple[Batches, ...]:
-        """The data that it was read from; none of images, which are taken as they are."""
+        """The data sets that the rows were read from; empty for images, which are used as they are."""
         return ()
 
-    def halves(self) -> tuple[TrainingData, TrainingData]:
-        """All but the last tenth, and the last tenth.
+    def split(self) -> tuple[TrainingData, TrainingData]:
+        """All rows but the last tenth for training, and the last tenth, which is held out.
 
         Raises:
-            LayersimError: there is a single row.
+            LayersimError: the data has a single row.
         """
         if len(self) < 2:
             raise LayersimError(
-                "Training is judged on rows that it does not see, and this data cannot be parted.",
-                given=f"{len(self)} row with something to answer",
-                expected="two rows or more, the last tenth of which is kept; or eval_data=",
+                "`data` has too few rows to hold some of them out for evaluation.",
+                given=f"{len(self)} row with a target",
+                expected="two rows or more, of which the last tenth is held out; or eval_data=",
                 do="more data, a smaller seq_len= that cuts it into more rows, or eval_data=other_data",
             )
         kept = max(1, len(self) // HELD_OUT)
@@ -74,9 +74,9 @@ class TokenTrainingData(TrainingData):
     Args:
         batches: the data.
         labels: see `labels.targets`.
-        model: what is known of the model.
+        model: description of the model.
         module: the model.
-        rows: where they are read already.
+        rows: of the data, None to read them.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class TokenTrainingData(TrainingData):
                 found.append(row)
         if not found:
             raise LayersimError(
-                "There is nothing to answer in this data.",
-                given=f"no position with a {'next token' if self.labels == 'next_token' else 'label'}",
+                "`data` has no position with a target.",
+                given=f"no {'next token' if self.labels == 'next_token' else 'label'} in any row",
                 expected="rows of two or more tokens" if self.labels == "next_token" else "rows with labels",
                 do="check the data, its mask and skip_first=",
             )
@@ -132,7 +132,7 @@ class ImageTrainingData(TrainingData):
 
     Args:
         pixels: `row channel height width`, as the model takes them.
-        labels: `row`, NO_LABEL where there is none.
+        labels: `row`, NO_LABEL for an image without a class.
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
@@ -140,10 +140,10 @@ class ImageTrainingData(TrainingData):
 
     @staticmethod
     def of(data: Any, labels: Any) -> ImageTrainingData:
-        """Read `pixel_values`, and `labels` or `label` beside them.
+        """The images of a column `pixel_values`, with the classes of a column `labels` or `label`.
 
         Raises:
-            LayersimError: they do not fit.
+            LayersimError: classes are missing, or do not fit the images.
         """
         names = data.column_names if hasattr(data, "column_names") else list(data)
         own = next((name for name in LABELS if name in names), None)
@@ -152,7 +152,7 @@ class ImageTrainingData(TrainingData):
         classes = None if found is None else _tensor(found)
         if classes is None or pixels.dim() != 4 or classes.shape != pixels.shape[:1] or classes.is_floating_point():
             raise LayersimError(
-                "Images are trained on with one class each.",
+                "`data` with `pixel_values` must have one class for each image.",
                 given=f"pixel_values of shape {tuple(pixels.shape)} and labels "
                 + ("that are missing" if classes is None else f"of shape {tuple(classes.shape)}, {classes.dtype}"),
                 expected="pixel_values (row, channel, height, width) and labels (row,) of whole numbers",
@@ -161,7 +161,7 @@ class ImageTrainingData(TrainingData):
         keep = classes != NO_LABEL
         if not bool(keep.any()):
             raise LayersimError(
-                "There is nothing to answer in these images.",
+                "`labels` of the images are all missing.",
                 given=f"{len(classes)} labels, all {NO_LABEL}",
                 expected="a class for some of them",
                 do="check the labels",
@@ -187,18 +187,18 @@ def _tensor(values: Any) -> Tensor:
     return values if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
 
 
-def found_in_feeds(*feeds: TrainingData) -> dict[str, int]:
-    """What reading the data did of itself, see `Batches.row_counts`; two feeds may be parts of one data set."""
-    return found_in(*{id(batches): batches for feed in feeds for batches in feed.sources()}.values())
+def found_in_data(*parts: TrainingData) -> dict[str, int]:
+    """Counts of automatic corrections in reading, see `Batches.row_counts`; two parts of one data set count once."""
+    return found_in(*{id(batches): batches for part in parts for batches in part.sources()}.values())
 
 
 def has_images(data: Any) -> bool:
-    """Whether the data is images: a mapping or a data set with `pixel_values`."""
+    """Whether the data consists of images: a mapping or a data set with `pixel_values`."""
     names = getattr(data, "column_names", None)
     return PIXELS in (names if names is not None else data if isinstance(data, Mapping) else ())
 
 
-def open_feeds(
+def open_training_data(
     data: Any,
     eval_data: Any,
     labels: Any,
@@ -207,20 +207,20 @@ def open_feeds(
     module: torch.nn.Module,
     usual: str | Tensor,
 ) -> tuple[TrainingData, TrainingData]:
-    """What is trained on, and what is judged on.
+    """The rows to train on, and the rows to evaluate on.
 
     Args:
         data: to train on.
-        eval_data: to judge on, None for the last tenth of the rows.
-        labels: as the user handed them over.
+        eval_data: to evaluate on, None for the last tenth of the rows.
+        labels: as the user passed them.
         reading: how the data is read.
-        model: what is known of the model, with its tokenizer.
+        model: description of the model, with its tokenizer.
         module: the model.
         usual: the same labels, as `usual_labels` gives them.
     """
     if eval_data is not None and not (labels is None or isinstance(labels, str)):
         raise LayersimError(
-            "A table of labels belongs to one data set, and here are two.",
+            "`labels` cannot be a table where `eval_data` is given: a table belongs to one data set.",
             given="labels= as a table, with eval_data=",
             expected="labels beside the rows of each",
             do="labels='data' and a column `labels` in data and eval_data",
@@ -229,10 +229,10 @@ def open_feeds(
         for part in (data, eval_data):
             names = getattr(part, "column_names", None) or part or ()
             refuse_dropped({name: True for name in names if name != PIXELS}, model)
-        feed: TrainingData = ImageTrainingData.of(data, labels)
-        return feed.halves() if eval_data is None else (feed, ImageTrainingData.of(eval_data, labels))
+        rows: TrainingData = ImageTrainingData.of(data, labels)
+        return rows.split() if eval_data is None else (rows, ImageTrainingData.of(eval_data, labels))
     batches = Batches(data, model, reading, isinstance(usual, str) and usual == "data")
-    feed = TokenTrainingData(batches, usual, model, module)
+    rows = TokenTrainingData(batches, usual, model, module)
     if eval_data is None:
-        return feed.halves()
-    return feed, TokenTrainingData(replace(batches, data=eval_data), usual, model, module)
+        return rows.split()
+    return rows, TokenTrainingData(replace(batches, data=eval_data), usual, model, module)

@@ -1,0 +1,77 @@
+"""Checkpoints of analyses: the tallies of both passes in a resumable file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..core.distributed import ALONE, Deal, rank_and_size
+from ..core.field_types import refuse_other_types
+from ..core.resumable import ResumableFile, Snapshot
+from ..core.storage import refuse_unwritable
+from ..core.sums import Sums
+from ..core.tally import Tally
+
+# Fields of a tally that JSON holds; the others are sums.
+PLAIN = ("measured", "batches", "sequences", "tokens", "digest", "seconds", "done")
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str] | None, identity: Mapping[str, Any], deal: Deal = ALONE
+) -> tuple[ResumableFile, dict[str, Tally]]:
+    """The file of an analysis on this rank, and its tallies by pass; empty where no file exists yet.
+
+    Args:
+        path: of the file, None for none; a rank above 0 appends its number.
+        identity: model, analyzers and data settings. A file of another run is refused.
+        deal: which batches this process takes.
+
+    Raises:
+        LayersimError: no file can be written at `path`, or the file there is damaged or of another run.
+    """
+    rank, size = rank_and_size()
+    own = None if path is None else Path(f"{path}.rank{rank}" if rank else path)
+    refuse_unwritable(own, "checkpoint")
+    file = ResumableFile(own, "checkpoint", {**identity, "processes": size, "copies": deal.copies})
+    return file, file.resume(tallies_of) or {}
+
+
+def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
+    """Tallies by pass, as notes and tensors for a file."""
+    passes: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for label, tally in tallies.items():
+        passes[label] = {name: getattr(tally, name) for name in PLAIN}
+        passes[label] |= {"names": list(tally.sums), "pending": [count for count, _ in tally.pending]}
+        for number, held in enumerate((tally.sums, *(sums for _, sums in tally.pending))):
+            for name, sums in held.items():
+                tensors |= {f"{label}{number or ''}/{name}/{key}": tensor for key, tensor in sums.fields.items()}
+    return {"passes": passes}, tensors
+
+
+def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tally]:
+    """The tallies of which `tallies_snapshot` made notes and tensors."""
+    return {label: _tally(label, kept, tensors) for label, kept in notes["passes"].items()}
+
+
+def _tally(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
+    plain = {name: kept[name] for name in PLAIN}
+    refuse_other_types(Tally, plain)
+    names, counts = kept["names"], kept["pending"]
+    held = [_sums_of(f"{label}{number or ''}", names, tensors) for number in range(len(counts) + 1)]
+    return replace(Tally(**plain), sums=held[0], pending=tuple(zip(counts, held[1:], strict=True)))
+
+
+def _sums_of(heading: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
+    """The sums by analyzer name whose tensors begin with one heading."""
+    fields: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for key, tensor in tensors.items():
+        own_heading, name, field_name = key.split("/", 2)
+        if own_heading == heading:
+            fields[name][field_name] = tensor
+    return {name: Sums(own) for name, own in fields.items()}

@@ -1,0 +1,125 @@
+"""Description of a Hugging Face or plain torch model, from its modules and its configuration, before it runs."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from typing import Any
+
+import torch
+
+from .head_layout import find_head
+from .layout import MODULES, POST_NORM, PRE_NORM, is_post_norm, locate
+from .model_info import Model
+
+# Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
+HANDLED = ("input_ids", "tokens", "input", "text", "attention_mask", "start_positions", "end_positions")
+
+
+def describe(
+    module: torch.nn.Module, blocks: list[str], source: str, tokenizer: Any, unembed: list[str] | None, named: bool
+) -> Model:
+    """Describe a Hugging Face or plain torch model by its modules and its configuration.
+
+    Args:
+        module: the model.
+        blocks: paths of its blocks.
+        source: class of the model, and how it is reached.
+        tokenizer: the model's own, None where it has none.
+        unembed: paths of final norm and head, where the user names them.
+        named: whether the user named the blocks.
+    """
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    if config is not None and hasattr(config, "to_dict"):
+        # Name and version tell from where a configuration was loaded, and do not belong to the model.
+        plain = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    else:
+        plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
+    first = next(module.parameters(), None)
+    names, stream = locate(module, blocks, named)
+    basis = POST_NORM if is_post_norm(module.get_submodule(blocks[0]), config) else PRE_NORM
+    return Model(
+        name=getattr(config, "_name_or_path", "") or type(module).__name__,
+        config_hash=hash_config(plain),
+        weights_hash=hash_weights(module),
+        source=source,
+        basis=basis if names[0].endswith(".hook_resid_pre") else MODULES,
+        dtype=str(first.dtype) if first is not None else "unknown",
+        layers=names,
+        d_model=getattr(text, "hidden_size", None),
+        vocabulary=getattr(text, "vocab_size", None),
+        context=_context(text),
+        tokenizer=tokenizer,
+        head=find_head(module, blocks, unembed),
+        calls="gradients",
+        **data_fields(module, blocks[0]),
+        stream=stream,
+    )
+
+
+def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
+    """The fields of `Model` by which data is read for a Hugging Face model: `inputs`, `pads` and `ends`.
+
+    Args:
+        module: the model.
+        block: path of its first block.
+    """
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    # Models with segments use segment 0 where none is given. GPT-2 instead adds an embedding for segment 0.
+    zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
+    inputs = {name: zeros if name == "token_type_ids" else None for name in _forward_names(module, block)}
+    pads, ends = _ids(config, text, "pad_token_id"), [*_ids(config, text, "bos_token_id"), *_ids(config, text, "eos_token_id")]
+    return {"inputs": inputs, "pads": tuple(pads), "ends": tuple(dict.fromkeys(ends))}
+
+
+def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
+    """Names of the inputs of the model's forward, and of the forwards inside it to which it passes keyword arguments on."""
+    path = block.split(".")
+    names: dict[str, None] = {}
+    for depth in range(len(path)):
+        owner = module.get_submodule(".".join(path[:depth]))
+        if isinstance(owner, torch.nn.ModuleList):
+            continue
+        parameters = list(inspect.signature(type(owner).forward).parameters.values())[1:]
+        names |= dict.fromkeys(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in names if name not in HANDLED and "label" not in name]
+
+
+def _ids(config: Any, text: Any, name: str) -> list[int]:
+    """Token ids under a name in a configuration, which holds one, several or none."""
+    ids = getattr(text, name, None)
+    ids = getattr(config, name, None) if ids is None else ids
+    return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]
+
+
+def _context(config: Any) -> int | None:
+    """Number of positions for which the model was made; None where it is not known."""
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    # These models number positions from the padding index on.
+    offset = 2 if getattr(config, "model_type", None) in ("roberta", "mpnet", "xlm-roberta") else 0
+    return length - offset if length else None
+
+
+def hash_weights(module: torch.nn.Module) -> str:
+    """First 12 hex digits of the SHA-256 of 64 numbers from each parameter; "" if the weights are not in this process.
+
+    Fine-tuning changes nearly all numbers of nearly all parameters, so that a sample distinguishes two checkpoints at no cost.
+    """
+    picked = []
+    for parameter in module.parameters():
+        if parameter.is_meta or hasattr(parameter, "placements"):
+            # On the meta device, or sharded over processes.
+            return ""
+        flat = parameter.detach().reshape(-1)
+        picked.append(flat[:: max(1, flat.numel() // 64)][:64].float().cpu())
+    return hashlib.sha256(torch.cat(picked).numpy().tobytes()).hexdigest()[:12] if picked else ""
+
+
+def hash_config(config: dict[str, Any]) -> str:
+    """First 12 hex digits of the SHA-256 of a configuration."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]

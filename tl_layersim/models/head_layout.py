@@ -1,0 +1,95 @@
+"""Final norm and unembedding of a Hugging Face or plain torch model, by module path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .layout import existing_paths
+from .unembed import CLASSIFIERS, Head
+
+# Names of the unembedding in models without get_output_embeddings.
+HEADS = ("lm_head", "embed_out", "unembed", "output")
+
+
+def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
+    """Paths of the final norm and of the modules from there to the logits; None where the model has no known head.
+
+    Args:
+        module: the model.
+        blocks: paths of its blocks.
+        unembed: the paths that the user names, in order, with the final norm first if there is one; None to find them.
+
+    Raises:
+        LayersimError: a named path does not exist.
+    """
+    names = dict(module.named_modules())
+    scale, soft_cap = logit_scaling(getattr(module, "config", None))
+    if unembed is not None:
+        paths = existing_paths(module, unembed, "unembed")
+        scale, soft_cap = (1.0, None) if paths[-1] in CLASSIFIERS else (scale, soft_cap)
+        norm = paths[0] if len(paths) > 1 and _is_norm(paths[0], names[paths[0]]) else ""
+        return Head(norm, tuple(paths[1:] if norm else paths), "every", scale, soft_cap)
+    norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
+    # The final norm is registered last.
+    norm = norms[-1] if norms else ""
+    # The 350M OPT projects the residual back to the width of its embedding.
+    project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
+    before = [project] if project in names else []
+    parts, reads = _classifier(module, blocks, names)
+    # Scaling and soft-caps apply to logits of tokens, not of classes.
+    scale, soft_cap = (1.0, None) if parts and parts[-1] in CLASSIFIERS else (scale, soft_cap)
+    return Head(norm, (*before, *parts), reads, scale, soft_cap) if parts else None
+
+
+def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
+    """Paths of the modules that give logits, and the positions of a row that they read."""
+    find: Any = getattr(module, "get_output_embeddings", lambda: None)
+    output = find()
+    path = next((name for name, sub in names.items() if sub is output), None) if output is not None else None
+    if path is not None:
+        # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
+        top = path.split(".")[0]
+        return [path if blocks[0].startswith(f"{top}.") else top], "every"
+    if "TokenClassification" in type(module).__name__:
+        return ["score" if "score" in names else "classifier"], "every"
+    if "score" in names:
+        return ["score"], "last"
+    if "classifier" in names:
+        pooler = f"{getattr(module, 'base_model_prefix', '')}.pooler"
+        return [*([pooler] if pooler in names else []), "classifier"], "first"
+    return [name for name in HEADS if name in names][:1], "every"
+
+
+def _above(block: str, names: dict[str, torch.nn.Module]) -> list[str]:
+    """Paths of the modules beside the list of blocks, or beside the module that holds the list where no norm is among them."""
+    parts = block.split(".")[:-1]
+    while parts:
+        parent = ".".join(parts[:-1])
+        beside = [f"{parent}.{name}" if parent else name for name, _ in names[parent].named_children()]
+        if any(_is_norm(path, names[path]) for path in beside):
+            return beside
+        parts = parts[:-1]
+    return []
+
+
+def _is_norm(path: str, module: torch.nn.Module) -> bool:
+    name = path.split(".")[-1].lower()
+    return "embed" not in name and ("norm" in type(module).__name__.lower() or "norm" in name or name.startswith("ln_"))
+
+
+def logit_scaling(config: Any) -> tuple[float, float | None]:
+    """Factor and soft-cap of the logits in a configuration."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    times, over = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere; Granite
+    scale = float(times) if isinstance(times, int | float) else 1.0
+    scale = scale / over if isinstance(over, int | float) else scale
+    # Gemma 2 and 3; RecurrentGemma.
+    return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+
+
+def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:
+    """The dtype of a head's weights, None where it has none that are floats (as with 8-bit integers)."""
+    first = next((p for part in parts for p in part.parameters()), None)
+    return first.dtype if first is not None and first.is_floating_point() else None

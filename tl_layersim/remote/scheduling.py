@@ -1,0 +1,100 @@
+"""Scheduling: how many batches each request to a server contains."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from ..core.errors import LayersimError
+from ..core.pairwise_summation import BLOCK, next_size
+from ..data.batches import Batch
+
+# Seconds that a request may take where the operator's limit is not known; where it is, a quarter of the limit at most.
+SECONDS_PER_REQUEST = 10.0
+
+
+class RequestSchedule:
+    """The number of batches per request, limited by positions, or by the measured time of a batch.
+
+    Args:
+        most_tokens: number of positions that a request may hold; None to choose the number of batches by time.
+
+    Attributes:
+        most_batches: number of batches that a request may hold; it is lowered where the server ends a job for its time.
+        lowered: how often it was lowered.
+    """
+
+    def __init__(self, most_tokens: int | None) -> None:
+        if most_tokens is not None and most_tokens < 1:
+            raise LayersimError(
+                "`tokens_per_request` must be at least 1.",
+                given=most_tokens,
+                expected="1 or more",
+                do="tokens_per_request=8192",
+            )
+        self.most_tokens, self.most_batches, self.lowered = most_tokens, BLOCK, 0
+        self._seconds_per_batch: float | None = None
+
+    def refuse_larger(self, rows: int, positions: int) -> None:
+        """Refuse a forward pass that is larger than a request may be, before anything is sent."""
+        if self.most_tokens is not None and positions > self.most_tokens:
+            width = positions // rows
+            fits = self.most_tokens // width
+            raise LayersimError(
+                "`tokens_per_request` is smaller than one forward pass, and a request holds whole forward passes.",
+                given=f"{rows} rows of {width} tokens with tokens_per_request={self.most_tokens}",
+                expected=f"tokens_per_request of at least {positions}",
+                do=f"batch_size={fits}, or a larger tokens_per_request=" if fits else "a larger tokens_per_request=",
+            )
+
+    def groups(
+        self, batches: Iterator[Batch], start: int, most_tokens: int | None, affordable: Callable[[], int]
+    ) -> Iterator[list[Batch]]:
+        """Group batches into requests: all remaining batches, or a power of two of them, at least one.
+
+        Args:
+            batches: in order.
+            start: number of batches before these.
+            most_tokens: number of positions that a request may hold; None for any number.
+            affordable: gives the number of batches that a request may take by time.
+        """
+        ahead: deque[Batch] = deque()
+        index = start
+        while True:
+            size = next_size(index, affordable())
+            while len(ahead) < size and (batch := next(batches, None)) is not None:
+                self.refuse_larger(len(batch.tokens), batch.tokens.numel())
+                ahead.append(batch)
+            if not ahead:
+                return
+            taken, total = 0, 0
+            for batch in list(ahead)[:size]:
+                total += batch.tokens.numel()
+                if taken and most_tokens is not None and total > most_tokens:
+                    break
+                taken += 1
+            if taken < len(ahead):
+                taken = 1 << (taken.bit_length() - 1)
+            yield [ahead.popleft() for _ in range(taken)]
+            index += taken
+
+    def affordable(self, job_limit: float | None) -> int:
+        """The number of batches that the next request may take.
+
+        Args:
+            job_limit: seconds that the operator allows for a job, None where this is not known.
+        """
+        if self.most_tokens is not None:
+            return self.most_batches
+        if self._seconds_per_batch is None:
+            return 1
+        seconds = SECONDS_PER_REQUEST if job_limit is None else min(SECONDS_PER_REQUEST, job_limit / 4)
+        return max(1, min(self.most_batches, int(seconds / self._seconds_per_batch)))
+
+    def measure(self, seconds: float, count: int) -> None:
+        """Take the time of a job of this number of batches."""
+        self._seconds_per_batch = max(seconds, 1e-3) / count
+
+    def lower(self, most_batches: int) -> None:
+        """Limit later requests to this number of batches, after a job that took too long."""
+        self.most_batches, self.lowered = most_batches, self.lowered + 1

@@ -1,0 +1,65 @@
+"""Status of an NDIF server: its models, its limits and its package versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CRITICAL = ("nnsight", "transformers", "torch")
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """Status of a server and of one model on it, before any request is run.
+
+    Attributes:
+        running: names of the models that the server has loaded.
+        loaded: whether this model is among them.
+        dtype: of this model's weights on the server, "" where the server does not report it.
+        job_limit: seconds that a job may take; None where there is no limit or none is reported.
+        versions: of Python and of the packages that matter, on the server.
+        differences: descriptions of versions that differ from those of this process.
+    """
+
+    running: tuple[str, ...]
+    loaded: bool
+    dtype: str
+    job_limit: float | None
+    versions: Mapping[str, str]
+    differences: tuple[str, ...]
+
+
+def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
+    """Read the JSON of /status and /env. JSON of another form raises whatever Python raises on it.
+
+    Args:
+        model_key: the model's name on the server.
+        status: the JSON of /status.
+        env: the JSON of /env.
+    """
+    from nnsight.ndif import EnvComparison, get_local_env
+
+    # Entries of other users' models may be empty; they must not fail this model.
+    known = [entry for entry in status["deployments"].values() if isinstance(entry, dict)]
+    entries = [entry for entry in known if entry.get("application_state") == "RUNNING"]
+    own: dict[str, Any] = next((entry for entry in entries if entry.get("model_key") == model_key), {})
+    limit = own.get("execution_timeout_seconds")
+    compared = EnvComparison(get_local_env(), env)
+    local, remote = compared.local_python, compared.remote_python
+    differing = [f"Python {local} here, {remote} there"] if _minor(local) != _minor(remote) else []
+    for package, versions in compared.critical_mismatches.items():
+        differing.append(f"{package} {versions['local']} here, {versions['remote']} there")
+    packages = env.get("packages", {})
+    return ServerStatus(
+        running=tuple(sorted({str(entry.get("repo_id")) for entry in entries})),
+        loaded=bool(own),
+        dtype=str(own.get("dtype") or ""),
+        job_limit=float(limit) if limit else None,
+        versions={"python": remote} | {name: str(packages[name]) for name in CRITICAL if name in packages},
+        differences=tuple(differing),
+    )
+
+
+def _minor(version: Any) -> list[str]:
+    return str(version).split(".")[:2]

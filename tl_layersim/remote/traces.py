@@ -1,0 +1,178 @@
+"""Traces that are shipped to an NDIF server, and the sums that they return.
+
+nnsight ships the bodies of traces and the functions that these call. They refer to local names and to functions that need torch
+and the standard library alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..core.pairwise_summation import push
+from ..models.block_call import first_tensor, record_call
+from ..models.source import PartialSums
+from ..models.unembed import Unembed, tensor_of, unembed_gap
+from ..models.view import Kernel, View, place, reduce
+
+# For each view `layer`, how many activations are not finite; and by kernel name what it returned, summed over batches.
+BatchSums = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
+
+
+def submit(
+    model: Any,
+    blocks: list[Any],
+    work: list[dict[str, Any]],
+    unembed: Unembed | None,
+    kernels: dict[str, Kernel],
+    calling: bool,
+    backend: Any,
+) -> list[tuple[int, BatchSums]]:
+    """One request: a session with one trace for each batch, and the pairwise sums of what the kernels return.
+
+    Forward passes run to the end of the model, not to the last block: a sandbox fails where a trace is stopped and another one
+    follows. The results of a non-blocking job are read by the local name `found`.
+
+    Args:
+        model: the nnsight model.
+        blocks: its blocks.
+        work: the batches, as `RemoteSource.pack` gives them.
+        unembed: the lens, None where the model has none.
+        kernels: functions of a view.
+        calling: whether views carry block calls.
+        backend: carries the request.
+
+    Returns:
+        Counts of batches, each with the sums over these batches; None for a job that is not waited for.
+    """
+    import nnsight
+
+    found: Any = None
+    total = len(blocks) + 1
+    with torch.no_grad(), model.session(backend=backend):
+        stack: list[Any] = []
+        for item in work:
+            with model.trace(item["tokens"].long(), **item["options"]):  # noqa: SIM117 (what follows a trace is shipped)
+                with torch.no_grad():
+                    keep = item["keep"].long()
+                    buffer = place(None, 0, total, blocks[0].input, keep)
+                    noted: list[Any] = []
+                    for index, block in enumerate(blocks):
+                        args, kwargs = block.inputs if calling else ((), {})
+                        hidden = first_tensor(block.output)
+                        buffer = place(buffer, index + 1, total, hidden, keep)
+                        if calling:
+                            noted.append(record_call(block, args, kwargs, hidden))
+                    here: dict[str, Any] = {name: ids.long().to(buffer.device) for name, ids in item["kept"].items()}
+                    rows = keep.to(buffer.device)
+                    width = item["tokens"].shape[1]
+                    lens = None if unembed is None else remote_lens(unembed, hidden)
+                    calls = tuple(noted) if calling else None
+                    at = {"sequence": rows // width, "position": rows % width}
+                    view = View(residual=buffer, unembed=lens, calls=calls, **at, **here)
+                    push(stack, 1, on_cpu(reduce(kernels, view)), add_batch_sums)
+        found = nnsight.save(stack)
+    sums: list[tuple[int, BatchSums]] = found
+    return sums
+
+
+def lens_gap_of(model: Any, block: Any, unembed: Unembed, tokens: Tensor, options: dict[str, Any], backend: Any) -> Tensor:
+    """One request: `unembed_gap` of one row, which is run through the whole model."""
+    import nnsight
+
+    last = tokens.shape[1] - 1
+    with torch.no_grad(), model.trace(tokens, backend=backend, **options):
+        with torch.no_grad():
+            hidden = first_tensor(block.output)
+            lens = remote_lens(unembed, hidden)
+            logits = tensor_of(model.output)[0]
+            # Outside autocast, as kernels run: a server may have switched it on.
+            with torch.autocast(device_type=hidden.device.type, enabled=False):
+                norms = unembed_gap(lens, hidden[0], logits, last)
+        gap: Tensor = nnsight.save(norms)
+    return gap
+
+
+def probe(model: Any, blocks: list[Any], backend: Any) -> dict[str, Any]:
+    """One request with one token: the dtype and the devices of activations, and whether the weights are on the meta device."""
+    import nnsight
+
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad(), model.trace(tokens, backend=backend):
+        outputs = [first_tensor(block.output) for block in blocks]
+        weight = next(iter(blocks[0]._module.parameters()))
+        saved = nnsight.save(
+            {
+                "dtype": str(outputs[0].dtype),
+                "devices": [str(output.device) for output in outputs],
+                "meta": weight.device.type == "meta",
+            }
+        )
+    facts: dict[str, Any] = saved
+    return facts
+
+
+def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
+    """The lens with the dtype and the device of the model on the server.
+
+    A model without weights has the dtype of its configuration; the server may have loaded another one.
+
+    Args:
+        unembed: the lens as it was made without weights.
+        hidden: the output of the model's last block.
+    """
+    return replace(unembed, dtype=hidden.dtype, norm_dtype=hidden.dtype, device=hidden.device)
+
+
+def on_cpu(reduced: Any) -> Any:
+    """What `reduce` returned, on the CPU."""
+    counts, out = reduced
+    return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
+
+
+def add_batch_sums(a: Any, b: Any) -> Any:
+    """The sums of two groups of batches: integers as int64, floats as float64.
+
+    Where tensors cannot be added, a message takes the place of the sums. Where activations are not finite, only the counts are
+    kept.
+    """
+    counts = [x + y for x, y in zip(a[0], b[0], strict=True)]
+    if any(bool(count.any()) for count in counts):
+        return counts, {}
+    for out in (a[1], b[1]):
+        if isinstance(out, str):
+            return counts, out
+    total: dict[str, dict[str, Tensor]] = {}
+    for name, one in a[1].items():
+        other = b[1][name]
+        total[name] = {}
+        for key in {**one, **other}:
+            x, y = one.get(key), other.get(key)
+            if x is None or y is None or x.shape != y.shape:
+                shapes = [None if value is None else tuple(value.shape) for value in (x, y)]
+                return counts, f"{name}: sum {key!r} has shape {shapes[0]} and {shapes[1]}"
+            wide = torch.float64 if x.is_floating_point() else torch.int64
+            total[name][key] = x.to(wide) + y.to(wide)
+    return counts, total
+
+
+def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
+    """The partial sums in the result of a request.
+
+    Raises:
+        LayersimError: what a kernel returned for two batches cannot be added.
+    """
+    for _, (_, out) in result:
+        if isinstance(out, str):
+            name, _, what = out.partition(": ")
+            raise LayersimError(
+                f"The sums that the kernel of {name!r} returned cannot be added up.",
+                given=what,
+                expected="a dict of tensors whose names and shapes do not depend on the batch",
+                do="sum over the token axis inside the kernel",
+            )
+    return [PartialSums(count, not_finite, out) for count, (not_finite, out) in result]

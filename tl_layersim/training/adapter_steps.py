@@ -1,0 +1,209 @@
+"""Training of adapters in the residual stream of a frozen model: its steps, its state, and evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..core.errors import LayersimError
+from ..core.resumable import ResumableFile, Snapshot
+from ..core.shuffle import Shuffle
+from ..core.tally import Tally
+from ..core.training_loop import TrainingSteps, run_steps
+from ..data.batches import Batch
+from ..data.labels import NO_LABEL
+from ..models.model_info import Model
+from ..remote.adapter_training import Item, Parts, RemoteDescent
+from .losses import positions_with_targets
+from .state import State, state_of, state_snapshot
+from .training_data import TrainingData
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """The settings of a training of adapters.
+
+    Attributes:
+        rank: of each adapter.
+        steps: of the optimiser, each on one batch.
+        lr: learning rate of the first step.
+        batch_size: rows of a step.
+        seed: of A and of the order of rows.
+    """
+
+    rank: int
+    steps: int
+    lr: float
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("rank", self.rank), ("steps", self.steps)):
+            if value < 1:
+                raise LayersimError(
+                    f"`{name}` must be at least 1.", given=f"{name}={value}", expected="1 or more", do=f"{name}=8"
+                )
+        if not 0 < self.lr < math.inf:
+            raise LayersimError("`lr` must be above 0.", given=f"lr={self.lr}", expected="a number above 0", do="lr=1e-3")
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, counted from 0; it falls linearly."""
+        return self.lr * (self.steps - step) / self.steps
+
+
+class AdapterSteps(TrainingSteps):
+    """The steps of AdamW on adapters, made in this process or on a server, and their state.
+
+    Args:
+        descent: makes steps and evaluations where the model is.
+        data: rows to train on, and rows to evaluate on.
+        model: description of the model.
+        settings: of the training.
+
+    Attributes:
+        start: adapters that do not change the model yet, and moments, with which the training begins.
+        state: adapters and moments, the progress with the curve of the aligned loss, and of each step the loss `layer`.
+    """
+
+    title = "adapters"
+
+    def __init__(
+        self,
+        descent: RemoteDescent,
+        data: tuple[TrainingData, TrainingData],
+        model: Model,
+        settings: AdapterSettings,
+    ) -> None:
+        assert model.head is not None
+        self.descent, self.head_reads, self.settings, self.steps = descent, model.head.reads, settings, settings.steps
+        self.training_data, self.eval_data = data
+        self.start = _start(model, len(descent.at), settings.rank, settings.seed)
+        self.state: tuple[Parts, State, list[Tensor]] = (self.start, State(), [])
+        self._shuffle = Shuffle(len(self.training_data), settings.seed)
+        self._weights = torch.tensor(descent.weights, dtype=torch.float64)
+
+    def restore(self, file: ResumableFile) -> None:
+        """Take over the state that a file holds.
+
+        Raises:
+            LayersimError: the file is damaged, or belongs to another run.
+        """
+        self.state = file.resume(lambda notes, tensors: self._state_of(*state_of(notes, tensors))) or self.state
+
+    def run(self, file: ResumableFile) -> tuple[Parts, Tensor]:
+        """Train to the last step; the adapters after it, and the losses `step layer` of all steps.
+
+        Raises:
+            LayersimError: a loss or an adapter is not finite.
+        """
+        run_steps(self, file)
+        parts, _, curves = self.state
+        if (state := self.snapshot()) is not None:
+            file.save(*state)
+        return parts, torch.stack(curves)
+
+    @property
+    def step(self) -> int:
+        return self.state[1].step
+
+    def running(self, bar: Any) -> AbstractContextManager[object]:
+        return self._requests_with(bar)
+
+    @contextmanager
+    def _requests_with(self, bar: Any) -> Iterator[None]:
+        run = self.descent.run(self.steps, self._item_of_step, self.state[0], self.step, bar.set_postfix_str)
+        with closing(run) as self._requests:
+            yield
+
+    def compute(self) -> Sequence[float]:
+        sums, self._parts = next(self._requests)
+        self._losses = [loss / count for loss, count in sums]
+        return [float(loss @ self._weights) for loss in self._losses]
+
+    def diverges(self, losses: Sequence[float]) -> bool:
+        return super().diverges(losses) or not all(bool(self._parts[name].isfinite().all()) for name in ("up", "down"))
+
+    def on_divergence(self, losses: Sequence[float]) -> None:
+        raise LayersimError(
+            f"The training diverged: a loss or an adapter is not finite by step {self.step + len(losses)} of {self.steps}.",
+            given=f"lr={self.settings.lr:g}",
+            expected="finite losses",
+            do=f"lr={self.settings.lr / 10:g}, with another checkpoint=",
+        )
+
+    def apply(self) -> None:
+        _, state, curves = self.state
+        curve = [*state.curve, *(float(loss @ self._weights) for loss in self._losses)]
+        # One assignment: an interrupt leaves all of a step or nothing.
+        self.state = (self._parts, State(len(curve), curve), curves + self._losses)
+
+    def snapshot(self) -> Snapshot | None:
+        parts, state, curves = self.state
+        return state_snapshot(state, parts | {"curves": torch.stack(curves)}) if curves else None
+
+    def evaluate(self, parts: Parts) -> Tensor:
+        """Held-out loss `layer` with adapters, in nats."""
+        count, size = len(self.eval_data), self.settings.batch_size
+        batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
+        losses, targets = torch.zeros((), dtype=torch.float64), 0
+        with tqdm(total=len(batches), desc="held out", unit="batch", disable=None, leave=False) as bar:
+            run = self.descent.run(
+                len(batches), lambda number: self._item(self.eval_data, batches[number]), parts, say=bar.set_postfix_str
+            )
+            for sums, _ in run:
+                for loss, number in sums:
+                    losses, targets = losses + loss, targets + number
+                bar.update(len(sums))
+        return losses / targets
+
+    def tally(self, seconds: float) -> Tally:
+        """The counts of the evaluation, for a record."""
+        count = len(self.eval_data)
+        targets = sum(int((self.eval_data.take([row]).targets != NO_LABEL).sum()) for row in range(count))
+        return Tally({}, -(-count // self.settings.batch_size), count, targets, self.eval_data.digest(), seconds)
+
+    def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
+        """What is sent of some rows."""
+        batch = data.take(rows)
+        index, targets = positions_with_targets(self.head_reads, batch.targets, batch.attended, batch.main.shape[1])
+        return self.descent.item(batch.main, batch.options, index, targets, step, rate)
+
+    def _item_of_step(self, step: int) -> Item:
+        """What is sent of a step, counted from 0."""
+        size = self.settings.batch_size
+        rows = [self._shuffle.row(place) for place in range(step * size, (step + 1) * size)]
+        return self._item(self.training_data, rows, step + 1, self.settings.rate(step))
+
+    def _state_of(self, state: State, tensors: Parts) -> tuple[Parts, State, list[Tensor]]:
+        """The state in a file, if its tensors have the shapes that the training begins with."""
+        start, layers = self.start, len(self._weights)
+        parts = {name: tensors[name] for name in start}
+        wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
+        if wrong or tensors["curves"].shape != (state.step, layers):
+            raise ValueError(f"other shapes of {', '.join(wrong) or 'curves'}")
+        return parts, state, list(tensors["curves"])
+
+
+def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
+    """A as normal numbers of variance 1 / d_model, B as zeros, and moments of zero; of so many adapters of one rank."""
+    assert model.d_model is not None
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32
+    down = torch.randn(count, rank, model.d_model, generator=generator, dtype=torch.float64) / math.sqrt(model.d_model)
+    parts = {"down": down.to(dtype), "up": torch.zeros(count, model.d_model, rank, dtype=dtype)}
+    moments = ("mean", "square")
+    return parts | {f"{name} {moment}": torch.zeros_like(part) for name, part in parts.items() for moment in moments}
+
+
+def first_row(data: TrainingData) -> Batch:
+    """The first row, without padding."""
+    batch = data.take([0])
+    attended = torch.ones_like(batch.main, dtype=torch.bool) if batch.attended is None else batch.attended
+    return Batch(batch.main, attended, attended, 0).first_row

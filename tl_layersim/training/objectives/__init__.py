@@ -1,0 +1,36 @@
+"""Training objectives, one class per file, discovered automatically.
+
+Other modules use `find_objectives` and `objective_named`, and the base class `Objective` of `base`.
+"""
+
+from __future__ import annotations
+
+from ...core.discovery import discovered
+from ...core.errors import LayersimError
+from .base import Objective
+
+
+def find_objectives() -> dict[str, type[Objective]]:
+    """All training objectives by name.
+
+    >>> sorted(find_objectives())[:2]
+    ['aligned', 'cosine-reg']
+    """
+    return discovered(__name__, __path__, Objective)  # type: ignore[type-abstract]
+
+
+def objective_named(name: str) -> type[Objective]:
+    """The class of an objective.
+
+    Raises:
+        LayersimError: no objective has this name.
+    """
+    objectives = find_objectives()
+    if name not in objectives:
+        raise LayersimError(
+            "`objective` must be the name of a training objective.",
+            given=f"objective={name!r}",
+            expected=" or ".join(repr(known) for known in sorted(objectives)),
+            do="AlignedTraining(), which trains with the aligned loss",
+        )
+    return objectives[name]

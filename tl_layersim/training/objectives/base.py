@@ -1,0 +1,164 @@
+"""Base class of training objectives: the loss of a batch at a step, and the evaluation of every layer.
+
+An objective is a module, so that `DistributedDataParallel` and autocast can wrap its forward pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...core.errors import LayersimError
+from ...models.softmax import cross_entropy
+from ..losses import Weights, chunks, layer_weights, logits_at, rows_at_once
+from ..residual_stream import ResidualStream, TrainingBatch
+
+
+class ObjectiveSettings(Protocol):
+    """The fields of `AlignedTraining` that objectives read; see there."""
+
+    @property
+    def objective(self) -> str: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def weights(self) -> Weights: ...
+    @property
+    def norm(self) -> str: ...
+    @property
+    def beta(self) -> int | float: ...
+    @property
+    def kl(self) -> int | float: ...
+    @property
+    def layers_per_step(self) -> int | None: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class Objective(nn.Module, ABC):
+    """The loss that a fine-tune minimises.
+
+    A loss is a sum over targets. The training divides it by the number of targets of the whole step, so that the grouping of
+    rows into forward passes changes nothing.
+
+    Args:
+        stream: residual stream of the model that is trained.
+        settings: of the training.
+
+    Attributes:
+        name: under which `AlignedTraining(objective=...)` selects the objective.
+        own_settings: names of the settings that only this objective (or few objectives) reads. Elsewhere they are refused.
+        has_own_parameters: whether the objective trains parameters that are not part of the model.
+        weights: w_l of each layer, the first block's first.
+        heads: a weight `vocabulary d_model` for each layer below the last, where layers have heads of their own; else None.
+    """
+
+    name: ClassVar[str]
+    own_settings: ClassVar[tuple[str, ...]] = ()
+    has_own_parameters: ClassVar[bool] = False
+
+    def __init__(self, stream: ResidualStream, settings: ObjectiveSettings) -> None:
+        super().__init__()
+        self.stream, self.settings = stream, settings
+        self.module = stream.module
+        self.weights = layer_weights(settings.weights, stream.n_layers)
+        self.heads: nn.ParameterList | None = None
+
+    @classmethod
+    def check_settings(cls, settings: ObjectiveSettings) -> None:
+        """Refuse values of `own_settings` that are out of range.
+
+        Raises:
+            LayersimError: a setting is out of range.
+        """
+
+    @classmethod
+    def is_standard(cls, settings: ObjectiveSettings, step: int) -> bool:
+        """Whether a step, counted from 0, trains with the loss of the last layer alone."""
+        return settings.schedule == "alternating" and step % 2 == 0
+
+    @classmethod
+    def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
+        """Weights of the layers whose cross-entropies `loss` sums at a step, by layer from 1; default: all w_l above 0."""
+        return {layer: weight for layer, weight in enumerate(layer_weights(settings.weights, n_layers), 1) if weight}
+
+    @abstractmethod
+    def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
+        """The loss of this objective, a sum over the targets of a batch.
+
+        Args:
+            batch: inputs and targets.
+            step: of the optimiser, from 0.
+            run: see `forward`.
+        """
+
+    def forward(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None = None) -> Tensor:
+        """The loss of a batch at a step of the schedule, summed over targets.
+
+        Args:
+            batch: inputs and targets.
+            step: of the optimiser, from 0.
+            run: makes the whole forward pass, where a wrapper of the model must see it; None for the model's own, which ends at
+                the highest layer of the loss.
+        """
+        return self.last_layer_loss(batch, run) if self.is_standard(self.settings, step) else self.loss(batch, step, run)
+
+    def last_layer_loss(self, batch: TrainingBatch, run: Callable[[], Any] | None) -> Tensor:
+        """Cross-entropy of the last layer, summed over the targets of a batch."""
+        return self.stream.loss(batch, {self.stream.n_layers: 1.0}, self.norms_every_layer, run, whole=run is not None)[0]
+
+    @property
+    def norms_every_layer(self) -> bool:
+        """Whether the model's final norm is applied below the last layer too."""
+        return self.settings.norm == "final"
+
+    def residuals(self, batch: TrainingBatch, run: Callable[[], Any] | None) -> dict[int, Tensor]:
+        """The residual stream `batch pos d_model` of every layer, counted from 1, with gradients."""
+        layers = range(1, self.stream.n_layers + 1)
+        return self.stream.residuals(layers, run or (lambda: self.stream.call(batch)), whole=run is not None)
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimiser updates, by name: all of the model and the objective that require a gradient."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def head_of(self, layer: int) -> Tensor | None:
+        """The layer's own head, None for the model's."""
+        return self.heads[layer - 1] if self.heads is not None and layer < self.stream.n_layers else None
+
+    @torch.no_grad()
+    def evaluate(self, batch: TrainingBatch) -> Tensor:
+        """Sums of a batch by layer: `3 layer`, float64: cross-entropies, correct predictions, number of targets."""
+        stream = self.stream
+        rows, targets = stream.at_targets(batch, self.residuals(batch, None))
+        sums = torch.zeros(3, stream.n_layers, dtype=torch.float64)
+        for layer, row in rows.items():
+            x = stream.normed(layer, row, self.norms_every_layer)
+            head = self.head_of(layer)
+            with torch.autocast(x.device.type, enabled=False):
+                size = rows_at_once(logits_at(stream.unembed, x[:1], head).shape[-1]) if len(x) else 1
+                for at in chunks(len(x), size):
+                    logits, target = logits_at(stream.unembed, x[at], head), targets[at]
+                    loss = cross_entropy(logits, target).sum()
+                    correct = (logits.argmax(-1) == target).sum()
+                    sums[:, layer - 1] += torch.tensor([float(loss), float(correct), float(len(target))], dtype=torch.float64)
+        return sums
+
+
+def out_of_range(settings: ObjectiveSettings, name: str, expected: str) -> LayersimError:
+    """The refusal of a setting whose value is out of range.
+
+    Args:
+        settings: of the training.
+        name: of the setting.
+        expected: the range in words, such as "0 or more".
+    """
+    return LayersimError(
+        f"`{name}` is out of range: it must be {expected}.",
+        given=f"{name}={getattr(settings, name)}",
+        expected=expected,
+        do=f"leave {name} out, for the default",
+    )
