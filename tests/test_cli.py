@@ -130,7 +130,7 @@ def test_help_is_everywhere(arguments):
 def test_refusals_are_printed_not_traced(tmp_path):
     for arguments, text in (
         (["report", "--analyzers", "cosin", "--out", str(tmp_path)], "did you mean 'cosine'?"),
-        (["report", "--data", "./nothing.txt", "--out", str(tmp_path)], "There is no such data."),
+        (["report", "--data", "./nothing.txt", "--out", str(tmp_path)], "`--data` names a file or folder that does not exist."),
         (["report", "--model", str(tmp_path), "--out", str(tmp_path)], "Error:"),
     ):
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The command line: arguments in, one call of the package, a line of where the result is."""
+"""The command line `tl-layersim`: a report on a model, and the list of analyzers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import typer
 from .core.errors import LayersimError, without_secrets
 from .core.storage import refuse_unwritable_folder
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="How the layers of a transformer relate.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Measure how the layers of a transformer relate to each other."
+)
 
 
 class Dtype(StrEnum):
-    """What weights are loaded as."""
+    """The dtype of the model's weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -33,44 +35,52 @@ def report(
         str | None, typer.Option(help="Folder or hub name of a Hugging Face model. Default: the demo model.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Text file, folder of a saved data set, or hub name. Default: the demo text.")
+        str | None, typer.Option(help="Text file, table, folder of a saved data set, or hub name. Default: the demo text.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of a data set.")] = "test",
-    column: Annotated[str | None, typer.Option(help="Text or token column of a data set. Default: found by itself.")] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Column of a data set that holds texts or tokens. Default: found by its name.")
+    ] = None,
     analyzers: Annotated[
-        str, typer.Option(help="Names with commas between; `tl-layersim analyzers` lists them.")
+        str, typer.Option(help="Names of analyzers, separated by commas; `tl-layersim analyzers` lists them.")
     ] = "cosine,cka",
-    max_tokens: Annotated[int | None, typer.Option(help="Stop after so many tokens.")] = 65536,
+    max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = 65536,
     seq_len: Annotated[int | None, typer.Option(help="Longest row of tokens. Default: 256, or the model's context.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a forward pass.")] = 16,
     pack: Annotated[
         bool | None,
-        typer.Option(help="Join texts and cut full rows. Default: for text files, but not for block_coupling."),
+        typer.Option(help="Join texts and cut rows of full length. Default: on for text files, except with block_coupling."),
     ] = None,
     skip_first: Annotated[int, typer.Option(help="Leave out the first positions of each row.")] = 0,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps, or auto to spread it over GPUs.")] = "cpu",
-    dtype: Annotated[Dtype, typer.Option(help="What weights are loaded as.")] = Dtype.float32,
-    checkpoint: Annotated[Path | None, typer.Option(help="File for partial sums, to resume from.")] = None,
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, mps, or auto to spread it over GPUs.")] = "cpu",
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights.")] = Dtype.float32,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="File for partial sums, from which an interrupted run resumes.")
+    ] = None,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Run the Python code that comes with the model. Off: it is refused."),
+        typer.Option(
+            "--trust-remote-code",
+            help="Run the Python code that comes with the model. Without this option such models are refused.",
+        ),
     ] = False,
     demo_pair: Annotated[
-        bool, typer.Option("--demo-pair", help="The demo model beside its fine-tune by aligned training, layer by layer.")
+        bool, typer.Option("--demo-pair", help="Compare the demo model with its fine-tune by aligned training, layer by layer.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for report.html and report.safetensors.")] = Path("layersim-report"),
 ) -> None:
-    """Measure a model on some text and write an HTML report, with the numbers beside it."""
+    """Measure a model on data, and write an HTML report and a file with the numbers."""
     from .analysis.engine import analyze
     from .analysis.validation import choose_analyzers
     from .demo import demo_model, demo_text
 
     if demo_pair:
-        _report_demo_pair(model, data, split, column, max_tokens, seq_len, batch_size, skip_first, out)
+        reading = {"column": column, "max_tokens": max_tokens, "seq_len": seq_len}
+        _report_demo_pair(model, data, split, reading | {"batch_size": batch_size, "skip_first": skip_first}, out)
         return
 
     _refuse_missing_device(device)
-    # Names are checked before a model is loaded.
+    # The names of analyzers are checked before the model is loaded.
     chosen = list(choose_analyzers([name.strip() for name in analyzers.split(",") if name.strip()]).values())
     _make(out)
     read = demo_text() if data is None else _read_data(data, split)
@@ -85,7 +95,7 @@ def report(
         tokenizer=getattr(loaded, "tokenizer", None),
         batch_size=batch_size,
         seq_len=seq_len,
-        # Some take each row for a prompt.
+        # Some analyzers take each row for a prompt.
         pack=is_text and not any(analyzer.prompts for analyzer in chosen) if pack is None else pack,
         max_tokens=max_tokens,
         skip_first=skip_first,
@@ -96,21 +106,21 @@ def report(
 
 
 def _make(out: Path) -> None:
-    """The folder of the report, made and found writable before anything is computed."""
+    """Create the folder of the report, and check before anything is computed that it is writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LayersimError(
-            "`--out` names a folder that cannot be made.",
+            "`--out` names a folder that cannot be created.",
             given=f"--out {out}: {error.strerror or error}",
-            expected="a folder, or a path where one can be made",
+            expected="a folder, or a path where a folder can be created",
             do="--out layersim-report",
         ) from None
     refuse_unwritable_folder(out, "--out")
 
 
 def _noted(report: Any, **options: Any) -> Any:
-    """A report whose provenance carries further options."""
+    """The report with further options in its provenance."""
     results = {}
     for name, result in report.items():
         run = replace(result.provenance, options={**result.provenance.options, **options})
@@ -119,12 +129,12 @@ def _noted(report: Any, **options: Any) -> Any:
 
 
 def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> None:
-    """Write page and numbers, and say where."""
+    """Write page and numbers, and print their paths."""
     p = next(iter(result.values())).provenance
     how = "packed" if p.options["pack"] else "one text a row"
     stopped = ", where --max-tokens stopped it" if p.tokens == max_tokens else ""
     typer.echo(f"{p.model}: {p.tokens} tokens{stopped}, in {p.sequences} rows ({how}), first {skip_first} positions left out")
-    # First of all: if the disk is full by now, the numbers are not lost.
+    # Printed before anything is written: if the disk is full by now, the numbers are not lost.
     typer.echo(repr(result))
     numbers = result.save(out / "report.safetensors")
     page = result.to_html(out / "report.html")
@@ -132,24 +142,14 @@ def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> N
     typer.echo(f"Report:  {page.resolve()}")
 
 
-def _report_demo_pair(
-    model: str | None,
-    data: str | None,
-    split: str,
-    column: str | None,
-    max_tokens: int | None,
-    seq_len: int | None,
-    batch_size: int,
-    skip_first: int,
-    out: Path,
-) -> None:
-    """The two models that ship, side by side."""
+def _report_demo_pair(model: str | None, data: str | None, split: str, reading: dict[str, Any], out: Path) -> None:
+    """Compare the two demo models, layer by layer."""
     from .demo import demo_model, demo_text
     from .training.comparison import evaluate_layers
 
     if model is not None:
         raise LayersimError(
-            "--demo-pair brings its own models.",
+            "`--model` cannot be combined with `--demo-pair`, which brings its own models.",
             given=f"--model {model}",
             expected="--demo-pair alone",
             do="evaluate_layers(before, after, data).to_html(path) in Python, for models of your own",
@@ -161,29 +161,25 @@ def _report_demo_pair(
         demo_model(aligned=True),
         read,
         names=("demo", "aligned"),
-        batch_size=batch_size,
-        seq_len=seq_len,
         pack=isinstance(read, list),
-        max_tokens=max_tokens,
-        skip_first=skip_first,
-        column=column,
+        **reading,
     )
-    _write(result, max_tokens, skip_first, out)
+    _write(result, reading["max_tokens"], reading["skip_first"], out)
 
 
 @app.command(name="analyzers")
 def list_analyzers() -> None:
-    """List the analyzers that are installed, with one line each."""
+    """List the installed analyzers, with one line on each."""
     from .analyzers import find_analyzers
 
-    found = find_analyzers()
-    width = max(map(len, found))
-    for name, cls in sorted(found.items()):
+    installed = find_analyzers()
+    width = max(map(len, installed))
+    for name, cls in sorted(installed.items()):
         typer.echo(f"{name:<{width}}  {cls.summary()}")
 
 
 def _refuse_missing_device(device: str) -> None:
-    """Refuse a device that this machine, or this build of torch, does not have."""
+    """Refuse a device that this machine or this build of torch does not have."""
     import torch
 
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.backends.mps.is_available() else [])]
@@ -201,16 +197,16 @@ def _refuse_missing_device(device: str) -> None:
 
 
 def _load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> Any:
-    """A Hugging Face model by the class that its configuration names, with its tokenizer as `.tokenizer`.
+    """A Hugging Face model of the class that its configuration names, with its tokenizer as `.tokenizer`.
 
     Raises:
-        LayersimError: it cannot be loaded without running code that comes with it, and that is not allowed.
+        LayersimError: the model cannot be loaded, or only by running code that comes with it, without `trust_remote_code`.
     """
     import torch
     import transformers
 
     _refuse_no_model(name)
-    # Said in each call: what says nothing here asks at the terminal.
+    # Passed to each call: transformers asks at the terminal where it is not.
     options: dict[str, Any] = {"local_files_only": Path(name).is_dir(), "trust_remote_code": trust_remote_code}
     place = {"device_map": "auto"} if device == "auto" else {}
     try:
@@ -221,7 +217,7 @@ def _load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> 
     except (OSError, ValueError, KeyError) as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise LayersimError(
-                "`--model` names a model that brings Python code of its own, which would run here with your rights.",
+                "`--model` names a model with Python code of its own, which would run with your rights.",
                 given=f"--model {name}",
                 expected="a model of a class that transformers has",
                 do="read the .py files of that folder or repository, and add --trust-remote-code if you trust them",
@@ -238,7 +234,7 @@ def _load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> 
 
 
 def _refuse_no_model(name: str) -> None:
-    """Refuse a `--model` that is neither a folder with a configuration nor a hub name; the hub is not asked."""
+    """Refuse a `--model` that is neither a folder with a configuration nor a hub name, without a request to the hub."""
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         inside = ", ".join(sorted(item.name for item in path.iterdir())[:5]) or "nothing"
@@ -250,7 +246,7 @@ def _refuse_no_model(name: str) -> None:
     else:
         return
     raise LayersimError(
-        "`--model` is no folder of a Hugging Face model.",
+        "`--model` must be a folder of a Hugging Face model, or its name on the hub.",
         given=given,
         expected="a folder with config.json and weights, as model.save_pretrained writes it, or a hub name such as org/name",
         do="check the path; the folder itself, and not a file in it",
@@ -258,7 +254,7 @@ def _refuse_no_model(name: str) -> None:
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
-    """The class of transformers that a configuration names; or the one that loads the model's own class."""
+    """The class of transformers that a configuration names, or the auto class that loads the model's own class."""
     import transformers
 
     architecture = (config.architectures or ["AutoModel"])[0]
@@ -266,19 +262,23 @@ def _model_class(config: Any, trust_remote_code: bool) -> Any:
     for auto, path in own.items() if trust_remote_code else ():
         if auto.startswith("AutoModel") and str(path).rpartition(".")[2] == architecture and hasattr(transformers, auto):
             return getattr(transformers, auto)
-    found = getattr(transformers, architecture, None)
-    # The name stands in a file and may be that of anything.
-    known = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
-    return found if known else transformers.AutoModel
+    named = getattr(transformers, architecture, None)
+    # The name comes from a file, so it may be that of any object in transformers.
+    known = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if known else transformers.AutoModel
 
 
 def _read_data(name: str, split: str) -> Any:
-    """A table, a text file as paragraphs, or a data set from a folder or the hub."""
+    """Data from a table, a text file, a folder of a data set, or the hub.
+
+    Raises:
+        LayersimError: there is no such data, or it cannot be read.
+    """
     path = Path(name)
     if path.is_file():
         try:
             return _read_file(path)
-        # What tables of each kind raise where they are none: UnicodeDecodeError, ParserError and ArrowInvalid are ValueErrors.
+        # UnicodeDecodeError, ParserError and ArrowInvalid, which readers of each kind of table raise, are ValueErrors.
         except ValueError as error:
             raise LayersimError(
                 "`--data` is a file that cannot be read as text or as a table.",
@@ -292,7 +292,7 @@ def _read_data(name: str, split: str) -> Any:
 
     if path.is_dir():
         try:
-            found = datasets.load_from_disk(name)
+            dataset = datasets.load_from_disk(name)
         except (OSError, ValueError) as error:
             raise LayersimError(
                 "`--data` is a folder without a saved data set.",
@@ -300,17 +300,17 @@ def _read_data(name: str, split: str) -> Any:
                 expected="a folder that Dataset.save_to_disk wrote, a text file or a table",
                 do="name a file in it, or save the data set with data.save_to_disk(folder)",
             ) from error
-        if isinstance(found, datasets.DatasetDict) and split not in found:
+        if isinstance(dataset, datasets.DatasetDict) and split not in dataset:
             raise LayersimError(
-                "`--split` is no split of this data set.",
+                "`--split` is not a split of this data set.",
                 given=split,
-                expected=f"one of {', '.join(found)}",
-                do=f"--split {next(iter(found), 'test')}",
+                expected=f"one of {', '.join(dataset)}",
+                do=f"--split {next(iter(dataset), 'test')}",
             )
-        return found[split] if isinstance(found, datasets.DatasetDict) else found
+        return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith(FILES):
         raise LayersimError(
-            "There is no such data.",
+            "`--data` names a file or folder that does not exist.",
             given=f"--data {name}",
             expected="a text file, a folder or a hub name",
             do="check the path",
@@ -327,7 +327,7 @@ def _read_data(name: str, split: str) -> Any:
 
 
 def _read_file(path: Path) -> Any:
-    """A table, or a text as its paragraphs."""
+    """A table, or the paragraphs of a text."""
     if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
         import pandas
 
@@ -345,16 +345,14 @@ def _read_file(path: Path) -> Any:
 
 
 def main() -> None:
-    """Run the command line; refusals are printed, not traced."""
+    """Run the command line; errors are printed without a traceback."""
     if not sys.stderr.isatty():
         # Read by transformers and datasets when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # LayersimError is a ValueError, and what transformers says of a bad folder is one too
+    except (ValueError, OSError) as error:
+        # LayersimError is a ValueError, and so are transformers' errors about a folder that is not a model.
         typer.echo(f"Error: {without_secrets(str(error))}", err=True)
         raise SystemExit(1) from None

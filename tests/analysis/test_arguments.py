@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers import exit_curve
 from tl_layersim.core.errors import LayersimTypeError
 from tl_layersim.core.typed import SYNONYMS
 
@@ -26,7 +27,8 @@ METHODS = ["EarlyExit.generate", "EarlyExit.logits", "ExitCurveResult.threshold_
 @pytest.mark.parametrize("name", [*CALLS, *METHODS])
 def test_an_unknown_keyword_names_the_call_and_the_keyword(name):
     owner, _, method = name.partition(".")
-    call = getattr(lsim, owner) if not method else getattr(getattr(lsim, owner), method)
+    home = exit_curve if owner == "ExitCurveResult" else lsim
+    call = getattr(home, owner) if not method else getattr(getattr(home, owner), method)
     with pytest.raises(LayersimTypeError) as caught:
         call(*([None] if method else NEEDED.get(name, [])), no_such_keyword="x" * 5000)
     error = caught.value

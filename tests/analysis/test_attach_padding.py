@@ -38,7 +38,7 @@ def test_a_mask_of_the_wrong_shape_is_refused():
     with lsim.attach(model, analyzers()) as probe:
         probe.mask = torch.ones(2, 4)
         model(random_tokens(2, 5))
-    with pytest.raises(lsim.LayersimError, match=r"probe.mask does not fit(.|\n)*\(2, 4\)(.|\n)*\(2, 5\)"):
+    with pytest.raises(lsim.LayersimError, match=r"probe.mask` does not fit(.|\n)*\(2, 4\)(.|\n)*\(2, 5\)"):
         probe.results()
 
 
@@ -76,7 +76,7 @@ def test_a_mask_that_cannot_be_read_is_refused():
     four = torch.zeros(2, 1, 6, 6)
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         model(tokens, attention_mask=four)
-    with pytest.raises(lsim.LayersimError, match=r"cannot read from this attention mask(.|\n)*probe.mask"):
+    with pytest.raises(lsim.LayersimError, match=r"`attention_mask` does not tell(.|\n)*probe.mask"):
         probe.results()
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         probe.mask = torch.ones(2, 6)

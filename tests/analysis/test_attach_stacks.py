@@ -128,7 +128,7 @@ def test_targets_as_labels_are_the_decoders_tokens(make, decoder, encoder):
     labels = given.pop("decoder_input_ids")
     seen = []
     probe = lsim.attach(model, lsim.NeuralCollapse(classes=(3, 4)), layers=paths(decoder))
-    probe._see = lambda view: seen.append(view.tokens)
+    probe._add_locked = lambda view: seen.append(view.tokens)
     with torch.no_grad(), probe:
         model(**given, labels=labels)
     start = model.config.decoder_start_token_id
@@ -201,7 +201,7 @@ def test_a_mask_is_longer_than_the_row_with_a_cache_alone():
     own = Own()
     with torch.no_grad(), lsim.attach(own, COSINE, layers=["parts.0", "parts.1"]) as probe:
         own(tokens[:, :3], attention_mask=mask)
-    with pytest.raises(lsim.LayersimError, match="cannot read from this attention mask"):
+    with pytest.raises(lsim.LayersimError, match="`attention_mask` does not tell"):
         probe.results()
 
 

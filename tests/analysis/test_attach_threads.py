@@ -64,7 +64,7 @@ def test_a_mask_of_another_thread_is_refused_in_the_results():
     with lsim.attach(model, COSINE) as probe, ThreadPoolExecutor(1) as pool:
         probe.mask = torch.ones(2, 9)
         pool.submit(torch.no_grad()(model), tokens).result()
-    with pytest.raises(lsim.LayersimError, match=r"probe\.mask was set in another thread"):
+    with pytest.raises(lsim.LayersimError, match=r"`probe\.mask` was set in another thread"):
         probe.results()
 
 

@@ -1,4 +1,4 @@
-"""Pictures of one prompt."""
+"""Figures of one prompt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
     assert grid.words[-1][-1] == "."
     assert "girl" in grid.words[grid.tokens.index(" little")][-1]
     figure = grid.plot()
-    assert figure.layout.title.text == "What each layer would say"
+    assert figure.layout.title.text == "Prediction of each layer after each token"
     assert len(figure.layout.shapes) == len(grid.tokens)
     assert any("<b>" in cell for row in figure.data[0].text for cell in row)
     # The last row is final everywhere.
@@ -60,9 +60,9 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
 
 
 def test_tokens_are_no_markup():
-    from tl_layersim.reporting.figures import word_grid
+    from tl_layersim.reporting.tokens import prediction_heatmap
 
-    figure = word_grid((("<b>", "\n"),) * 3, np.ones((3, 2)), [0, 1, 1], ("<i>", "a", "b"), ("x", "y"))
+    figure = prediction_heatmap((("<b>", "\n"),) * 3, np.ones((3, 2)), [0, 1, 1], ("<i>", "a", "b"), ("x", "y"))
     assert figure.data[0].text[0][0] == "<b>&lt;b&gt;</b>"
     assert figure.layout.xaxis.ticktext[0] == "&lt;i&gt;"
 
@@ -87,16 +87,16 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
 
 def test_what_is_no_picture_is_refused():
     model = tiny_llama()
-    with pytest.raises(lsim.LayersimError, match=r"no plane(.|\n)*1 of them different"):
+    with pytest.raises(lsim.LayersimError, match=r"no principal plane(.|\n)*1 of them different"):
         lsim.trajectory_pca(model, torch.full((6,), 9))
-    with pytest.raises(lsim.LayersimError, match=r"picture of one prompt(.|\n)*2 rows"):
+    with pytest.raises(lsim.LayersimError, match=r"`prompt` must be one row(.|\n)*2 rows"):
         lsim.prediction_grid(model, random_tokens(2, 9))
-    with pytest.raises(lsim.LayersimError, match="too short for a picture"):
+    with pytest.raises(lsim.LayersimError, match="`prompt` is too short"):
         lsim.trajectory_pca(model, random_tokens(1, 2)[0])
     with pytest.raises(lsim.LayersimError, match=r"needs an unembedding"):
         lsim.prediction_grid(model.model, random_tokens(1, 9)[0])
     with pytest.raises(lsim.LayersimError, match=r"no tokenizer, so texts cannot be read"):
         lsim.prediction_grid(model, PROMPT)
     model.tokenizer = tiny_tokenizer()
-    with pytest.raises(lsim.LayersimError, match=r"picture of one prompt(.|\n)*at most 64 tokens"):
+    with pytest.raises(lsim.LayersimError, match=r"`prompt` must be one row(.|\n)*at most 64 tokens"):
         lsim.prediction_grid(model, " ".join(f"w{3 + i % 90}" for i in range(100)))

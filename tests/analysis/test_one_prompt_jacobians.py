@@ -65,16 +65,16 @@ class TestPrompt:
         model, tokens = tiny_llama(), random_tokens(1, 9)[0]
         for match, call in {
             "no effect on earlier": lambda: lsim.coupling_matrices(model, tokens, along="fixed-input", token=3, positions=[1]),
-            "no such token": lambda: lsim.coupling_matrices(model, tokens, token=9),
-            "no such block": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
-            "stands twice": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
-            "no position": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
+            "lies outside of the prompt": lambda: lsim.coupling_matrices(model, tokens, token=9),
+            "a block that does not exist": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
+            "names a block twice": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
+            "must be tokens or pairs": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
             "no number of singular": lambda: lsim.coupling_matrices(model, tokens, k=33),
             "no one token": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
             "no tokens that vary": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
-            "stands twice.": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
-            "nothing to relate": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
-            "is no position": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
+            "names a connection twice": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
+            "`positions` is empty": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
+            "`positions` must be tokens or pairs of tokens": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
             "need some memory": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):

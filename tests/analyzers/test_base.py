@@ -24,7 +24,7 @@ def grows(view):
 
 
 BAD_ANALYZERS = {
-    "a class": (lambda: lsim.CKA, r"class CKA, not an analyzer made of it(.|\n)*CKA\(\)"),
+    "a class": (lambda: lsim.CKA, r"class CKA, not an instance of it(.|\n)*CKA\(\)"),
     "no name": (lambda: analyzer(give=grows, body={"name": ""}), r"no name that a report can use(.|\n)*mine"),
     "a slash in its name": (lambda: analyzer(give=grows, body={"name": "a/b"}), "no name that a report can use"),
     "a kernel of lists": (lambda: analyzer(give=lambda v: [1]), r"kernel of 'mine' returned cannot be added"),
@@ -32,7 +32,7 @@ BAD_ANALYZERS = {
     "sums that grow": (lambda: analyzer(give=grows), r"cannot be added up(.|\n)*shape(.|\n)*sum over the token axis"),
     "no result": (
         lambda: analyzer(give=lambda v: {"n": torch.tensor(1)}, back=torch.zeros(3)),
-        r"compute returned no result(.|\n)*Tensor",
+        r"compute must return a Result(.|\n)*Tensor",
     ),
     "a set of options": (
         lambda: analyzer(give=grows, body={"__annotations__": {"which": set}, "which": frozenset({1})}),
@@ -40,7 +40,7 @@ BAD_ANALYZERS = {
     ),
     "an option of the data": (
         lambda: analyzer(give=grows, body={"__annotations__": {"pack": bool}, "pack": True}),
-        r"option that the data has too(.|\n)*pack",
+        r"option of the same name as an option of the data(.|\n)*pack",
     ),
 }
 

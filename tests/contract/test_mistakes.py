@@ -53,7 +53,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(llama, tokenizer):
         lambda: lsim.finetune_aligned(tiny_llama(), ["w5 w6"], tokenizer=tokenizer),
         lambda: lsim.EarlyExit(llama).generate("w5 w6", max_new_tokens=1, tokenizer=tokenizer),
     ):
-        with pytest.raises(lsim.LayersimError, match="`tokenizer` is no tokenizer"):
+        with pytest.raises(lsim.LayersimError, match="`tokenizer` must be a loaded tokenizer"):
             call()
 
 

@@ -57,7 +57,7 @@ class TestBos:
     def test_a_text_that_starts_with_bos_gets_no_second_one(self):
         rows, batches = read(["<s> w3 w4", "w5", "<s>w6"], model(tiny_tokenizer()))
         assert rows == [[1, 3, 4], [1, 5], [1, 6]]
-        assert batches.found()["own_bos"] == 2
+        assert batches.row_counts()["own_bos"] == 2
 
     def test_the_record_says_how_many_rows_had_one(self):
         texts = ["<s> w3 w4 w5", "w5 w6 w7", "<s> w6 w3 w8"]
@@ -84,12 +84,12 @@ class TestBos:
     def test_without_prepend_bos_the_text_is_taken_as_it_is(self):
         rows, batches = read(["<s> w3", "w4"], model(tiny_tokenizer()), bos=False)
         assert rows == [[1, 3], [4]]
-        assert batches.found()["own_bos"] == 0
+        assert batches.row_counts()["own_bos"] == 0
 
     def test_packed_rows_start_with_one(self):
         rows, batches = read(["<s> w3 w4 w5", "w6", "<s> w7 w8"], model(tiny_tokenizer()), seq_len=4, pack=True)
         assert rows == [[1, 3, 4, 5], [1, 2, 6, 2], [1, 7, 8, 2]]
-        assert batches.found()["own_bos"] == 2
+        assert batches.row_counts()["own_bos"] == 2
 
     def test_where_bos_separates_texts_too_one_is_enough(self):
         rows, _ = read(["</s> w3 w4", "</s> w5", "w6 w7"], model(gpt_tokenizer()), seq_len=4, pack=True)
@@ -97,12 +97,12 @@ class TestBos:
         # A separator at the start of a row is the end of the text before, and no BOS.
         rows, batches = read(["w3 w4 w5", "w6"], model(gpt_tokenizer()), seq_len=4, pack=True)
         assert rows == [[2, 3, 4, 5], [2, 2, 6, 2]]
-        assert batches.found()["own_bos"] == 0
+        assert batches.row_counts()["own_bos"] == 0
 
     def test_cls_and_sep_of_a_text_are_not_doubled(self):
         rows, batches = read(["<s> w3 w4 </s>", "w5"], model(cls_tokenizer()))
         assert rows == [[1, 3, 4, 2], [1, 5, 2]]
-        assert batches.found()["own_bos"] == 1
+        assert batches.row_counts()["own_bos"] == 1
 
     def test_stitching_and_training_record_it(self):
         llama = tiny_llama()

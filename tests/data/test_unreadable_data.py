@@ -97,7 +97,7 @@ NO_DATA = {
     "ids as text": ({"input_ids": [["3", "4"], ["3"]]}, None, "neither texts nor token ids"),
     "texts and numbers": ({"text": ["w3", 5]}, None, "neither texts nor token ids"),
     "dates": (np.array(["2020-01-01"], dtype="datetime64[D]"), None, "neither texts nor token ids"),
-    "a ragged mask": ({"input_ids": [[3, 4], [5, 6]], "attention_mask": [[1, 1], [1]]}, None, "mask does not fit"),
+    "a ragged mask": ({"input_ids": [[3, 4], [5, 6]], "attention_mask": [[1, 1], [1]]}, None, "mask` does not fit"),
 }
 
 
@@ -175,8 +175,8 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
         "zeros": "^`--data` is a file that cannot be read",
         "table.parquet": "^`--data` is a file that cannot be read",
         "folder": "^`--data` is a folder without a saved data set",
-        "set": r"^`--split` is no split(.|\n)*--split train",
-        "nothing.jsonl": "^There is no such data",
+        "set": r"^`--split` is not a split(.|\n)*--split train",
+        "nothing.jsonl": "^`--data` names a file or folder that does not exist",
     }.items():
         with pytest.raises(lsim.LayersimError, match=text):
             cli._read_data(str(tmp_path / name), "test")
@@ -186,7 +186,7 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
         "set": "a folder with dataset_dict.json, train",
         "zeros": "a file",
     }.items():
-        with pytest.raises(lsim.LayersimError, match=rf"^`--model` is no folder of a Hugging Face model(.|\n)*{text}"):
+        with pytest.raises(lsim.LayersimError, match=rf"^`--model` must be a folder of a Hugging Face model(.|\n)*{text}"):
             cli._load_model(str(tmp_path / name), "cpu", "float32", False)
 
 

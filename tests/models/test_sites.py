@@ -80,7 +80,7 @@ def test_mlps_are_called_by_their_paths_and_no_residual_stream(wrap):
     # What a block adds, of modules that are no blocks.
     assert found.norm_ratio.isnan().all()
     figure = found.plot()
-    assert figure.layout.xaxis.title.text == "after module"
+    assert figure.layout.xaxis.title.text == "After module"
     assert list(figure.layout.xaxis.ticktext) == ["into 0.mlp", "0.mlp", "1.mlp", "2.mlp"]
 
 

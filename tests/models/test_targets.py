@@ -74,9 +74,9 @@ def test_labels_that_do_not_fit_are_refused(labels, data, message):
         with pytest.raises(lsim.LayersimError, match=message):
             lsim.analyze(tiny_llama(), data, cls(labels=labels))
     for bad in (torch.zeros(3), ["a"], object(), torch.zeros(2, 2, 2).long(), [0.5]):
-        with pytest.raises(lsim.LayersimError, match=r"Labels are whole numbers(.|\n)*torch.tensor\(labels\)"):
+        with pytest.raises(lsim.LayersimError, match=r"`labels` must be whole numbers(.|\n)*torch.tensor\(labels\)"):
             lsim.LogitLens(labels=bad)
-    with pytest.raises(lsim.LayersimError, match=r"no place to take labels from(.|\n)*labels='data'"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels` must be 'next_token'(.|\n)*labels='data'"):
         lsim.LogitLens(labels="label")
 
 
@@ -97,11 +97,11 @@ def test_columns_of_labels_are_read_from_tables():
     assert worst(found, frame) == 0
     for other in (["a", "b"] * 6, [0.5, 1.5] * 6, [[0, 3], [1]] * 6):
         odd = datasets.Dataset.from_dict({"text": texts, "label": other})
-        with pytest.raises(lsim.LayersimError, match=r"no labels that are classes|labels do not fit"):
+        with pytest.raises(lsim.LayersimError, match=r"must be classes|`labels` do not fit"):
             lsim.analyze(model, odd, analyzer)
         # Nobody who does not ask for labels is bothered with them.
         assert lsim.analyze(model, odd, lsim.Cosine(center="none"))
-    with pytest.raises(lsim.LayersimError, match=r"labels do not fit the data(.|\n)*2 labels for 3 texts"):
+    with pytest.raises(lsim.LayersimError, match=r"`labels` do not fit the data(.|\n)*2 labels for 3 texts"):
         lsim.analyze(model, {"text": texts[:3], "label": [0, 1]}, analyzer)
     with pytest.raises(lsim.LayersimError, match=r"`data` has no labels(.|\n)*pack=True"):
         lsim.analyze(model, table, analyzer, pack=True)

@@ -65,7 +65,7 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_pat
     run = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=100_000, blocking=False, **options)
     run.save(tmp_path / "run")
     assert equal(run.result(400), calm)
-    with pytest.raises(lsim.LayersimError, match="model is not at hand"):
+    with pytest.raises(lsim.LayersimError, match="model is needed to send it again"):
         lsim.load_run(tmp_path / "run").result(300)
     assert equal(lsim.load_run(tmp_path / "run", model=load("tests/slow")).result(400), calm)
 

@@ -59,7 +59,7 @@ def test_a_job_that_was_too_long_is_sent_in_halves(small, sent, waited, tmp_path
     run = sent(tokens_per_request=10_000)
     run.save(tmp_path / "run")
     assert equal(run.result(60), waited)
-    with pytest.raises(lsim.LayersimError, match=r"not at hand(.|\n)*load_run\(path, model=model\)"):
+    with pytest.raises(lsim.LayersimError, match=r"needed to send it again(.|\n)*load_run\(path, model=model\)"):
         lsim.load_run(tmp_path / "run").result(60)
     assert equal(lsim.load_run(tmp_path / "run", model=small.model()).result(60), waited)
 
@@ -89,7 +89,7 @@ def test_a_job_that_fails_and_fails_is_given_up(small, sent, monkeypatch):
 
     monkeypatch.setattr(jobs, "PAUSE", 0.01)
     small.set(faults=["", *["evicted"] * 20])
-    with pytest.raises(lsim.LayersimError, match=r"did not end well, 6 times(.|\n)*evicted"):
+    with pytest.raises(lsim.LayersimError, match=r"job on the server failed, 6 times(.|\n)*evicted"):
         sent(tokens_per_request=1000).result(60)
 
 
@@ -135,7 +135,7 @@ def test_a_login_is_given_again(small, sent, waited, tmp_path):
     path = sent().save(tmp_path / "run")
     login = small.url.replace("http://", "http://me:secret@")
     assert equal(lsim.load_run(path, remote=login).result(60), waited)
-    with pytest.raises(lsim.LayersimError, match="not the server of this run"):
+    with pytest.raises(lsim.LayersimError, match="not the server of the run"):
         lsim.load_run(path, remote="http://127.0.0.1:9")
 
 
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_whole_run(small, sent, tmp_path):
 
     path = sent().save(tmp_path / "run")
     header, tensors = storage.read(path, ("remote_run",))
-    for change, says in (({"jobs": None}, "not a whole run"), ({"version": "0.0.1"}, "another tl_layersim")):
+    for change, says in (({"jobs": None}, "not a whole run"), ({"version": "0.0.1"}, "another version of tl_layersim")):
         broken = {key: value for key, value in (header | change).items() if value is not None}
         storage.write(path, "remote_run", broken, tensors)
         with pytest.raises(lsim.LayersimError, match=says):
@@ -162,9 +162,9 @@ def test_waiting_has_an_end(small, sent):
 def test_a_kept_run_wants_its_own_model_and_analyzers(small, sent, waited, tmp_path):
     run = sent()
     path = run.save(tmp_path / "run")
-    with pytest.raises(lsim.LayersimError, match="not the model of this run"):
+    with pytest.raises(lsim.LayersimError, match="not the model of the run"):
         lsim.load_run(path, model=small.model("gpt2"))
-    with pytest.raises(lsim.LayersimError, match="not the analyzers of this run"):
+    with pytest.raises(lsim.LayersimError, match="`analyzers` are not those of the run"):
         lsim.load_run(path, analyzers=[lsim.CKA(minibatch=64)])
     assert equal(lsim.load_run(path, analyzers=QUICK).result(60), waited)
 
@@ -173,6 +173,6 @@ def test_an_analyzer_of_ones_own_is_given_again(small, tmp_path):
     own = lsim_analyzer(mean_norm)
     run = lsim.analyze(small.model(), rows(4, 20), [own], remote=small.url, blocking=False)
     path = run.save(tmp_path / "run")
-    with pytest.raises(lsim.LayersimError, match=r"cannot be made again from the file(.|\n)*analyzers="):
+    with pytest.raises(lsim.LayersimError, match=r"cannot be restored from the file(.|\n)*analyzers="):
         lsim.load_run(path)
     assert equal(lsim.load_run(path, analyzers=[own]).result(60), run.result(60))

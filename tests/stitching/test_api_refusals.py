@@ -99,7 +99,7 @@ class TestRefusals:
     def test_other_tokens(self):
         front, back = tiny_llama(), tiny_llama(seed=1)
         front.tokenizer, back.tokenizer = tiny_tokenizer(), tiny_tokenizer(90)
-        with pytest.raises(lsim.LayersimError, match="read different tokens"):
+        with pytest.raises(lsim.LayersimError, match="have different tokenizers"):
             lsim.stitch(front, back, rows(), at=(1, 1), adapter="identity")
 
     def test_rows_longer_than_one_of_the_models_takes(self):
@@ -170,7 +170,7 @@ class TestRefusals:
             ({"adapter": "twisted"}, "`adapter` must be the name of a kind"),
             ({"fit": "adam"}, r"`fit` of \w+ cannot be"),
             ({"eval_data": []}, "`eval_data` has no targets"),
-            ({"labels": "class"}, "no place to take labels from"),
+            ({"labels": "class"}, "`labels` must be 'next_token'"),
             ({"cache": "."}, "`cache` needs a fit by gradients"),
         ],
     )

@@ -56,7 +56,7 @@ class TestResult:
         assert {"batch", "batch_tokens", "batch_back_loss"} <= set(batches.columns)
         names = [trace.name for trace in result.plot().data]
         assert names[:2] == ["each step", "mean of 15 steps"]
-        assert f"back alone, judged: {result.back_loss:.3f}" in names
+        assert f"back alone, held-out: {result.back_loss:.3f}" in names
         each = result.plot("penalty").data[0].y
         np.testing.assert_allclose(each, (result.batch_loss - result.batch_back_loss) / result.batch_tokens)
         plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 1), adapter="identity")

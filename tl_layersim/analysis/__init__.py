@@ -1,4 +1,4 @@
-"""analyze, compare and attach: analyzers over data on models; single prompts; runs on servers that are not waited for."""
+"""`analyze`, `compare` and `attach`: analyzers over data on one model or two; figures of single prompts; runs on servers."""
 
 from .attach import Probe
 from .capabilities import Capabilities

@@ -1,4 +1,4 @@
-"""attach: the same sums from inside a user's own loop."""
+"""`attach`: run analyzers on the forward passes of a user's own loop."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from ..models.view import Kernel, View, reduce
 from ..remote.open import open_source
 from .data_pass import add_sums
 from .report_assembly import make_report
-from .validation import choose_analyzers
+from .validation import AnalyzersArgument, choose_analyzers
 
 BUFFERED_TOKENS = 2048
 
 
 @named
 class Probe:
-    """Sums what passes through a model inside `with lsim.attach(...) as probe`.
+    """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`.
 
-    Forward passes of several threads are kept apart and add up. What goes wrong in them, on the probe's side, is raised by
-    `results()` and never in the loop.
+    Forward passes of several threads are kept apart, and their sums are added. An error of the probe is raised by `results()`,
+    never in the loop.
     """
 
     def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer]) -> None:
@@ -48,20 +48,20 @@ class Probe:
         self._lock = threading.RLock()
         self._hooks: ExitStack | None = None
         kernels = {name: analyzer.kernel(Sums()) for name, analyzer in analyzers.items()}
-        # What asks the head is asked at once: in training, a later look would find other weights.
-        self._at_once = {name: kernel for name, kernel in kernels.items() if analyzers[name].needs_unembed}
-        self._later = {name: kernel for name, kernel in kernels.items() if name not in self._at_once}
-        self._checked = not self._at_once
+        # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
+        self._immediate = {name: kernel for name, kernel in kernels.items() if analyzers[name].needs_unembed}
+        self._deferred = {name: kernel for name, kernel in kernels.items() if name not in self._immediate}
+        self._checked = not self._immediate
         self._sums = {name: Sums() for name in analyzers}
-        self._waiting: list[View] = []
+        self._buffered: list[View] = []
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
         self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
-        self._trouble: LayersimError | None = None
+        self._error: LayersimError | None = None
 
     def __enter__(self) -> Probe:
         if self._hooks is not None:
             raise LayersimError(
-                "This probe was attached before.",
+                "The probe was attached before.",
                 given="a second `with` on what one lsim.attach(...) returned",
                 expected="one `with` block for each lsim.attach(...)",
                 do="with lsim.attach(model, ...) as probe: model(tokens)",
@@ -69,7 +69,7 @@ class Probe:
         compare = None if self._checked else self._compare
         hooks = ExitStack()
         hooks.enter_context(self._source.settling(on_error=self._fail))
-        hooks.enter_context(self._source.tapped(self._see, self._choose, compare, self._fail))
+        hooks.enter_context(self._source.tapped(self._add_locked, self._choose, compare, self._fail))
         self._hooks = hooks
         return self
 
@@ -79,10 +79,10 @@ class Probe:
 
     @property
     def mask(self) -> Tensor | None:
-        """`batch pos`, which positions of the coming forward passes of this thread count.
+        """Positions of the next forward passes of this thread that count, `batch pos`.
 
-        None for those of the model's attention mask, or all. It holds until it is replaced; single-position steps of cached
-        generation always count.
+        None counts the positions of the model's attention mask, or all. The mask holds until it is replaced; single-position
+        steps of cached generation always count.
         """
         return self._masks.get(threading.current_thread())
 
@@ -94,11 +94,11 @@ class Probe:
             self._masks[threading.current_thread()] = mask
 
     def results(self) -> Report:
-        """What was summed so far; can be asked for at any time, also after the block.
+        """The report of all forward passes so far, at any time inside the block and after it.
 
         Raises:
-            LayersimError: nothing was seen, too little for an analyzer, activations were not finite, or a forward pass could
-                not be read.
+            LayersimError: no forward pass ran, or too few for an analyzer; activations were not finite; or a forward pass could
+                not be measured.
         """
         with self._lock:
             return self._results()
@@ -108,14 +108,14 @@ class Probe:
             raise LayersimError(
                 "`lsim.attach(...)` reads nothing outside of a `with` block.",
                 given="results() of a probe that was never attached",
-                expected="a with block around the forward passes",
+                expected="a `with` block around the forward passes",
                 do="with lsim.attach(model, ...) as probe: model(tokens)",
             )
-        if self._trouble:
-            raise self._trouble
+        if self._error:
+            raise self._error
         if self._forwards == 0:
             raise LayersimError(
-                "There is nothing to measure: no forward pass went through the model while it was attached.",
+                "The probe measured nothing: no forward pass went through the model while it was attached.",
                 given="0 forward passes",
                 expected="at least one inside the with block, by a call of the model: model(tokens), not model.forward(tokens)",
                 do="with lsim.attach(model, ...) as probe: model(tokens)",
@@ -127,20 +127,20 @@ class Probe:
                 expected="at least one forward pass up to the logits",
                 do="run the whole model once inside the with block, or lsim.analyze(model, data, analyzers)",
             )
-        # What waits is reduced for this report and stays waiting: asking must not change how minibatches fall.
-        sums = self._with_waiting()
-        if self._trouble:
-            raise self._trouble
+        # Buffered views are reduced for this report and stay buffered: calling results() must not change the minibatches.
+        sums = self._with_buffered()
+        if self._error:
+            raise self._error
         for analyzer in self._analyzers.values():
-            # The first forward pass may have shown more of the modules than was known.
+            # The first forward pass may have shown that the modules form no residual stream.
             analyzer.check_sites(self._source.model)
         tally = Tally({}, self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
         model = replace(self._source.model, dtype=", then ".join(self._dtypes))
         return make_report(self._analyzers, [model], tally, sums, {}, {"attached": True})
 
     def _fail(self, error: Exception) -> None:
-        """Keep what went wrong for `results()`: the loop that the probe watches goes on."""
-        # Frames of a traceback would keep activations alive: its text stays.
+        """Keep an error for `results()`, so that the user's loop continues."""
+        # The frames of a traceback would keep activations in memory: only its text is kept.
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
         link: BaseException | None = error
         while link is not None:
@@ -149,24 +149,24 @@ class Probe:
         if not isinstance(error, LayersimError):
             first = (str(error).strip().splitlines() or [""])[0]
             refusal = LayersimError(
-                "A forward pass could not be measured; the loop went on without the probe.",
+                "A forward pass could not be measured; the loop continued without the probe.",
                 given=f"{type(error).__name__}: {first[:200]}",
-                expected="analyzers that take what this model gives",
-                do="lsim.analyze(model, data, analyzers) on the same tokens, which shows where it happens",
+                expected="analyzers that accept this model's activations",
+                do="lsim.analyze(model, data, analyzers) on the same tokens, which raises the error where it occurs",
             )
             refusal.__cause__, error = error, refusal
         with self._lock:
-            self._trouble = self._trouble or error
+            self._error = self._error or error
 
     def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
-        """Of the first forward pass that comes to the head: the lens beside the model's own logits."""
+        """Compare the lens with the model's own logits on the first forward pass that reaches the head."""
         self._checked = True
         refuse_other_logits(gap, self._source.model, computed)
 
     def _choose(self, call: Call) -> Choice:
         counted, pos = self._counted(call), call.shape[1]
         attention = call.attention
-        if _fits(attention, call):
+        if _has_mask_shape(attention, call):
             return Choice(counted, attention[:, -pos:].bool().cpu())
         return Choice(counted, counted.cpu())
 
@@ -175,14 +175,14 @@ class Probe:
         mask = self.mask
         if mask is None and self._masks:
             raise LayersimError(
-                "probe.mask was set in another thread than the one that runs this forward pass.",
+                "`probe.mask` was set in another thread than the one that runs this forward pass.",
                 given=f"a forward pass in {threading.current_thread().name}",
                 expected="a mask from the thread that runs the model, or none in any",
                 do="set probe.mask in each thread, or pass attention_mask to the model",
             )
         if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
             raise LayersimError(
-                "probe.mask does not fit this forward pass.",
+                "`probe.mask` does not fit this forward pass.",
                 given=f"a mask of shape {tuple(mask.shape)}",
                 expected=f"{call.shape}: batch x pos of the tokens that the model is given",
                 do="set probe.mask before each forward pass, or probe.mask = None to count all",
@@ -198,7 +198,7 @@ class Probe:
             return mask.bool()
         if call.texts > 1 and mask is None:
             raise LayersimError(
-                "The model pads texts of different lengths by itself, and the probe cannot see where.",
+                "The model pads texts of different lengths by itself, and the probe cannot tell which positions are padding.",
                 given=f"{call.texts} texts",
                 expected="tokens, with a mask if they are padded",
                 do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
@@ -212,9 +212,9 @@ class Probe:
                 started = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
                 self._refuse_padding(call.tokens[:, 1:] if started else call.tokens, call.start is not None)
             return torch.ones(call.shape, dtype=torch.bool)
-        if not _fits(attention, call):
+        if not _has_mask_shape(attention, call):
             raise LayersimError(
-                "The probe cannot read from this attention mask which positions are padding.",
+                "`attention_mask` does not tell the probe which positions are padding.",
                 given=f"attention_mask of shape {tuple(getattr(attention, 'shape', ()))}",
                 expected=f"{call.shape}: batch x pos",
                 do="set probe.mask before the forward pass; probe.mask = torch.ones(batch, pos) counts all",
@@ -223,7 +223,7 @@ class Probe:
         return attended
 
     def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
-        """Refuse padding that the model was not told of, and so attended to."""
+        """Refuse padding at the ends of rows that no mask excludes, so that the model attended to it."""
         mask = mask_of(tokens.cpu(), self._source.model)
         if mask is not None:
             raise LayersimError(
@@ -233,7 +233,7 @@ class Probe:
                 do=f"model(..., {'decoder_' if decoder else ''}attention_mask=mask); or probe.mask = mask, where True counts",
             )
 
-    def _see(self, view: View) -> None:
+    def _add_locked(self, view: View) -> None:
         with self._lock:
             self._add(view)
 
@@ -248,22 +248,23 @@ class Probe:
         self._tokens += count
         self._sequences += torch.unique_consecutive(view.sequence).numel()
         self._digest.update(view.tokens.cpu().numpy().tobytes())
-        if self._at_once:
-            self._sums = self._reduced(self._at_once, view)
-        if not self._later:
+        if self._immediate:
+            self._sums = self._reduced(self._immediate, view)
+        if not self._deferred:
             return
-        # Cached generation gives one position at a time: gathered, they make minibatches and fewer kernel calls.
-        self._waiting.append(view)
-        if sum(v.tokens.numel() for v in self._waiting) >= BUFFERED_TOKENS:
-            self._sums, self._waiting = self._with_waiting(), []
+        # Cached generation gives one position at a time: buffered, positions form minibatches and need fewer kernel calls.
+        self._buffered.append(view)
+        if sum(v.tokens.numel() for v in self._buffered) >= BUFFERED_TOKENS:
+            self._sums, self._buffered = self._with_buffered(), []
 
-    def _with_waiting(self) -> dict[str, Sums]:
-        if not self._waiting:
+    def _with_buffered(self) -> dict[str, Sums]:
+        """The sums with those of the buffered views."""
+        if not self._buffered:
             return self._sums
-        return self._reduced(self._later, _join(self._waiting))
+        return self._reduced(self._deferred, _joined(self._buffered))
 
     def _reduced(self, kernels: dict[str, Kernel], view: View) -> dict[str, Sums]:
-        """The sums with one view more."""
+        """The sums with those of one more view."""
         try:
             with kernels_alone():
                 not_finite, out = reduce(kernels, view)
@@ -274,11 +275,11 @@ class Probe:
             return self._sums
 
 
-def _fits(attention: Any, call: Call) -> bool:
-    """Whether an attention mask says of each position of a forward pass if it is padding."""
+def _has_mask_shape(attention: Any, call: Call) -> bool:
+    """Whether an attention mask has one value for each position of a forward pass."""
     if not isinstance(attention, Tensor) or attention.dim() != 2 or attention.shape[0] != call.shape[0]:
         return False
-    # With a cache the attention mask also covers what was read before.
+    # With a cache the attention mask also covers earlier positions.
     return attention.shape[1] == call.shape[1] or (call.cached and attention.shape[1] > call.shape[1])
 
 
@@ -288,7 +289,8 @@ def _dtype_of(source: HookedSource) -> str:
     return str(first.dtype) if first is not None else "unknown"
 
 
-def _join(views: list[View]) -> View:
+def _joined(views: list[View]) -> View:
+    """One view of the tokens of several, whose rows stay apart."""
     if len(views) == 1:
         return views[0]
     rows, offset = [], 0
@@ -305,22 +307,24 @@ def _join(views: list[View]) -> View:
 
 
 @typed
-def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unembed: list[str] | None = None) -> Probe:
-    """Sum over whatever the model is run on inside the block: a user's own loop, a training step, `generate`.
+def attach(
+    model: Any, analyzers: AnalyzersArgument, *, layers: list[str] | None = None, unembed: list[str] | None = None
+) -> Probe:
+    """Run analyzers on every forward pass of a model inside a `with` block: your own loop, a training step, `generate`.
 
-    Outputs, gradients and state stay as they are, and every hook is gone at the end, also after an exception. Nothing that goes
-    wrong on the probe's side is raised in the loop: `probe.results()` raises it. Positions that the model's attention mask
-    leaves out are not counted; of an encoder-decoder it is the mask of the stack that is read. Hooks that change the stream at
-    the same hook points are seen if they were added before.
+    Outputs, gradients and state of the model do not change, and every hook is removed at the end, also after an exception.
+    Errors of the probe are raised by `probe.results()`, not in the loop. Positions that the model's attention mask excludes are
+    not counted; in an encoder-decoder it is the mask of the stack that is read. Changes by hooks at the same hook points are
+    measured if these hooks were added before.
 
     Args:
         model: HookedTransformer, TransformerBridge or a Hugging Face model.
-        analyzers: as in `analyze`; each token passes once, so those that need a first pass are refused.
+        analyzers: as in `analyze`, without those that need a first pass over the data.
         layers: paths of the blocks, for layouts that are not known.
         unembed: paths of the final norm and the head, for models where they are not found.
 
     Returns:
-        A `Probe`, which reads the model inside a `with` block; call its `results()`.
+        A `Probe`, which measures the model inside a `with` block and whose `results()` returns the report.
 
     Raises:
         LayersimError: the model cannot be hooked, or an analyzer needs a first pass.
@@ -337,7 +341,7 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unemb
     opened = open_source(model, layers=layers, unembed=unembed)
     if not opened.can_hook:
         raise LayersimError(
-            "Only a model whose modules run in this loop can be attached to.",
+            "`model` must have modules that run in this process.",
             given=type(model).__name__,
             expected="HookedTransformer, TransformerBridge or a Hugging Face model",
             do="lsim.analyze(model, data, analyzers)",
@@ -355,28 +359,28 @@ def attach(model: Any, analyzers: Any, *, layers: list[str] | None = None, unemb
         analyzer.check(source.model)
         if analyzer.label_source:
             raise LayersimError(
-                f"{type(analyzer).__name__} takes its labels from the data, and a loop hands the model tokens alone.",
+                f"{type(analyzer).__name__} takes its labels from the data, and under `attach` there are tokens only.",
                 given=f"labels={analyzer.options().get('labels')!r}",
                 expected="labels='next_token'",
                 do="lsim.analyze(model, data, analyzers)",
             )
         if analyzer.needs_unembed and source.model.head is not None and source.model.head.reads != "every":
             raise LayersimError(
-                f"The head of {source.model.name} classifies whole rows, and a loop does not say where a row ends.",
+                f"The head of {source.model.name} classifies whole rows, and under `attach` it is not known where a row ends.",
                 given=type(analyzer).__name__,
                 expected="a head that says something at every position",
                 do="lsim.analyze(model, data, analyzers)",
             )
         if analyzer.needs_calls:
             raise LayersimError(
-                f"{type(analyzer).__name__} calls blocks again, which a loop of your own would see as further forward passes.",
+                f"{type(analyzer).__name__} calls blocks again, which your own loop would run as further forward passes.",
                 given=type(analyzer).__name__,
                 expected="an analyzer that only reads",
                 do="lsim.analyze(model, data, analyzers)",
             )
         if analyzer.first_kernel() is not None:
             raise LayersimError(
-                f"{type(analyzer).__name__} needs a first pass over the data, and a loop passes once.",
+                f"{type(analyzer).__name__} needs a first pass over the data, and `attach` makes one pass only.",
                 given=", ".join(f"{k}={v!r}" for k, v in analyzer.options().items()),
                 expected="an analyzer of one pass",
                 do=analyzer.one_pass,

@@ -1,4 +1,4 @@
-"""What a server lets its users do with a model, and so which analyzers can run there."""
+"""`capabilities`: the features of an NDIF server for one model, and the analyzers that can run on it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analyzers import find_analyzers
-from ..core.addresses import shown
 from ..core.errors import LayersimError
 from ..core.typed import named, typed
 from ..models.model_info import ServerOffer
-from ..remote.open import open_source
-from ..remote.source import RemoteSource
+from ..remote.open import on_server, open_source
 
 
 @named
 @dataclass(frozen=True)
 class Capabilities:
-    """What `capabilities` found; `print` shows it as text.
+    """Features of an NDIF server for one model; `print` shows them as text.
 
     Attributes:
         model: the model's name.
         layers: names of its residual layers.
-        offer: what the server said of itself and of the model.
-        analyzers: by name, why it cannot run there with its default options; "" where it can.
+        offer: the server's own description of itself and of the model.
+        analyzers: by name, why the analyzer cannot run on the server with its default options; "" where it can.
     """
 
     model: str
@@ -38,17 +36,17 @@ class Capabilities:
         place = (
             "trusted: requests run beside the weights"
             if offer.trusted
-            else "sandboxed: requests run in a process of their own, which layers and logits are handed to, but no gradients"
+            else "sandboxed: requests run in a process of their own, which receives layers and logits, but no gradients"
         )
         able = [name for name, reason in self.analyzers.items() if not reason]
         lines = [
             f"{self.model} on {offer.server}",
             f"  {place}",
             f"  weights:    {offer.dtype}, {len(self.layers) - 1} blocks on {', '.join(offer.devices)}",
-            f"  job limit:  {f'{offer.job_limit:g} s' if offer.job_limit else 'none that it tells'}",
+            f"  job limit:  {f'{offer.job_limit:g} s' if offer.job_limit else 'not published'}",
             f"  versions:   {', '.join(f'{name} {version}' for name, version in offer.versions.items())}",
-            f"  not as here: {'; '.join(offer.differences) or 'nothing'}",
-            f"  up now:     {', '.join(offer.running) or 'no model'}",
+            f"  differs:    {'; '.join(offer.differences) or 'in nothing'}",
+            f"  running:    {', '.join(offer.running) or 'no model'}",
             f"  can run:    {', '.join(able)}",
         ]
         lines += [f"  cannot run: {name}: {reason}" for name, reason in self.analyzers.items() if reason]
@@ -59,29 +57,22 @@ class Capabilities:
 def capabilities(
     model: Any, *, remote: bool | str = True, layers: list[str] | None = None, unembed: list[str] | None = None
 ) -> Capabilities:
-    """Ask a server what it lets us do with a model: three questions to the server, and a request of one token.
+    """List the features of an NDIF server for one model, by three queries and a request of one token.
 
     Args:
         model: an nnsight model, for example `TransformersModel("org/name", task="text-generation", tokenizer=tokenizer)`.
-        remote: True for the server that nnsight is set to, or the address of another.
+        remote: True for the server that nnsight is set to, or the address of another one.
         layers: as in `analyze`.
         unembed: as in `analyze`.
 
     Raises:
-        LayersimError: the server cannot be reached, does not take the key, or does not run the model.
+        LayersimError: the server cannot be reached, refuses the key, or does not run the model.
 
     Example:
         >>> print(lsim.capabilities(model, remote="http://127.0.0.1:8001"))  # doctest: +SKIP
     """
-    source = open_source(model, layers=layers, unembed=unembed, remote=remote)
-    if not isinstance(source, RemoteSource):
-        raise LayersimError(
-            "This model is asked for here, not on a server.",
-            given=f"remote={shown(remote)}",
-            expected="True, or the address of an NDIF server",
-            do="analyze() without remote= runs every analyzer here",
-        )
-    found = {}
+    source = on_server(open_source(model, layers=layers, unembed=unembed, remote=remote))
+    reasons = {}
     for name, cls in sorted(find_analyzers().items()):
         try:
             with warnings.catch_warnings():
@@ -89,7 +80,7 @@ def capabilities(
                 cls().check_sites(source.model)
                 cls().check(source.model)
         except LayersimError as error:
-            found[name] = f"{error.what} {error.given}"
+            reasons[name] = f"{error.what} {error.given}"
         else:
-            found[name] = ""
-    return Capabilities(source.model.name, source.model.layers, source.offer, found)
+            reasons[name] = ""
+    return Capabilities(source.model.name, source.model.layers, source.offer, reasons)

@@ -1,4 +1,4 @@
-"""Two models in different places: what each measures of its own layers crosses, and never the activations."""
+"""Comparing two models of which one or both are on a server: statistics of each model are joined here, not activations."""
 
 from __future__ import annotations
 
@@ -11,56 +11,66 @@ from ..models.source import PartialSums, Source
 
 
 def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
-    """How each analyzer relates two models that are not in one place.
+    """The statistics by which each analyzer compares two models that are in different places.
 
     Raises:
-        LayersimError: one of them needs both models' activations side by side.
+        LayersimError: an analyzer needs the activations of both models in one place.
     """
-    found = {}
+    by_name = {}
     for name, analyzer in analyzers.items():
-        given = analyzer.exchange()
-        if given is None:
+        statistics = analyzer.exchange()
+        if statistics is None:
             raise LayersimError(
-                f"{type(analyzer).__name__}, as it is set, needs both models' activations in one place.",
-                given=f"{analyzer!r} with a model that is elsewhere",
-                expected="an analyzer that can do with something small of each model",
+                f"{type(analyzer).__name__} with these options needs both models' activations in one place.",
+                given=f"{analyzer!r} with a model on a server",
+                expected="an analyzer that compares models by small statistics of each",
                 do='CKA(estimator="minibatch"), for which Gram matrices cross; or load both models here',
             )
-        found[name] = given
-    return found
+        by_name[name] = statistics
+    return by_name
 
 
 def exchange(
-    sources: Sequence[Source], batches: Iterator[Batch], analyzers: Mapping[str, Analyzer], say: Callable[[str], None]
+    sources: Sequence[Source], batches: Iterator[Batch], analyzers: Mapping[str, Analyzer], show: Callable[[str], None]
 ) -> Iterator[list[PartialSums]]:
-    """Each batch runs on one model, then on the other; what the two say is joined here."""
-    found = exchanges(analyzers)
-    kernels = {name: item.kernel for name, item in found.items()}
+    """Run each batch on one model, then on the other, and join the statistics of both.
+
+    Args:
+        sources: the two models.
+        batches: in the order of the data.
+        analyzers: by name.
+        show: takes a few words on which model runs.
+    """
+    by_name = exchanges(analyzers)
+    kernels = {name: item.kernel for name, item in by_name.items()}
     for batch in batches:
         not_finite, sides = [], []
         for number, source in enumerate(sources):
-            say(f"model {number + 1} of 2")
+            show(f"model {number + 1} of 2")
             counts, out = source.run(batch, kernels)
             not_finite += counts
             sides.append(out)
-        whole = all(not bool(count.any()) for count in not_finite)
-        joined = {name: item.join(sides[0][name], sides[1][name]) for name, item in found.items()} if whole else {}
+        finite = all(not bool(count.any()) for count in not_finite)
+        joined = {name: item.join(sides[0][name], sides[1][name]) for name, item in by_name.items()} if finite else {}
         yield [PartialSums(1, not_finite, joined)]
 
 
 def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], sizes: Sequence[tuple[int, int]]) -> str:
-    """What will cross between the places, in words, from how many tokens and rows each batch has.
+    """A sentence on how many bytes the comparison of two models transfers.
 
-    For a model of unknown width the share of its activations is left out.
+    Args:
+        analyzers: by name.
+        sources: the two models; the size of activations is stated where both widths are known.
+        sizes: tokens and rows of each batch.
     """
     layers = [len(source.model.layers) for source in sources]
-    found = exchanges(analyzers).values()
-    size = sum(item.size(tokens, rows, number) for item in found for tokens, rows in sizes for number in layers)
+    statistics = exchanges(analyzers).values()
+    size = sum(item.size(tokens, rows, number) for item in statistics for tokens, rows in sizes for number in layers)
     words = f"{len(sizes)} batches, each run on one model and then on the other; {in_words(size)} cross in all"
     widths = [source.model.d_model for source in sources]
     if all(width is not None for width in widths):
-        whole = sum(
+        activations = sum(
             4 * number * (width or 0) * sum(tokens for tokens, _ in sizes) for number, width in zip(layers, widths, strict=True)
         )
-        words += f", where the activations would be {in_words(whole)} in float32"
+        words += f", where the activations would be {in_words(activations)} in float32"
     return words + "."

@@ -1,11 +1,11 @@
-"""One pass over the data: batches to wherever the models are, sums of them into a tally, now and then a checkpoint."""
+"""One pass over the data: runs kernels on every batch, adds up what they return and saves the sums at intervals."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ from ..analyzers.base import Analyzer
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import fold, push
-from ..core.resumable import ResumableFile
+from ..core.resumable import ResumableFile, Snapshot
 from ..core.sums import Sums
 from ..core.tally import Tally
 from ..data.batches import Batch, Batches
@@ -28,9 +28,19 @@ from ..models.view import Kernel, reduce, tokens_alone
 from .checkpoint import tallies_snapshot
 from .cross_model import exchange
 
+TITLES = {"first": "first pass", "main": "layers"}
+
 
 class Step(NamedTuple):
-    """A batch that was read and is not in the tally yet: how the tally stands once it is."""
+    """A batch that was read and whose sums have not arrived, with the counts of the tally once they have.
+
+    Attributes:
+        measured: whether the model of this process runs on it.
+        batches: number of batches read up to and including it.
+        rows: number of its rows.
+        tokens: number of its counted positions.
+        digest: SHA-256 of all rows up to and including its own.
+    """
 
     measured: bool
     batches: int
@@ -39,184 +49,243 @@ class Step(NamedTuple):
     digest: str
 
 
-def one_pass(
-    label: str,
-    title: str,
-    sources: list[Source],
-    batches: Batches,
-    analyzers: Mapping[str, Analyzer],
-    kernels: Mapping[str, Kernel],
-    tallies: dict[str, Tally],
-    checkpoint: ResumableFile,
-    total: int | None = None,
-    deal: Deal = ALONE,
-) -> None:
-    """One pass over the data into `tallies[label]`, from wherever a checkpoint left it.
+@dataclass
+class PassState:
+    """Sums and counts of the batches that are complete, and the batches that were read and wait for their sums.
 
-    Args:
-        label: key of the tally: "first" or "main".
-        title: of the progress bar.
-        sources: where views come from: none for tokens alone, one, or two to compare.
+    Attributes:
+        tally: of the batches that are complete.
+        group: batches are added in pairs up to groups of this size before they join the total, see `Source.sum_group`.
+        waiting: the batches that wait, in the order of the data.
+    """
+
+    tally: Tally
+    group: int = 1
+    waiting: deque[Step] = field(default_factory=deque)
+
+    def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
+        """Add the sums of the next batches to the tally, and count these batches."""
+        sums, pending = self.tally.sums, list(self.tally.pending)
+        for part in parts:
+            push(pending, part.count, add_sums({name: Sums() for name in sums}, part.out), add_sums)
+            if pending[0][0] >= self.group:
+                sums = add_sums(sums, pending.pop(0)[1])
+        steps = take_steps(self.waiting, sum(part.count for part in parts))
+        # One assignment: an interrupt leaves a batch either counted with all its sums or not at all.
+        self.tally = replace(_counted(self.tally, steps, seconds), sums=sums, pending=tuple(pending))
+
+    def add_unmeasured(self, seconds: float = 0.0) -> None:
+        """Count the batches that still wait: those at the end of the data on which no model of this process runs."""
+        self.tally = _counted(self.tally, list(self.waiting), seconds)
+        self.waiting.clear()
+
+    def close(self) -> None:
+        """Add the sums that wait for their pair to the total, and mark the pass as complete."""
+        sums, pending = self.tally.sums, self.tally.pending
+        total = add_sums(sums, fold(list(pending), add_sums)) if pending else sums
+        self.tally = replace(self.tally, sums=total, pending=(), done=True)
+
+
+def take_steps(waiting: deque[Step], measured: int) -> list[Step]:
+    """Remove the steps up to the `measured`-th on which a model runs, and return them."""
+    taken: list[Step] = []
+    while measured and waiting:
+        taken.append(waiting.popleft())
+        measured -= taken[-1].measured
+    return taken
+
+
+def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
+    """The tally with the counts of further batches."""
+    return replace(
+        tally,
+        batches=steps[-1].batches if steps else tally.batches,
+        sequences=tally.sequences + sum(step.rows for step in steps),
+        tokens=tally.tokens + sum(step.tokens for step in steps),
+        digest=steps[-1].digest if steps else tally.digest,
+        seconds=tally.seconds + seconds,
+        measured=tally.measured + sum(step.measured for step in steps),
+    )
+
+
+@dataclass
+class PassReader:
+    """The batches of a pass on which a model has to run, without those that a checkpoint holds already.
+
+    Each batch that is read is checked and joins `state.waiting`.
+
+    Attributes:
         batches: the data.
-        analyzers: those whose kernels run, by name.
-        kernels: theirs.
-        tallies: of all passes; this one's is read and written.
-        checkpoint: file that keeps them.
-        total: how many tokens there will be, where that is known.
+        analyzers: by name; each may refuse a batch.
+        state: of the pass.
+        lens_of: the source whose lens is compared with its logits on the first batch, or None.
+        unsettled: sources of which the first batch shows whether their modules form one residual stream.
         deal: which batches this process takes.
     """
-    tally = tallies.setdefault(label, Tally({name: Sums() for name in kernels}))
-    if tally.done and label == "first":
-        # The main pass sees the same data, and the two digests are compared in the end.
-        return
-    unsure = bool(sources) and label == "main" and any(analyzer.needs_unembed for analyzer in analyzers.values())
-    steps: deque[Step] = deque()
-    bar = tqdm(
-        desc=title,
-        unit="token",
-        unit_scale=True,
-        total=total,
-        initial=tally.tokens,
-        disable=None if rank_and_size()[0] == 0 else True,
-    )
-    is_remote = any(source.is_remote for source in sources)
-    block = max((source.sum_group for source in sources), default=1) if len(sources) == 1 else 1
-    clock = time.monotonic()
-    kept = checkpoint.saved_on_interrupt(
-        lambda: tallies_snapshot(tallies), lambda: f"The sums of {tallies[label].tokens} tokens are"
-    )
-    with kept, bar:
-        unsettled = [source for source in sources if source.model.stream == "unknown"]
-        reading = read(batches, analyzers, tally, steps, sources[0] if unsure else None, unsettled, deal)
-        for parts in _run(sources, reading, analyzers, kernels, tally.measured, bar.set_postfix_str):
-            names = [source.model.layers for source in sources]
-            for part in parts:
-                refuse_not_finite(part.not_finite, names, _which(tally.measured, part.count))
-            now = time.monotonic()
-            # One assignment: an interrupt finds a batch either counted with all its sums or not at all.
-            tallies[label] = tally = settle(tally, parts, steps, block, now - clock)
-            clock = now
-            bar.update(tally.tokens - bar.n)
-            if is_remote or checkpoint.due:
-                checkpoint.save(*tallies_snapshot(tallies))
-        tallies[label] = tally = settle(tally, [], steps, block, time.monotonic() - clock)
-        bar.update(tally.tokens - bar.n)
-    tallies[label] = closed(tally)
-    checkpoint.save(*tallies_snapshot(tallies))
+
+    batches: Batches
+    analyzers: Mapping[str, Analyzer]
+    state: PassState
+    lens_of: Source | None = None
+    unsettled: Sequence[Source] = ()
+    deal: Deal = ALONE
+
+    def __iter__(self) -> Iterator[Batch]:
+        held, digest, number = self.state.tally, new_digest(), 0
+        for number, batch in enumerate(self.batches, start=1):
+            fingerprint(digest, batch)
+            self._settle(batch)
+            if number < held.batches:
+                continue
+            if number == held.batches:
+                if digest.hexdigest() != held.digest:
+                    raise _other_data(f"other rows among the first {number} batches")
+                continue
+            if held.done:
+                raise _other_data(f"more than the {held.batches} batches of the finished run")
+            measured = (number - 1) % self.deal.copies == self.deal.copy and bool(batch.counted.any())
+            if measured:
+                self._check(batch)
+            step = Step(measured, number, len(batch.tokens), int(batch.counted.sum()), digest.hexdigest())
+            self.state.waiting.append(step)
+            if measured:
+                yield batch
+        if number < held.batches:
+            raise _other_data(f"{number} batches, where {held.batches} had been read")
+
+    def _settle(self, batch: Batch) -> None:
+        """Find out from the first batch with a counted position which modules form a residual stream."""
+        if not self.unsettled or not bool(batch.counted.any()):
+            return
+        for source in self.unsettled:
+            source.settle(batch)
+            for analyzer in self.analyzers.values():
+                analyzer.check_sites(source.model)
+        self.unsettled = ()
+
+    def _check(self, batch: Batch) -> None:
+        """Refuse a batch that an analyzer cannot take, and on the first one a lens that differs from the model's logits."""
+        for analyzer in self.analyzers.values():
+            analyzer.check_batch(batch, cast(Model, self.batches.model))
+        if self.lens_of is not None:
+            refuse_other_logits(lens_gap(self.lens_of.model, partial(self.lens_of.unembed_gap, batch)), self.lens_of.model)
+            self.lens_of = None
 
 
-def read(
-    batches: Batches,
-    analyzers: Mapping[str, Analyzer],
-    tally: Tally,
-    steps: deque[Step],
-    unsure: Source | None,
-    unsettled: Sequence[Source] = (),
-    deal: Deal = ALONE,
-) -> Iterator[Batch]:
-    """The batches that a model has to run on, after those of a checkpoint; each that is read leaves a step.
+@dataclass
+class DataPass:
+    """One pass of kernels over the data, which continues from a checkpoint and writes one.
 
-    Args:
+    Attributes:
+        label: the pass's key in the checkpoint: "first" or "main".
+        sources: the models: none for kernels that read tokens only, one, or two to compare.
         batches: the data.
         analyzers: by name.
-        tally: of the pass so far.
-        steps: is added to.
-        unsure: whose lens is yet to be compared with its logits.
-        unsettled: those of which a forward pass is to show whether their modules hand on one stream.
+        kernels: of the analyzers, by the same names.
+        tallies: of all passes of the run, by label; `run` adds this pass's.
+        checkpoint: the file that keeps the tallies.
+        total: number of counted tokens in the data, None where it is not known.
         deal: which batches this process takes.
+        state: sums so far, and the batches that wait for theirs.
     """
-    digest, resumed, seen = new_digest(), tally.batches, 0
-    for index, batch in enumerate(batches):
-        fingerprint(digest, batch)
-        seen = index + 1
-        if unsettled and bool(batch.counted.any()):
-            for source in unsettled:
-                source.settle(batch)
-                for analyzer in analyzers.values():
-                    analyzer.check_sites(source.model)
-            unsettled = ()
-        if index < resumed:
-            if seen == resumed and digest.hexdigest() != tally.digest:
-                raise _other_data(f"other rows among the first {resumed} batches")
-            continue
-        if tally.done:
-            raise _other_data(f"more than the {resumed} batches of the finished run")
-        measured = index % deal.copies == deal.copy and bool(batch.counted.any())
-        if measured:
-            for analyzer in analyzers.values():
-                analyzer.check_batch(batch, cast(Model, batches.model))
-            if unsure is not None:
-                refuse_other_logits(lens_gap(unsure.model, partial(unsure.unembed_gap, batch)), unsure.model)
-                unsure = None
-        steps.append(Step(measured, seen, len(batch.tokens), int(batch.counted.sum()), digest.hexdigest()))
-        if measured:
-            yield batch
-    if seen < resumed:
-        raise _other_data(f"{seen} batches, where {resumed} had been read")
 
+    label: str
+    sources: Sequence[Source]
+    batches: Batches
+    analyzers: Mapping[str, Analyzer]
+    kernels: Mapping[str, Kernel]
+    tallies: MutableMapping[str, Tally]
+    checkpoint: ResumableFile
+    total: int | None = None
+    deal: Deal = ALONE
+    state: PassState = field(init=False)
 
-def _run(
-    sources: list[Source],
-    batches: Iterator[Batch],
-    analyzers: Mapping[str, Analyzer],
-    kernels: Mapping[str, Kernel],
-    start: int,
-    say: Callable[[str], None],
-) -> Iterator[list[PartialSums]]:
-    if not sources:
-        return ([PartialSums(1, [], reduce(kernels, tokens_alone(batch))[1])] for batch in batches)
-    if len(sources) == 1:
-        return sources[0].stream(batches, kernels, start, say)
-    if any(source.is_remote for source in sources):
-        return exchange(sources, batches, analyzers, say)
-    return ([_together(sources, batch, kernels)] for batch in batches)
+    def __post_init__(self) -> None:
+        tally = self.tallies.get(self.label) or Tally({name: Sums() for name in self.kernels})
+        # Sums of two models arrive batch by batch.
+        self.state = PassState(tally, self.sources[0].sum_group if len(self.sources) == 1 else 1)
+        self._added_at = time.monotonic()
 
+    def run(self) -> None:
+        """Run the pass to the end of the data, and put its tally into `tallies`.
 
-def _together(sources: list[Source], batch: Batch, kernels: Mapping[str, Kernel]) -> PartialSums:
-    views = [source.collect(batch) for source in sources]
-    with kernels_alone():
-        return PartialSums(1, *reduce(kernels, *views))
+        Raises:
+            LayersimError: activations are not finite, or the data differs from that of the checkpoint.
+        """
+        if self.label == "first" and self.state.tally.done:
+            # The main pass reads the same data, and the digests of both are compared afterwards.
+            return
+        is_remote = any(source.is_remote for source in self.sources)
+        with self.checkpoint.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
+            for parts in self._partial_sums(bar.set_postfix_str):
+                self._refuse_not_finite(parts)
+                self.state.add(parts, self._seconds())
+                bar.update(self.state.tally.tokens - bar.n)
+                if is_remote or self.checkpoint.due:
+                    self.checkpoint.save(*self._snapshot())
+            self.state.add_unmeasured(self._seconds())
+            bar.update(self.state.tally.tokens - bar.n)
+        self.state.close()
+        self.tallies[self.label] = self.state.tally
+        self.checkpoint.save(*self._snapshot())
 
+    def _bar(self) -> Any:
+        return tqdm(
+            desc=TITLES[self.label],
+            unit="token",
+            unit_scale=True,
+            total=self.total,
+            initial=self.state.tally.tokens,
+            disable=None if rank_and_size()[0] == 0 else True,
+        )
 
-def settle(tally: Tally, parts: Iterable[PartialSums], steps: deque[Step], block: int, seconds: float) -> Tally:
-    """The tally with these parts in it, and with the steps that they belong to; without parts, with all steps that are left."""
-    sums, pending = tally.sums, list(tally.pending)
-    count = 0
-    for part in parts:
-        push(pending, part.count, add_sums({name: Sums() for name in sums}, part.out), add_sums)
-        count += part.count
-        if pending[0][0] >= block:
-            sums = add_sums(sums, pending.pop(0)[1])
-    measured, rows, tokens, last = 0, 0, 0, None
-    while steps and not (count and measured == count):
-        last = steps.popleft()
-        measured, rows, tokens = measured + last.measured, rows + last.rows, tokens + last.tokens
-    return Tally(
-        sums,
-        tally.batches if last is None else last.batches,
-        tally.sequences + rows,
-        tally.tokens + tokens,
-        tally.digest if last is None else last.digest,
-        tally.seconds + seconds,
-        tally.done,
-        tuple(pending),
-        tally.measured + measured,
-    )
+    def _partial_sums(self, show: Callable[[str], None]) -> Iterator[list[PartialSums]]:
+        """The sums of the batches that are left, in order."""
+        sources, batches = list(self.sources), self._reader()
+        if not sources:
+            return ([PartialSums(1, [], reduce(self.kernels, tokens_alone(batch))[1])] for batch in batches)
+        if len(sources) == 1:
+            return sources[0].stream(batches, self.kernels, self.state.tally.measured, show)
+        if any(source.is_remote for source in sources):
+            return exchange(sources, batches, self.analyzers, show)
+        return ([self._side_by_side(batch)] for batch in batches)
 
+    def _reader(self) -> Iterator[Batch]:
+        reads_head = self.label == "main" and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
+        lens_of = self.sources[0] if self.sources and reads_head else None
+        unsettled = [source for source in self.sources if source.model.stream == "unknown"]
+        return iter(PassReader(self.batches, self.analyzers, self.state, lens_of, unsettled, self.deal))
 
-def closed(tally: Tally) -> Tally:
-    """The tally of a pass that is over: with all that was pending in its sums."""
-    sums = tally.sums if not tally.pending else add_sums(tally.sums, fold(list(tally.pending), add_sums))
-    return replace(tally, sums=sums, pending=(), done=True)
+    def _side_by_side(self, batch: Batch) -> PartialSums:
+        """The sums of one batch from kernels that take the activations of both models."""
+        views = [source.collect(batch) for source in self.sources]
+        with kernels_alone():
+            return PartialSums(1, *reduce(self.kernels, *views))
 
+    def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
+        names = [source.model.layers for source in self.sources]
+        start = self.state.tally.measured
+        for part in parts:
+            batches = f"batch {start}" if part.count == 1 else f"batches {start} to {start + part.count - 1}"
+            refuse_not_finite(part.not_finite, names, batches)
 
-def _which(start: int, count: int) -> str:
-    return f"batch {start}" if count == 1 else f"batches {start} to {start + count - 1}"
+    def _seconds(self) -> float:
+        """Seconds since sums were last added."""
+        before, self._added_at = self._added_at, time.monotonic()
+        return self._added_at - before
+
+    def _snapshot(self) -> Snapshot:
+        """The tallies of all passes, for the checkpoint."""
+        return tallies_snapshot({**self.tallies, self.label: self.state.tally})
+
+    def _summed(self) -> str:
+        """Subject and verb of the note on where the sums are kept."""
+        return f"The sums of {self.state.tally.tokens} tokens are"
 
 
 def _other_data(given: str) -> LayersimError:
     return LayersimError(
-        "The data is not that of the checkpoint.",
+        "`data` is not that of the checkpoint.",
         given=given,
         expected="the same data in the same order",
         do="pass the data of the interrupted run, or another checkpoint path",
@@ -224,7 +293,11 @@ def _other_data(given: str) -> LayersimError:
 
 
 def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums]:
-    """The sums with one batch more, or with other sums; an error names the analyzer whose kernel gives what cannot be added."""
+    """The sums by analyzer, each with the sums of further batches added.
+
+    Raises:
+        LayersimError: a kernel returned something that cannot be added; its analyzer is named.
+    """
     total = {}
     for name, before in sums.items():
         try:
@@ -232,7 +305,7 @@ def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums
             total[name] = before + (more if isinstance(more, Sums) else Sums.of(more))
         except (AttributeError, KeyError, ValueError) as error:
             raise LayersimError(
-                f"What the kernel of {name!r} returned cannot be added up.",
+                f"The sums that the kernel of {name!r} returned cannot be added up.",
                 given=str(error),
                 expected="a dict of tensors whose names and shapes do not depend on the batch",
                 do="sum over the token axis inside the kernel",
@@ -249,7 +322,7 @@ class Size(NamedTuple):
 
 
 def batch_sizes(batches: Batches) -> list[Size]:
-    """The size of each batch that has something to measure. Reads the data once."""
+    """The size of each batch with a counted position. Reads the data once."""
     return [
         Size(int(batch.counted.sum()), len(batch.tokens), batch.tokens.numel())
         for batch in batches

@@ -1,43 +1,83 @@
-"""analyze and compare: batches through a source, kernels' sums added up, results made of them."""
+"""`analyze` and `compare`: run analyzers over data on one model, or on two."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from importlib.metadata import version
-from typing import Any
-
-from tqdm.auto import tqdm
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from ..analyzers import find_analyzers
-from ..analyzers.base import Analyzer, code_digest
+from ..analyzers.base import Analyzer, Run
 from ..core.addresses import shown
-from ..core.distributed import add_over_ranks, agree, rank_and_size
+from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
-from ..core.results import Report
+from ..core.results import Report, Result
 from ..core.sums import Sums
 from ..core.typed import typed
 from ..data.batches import Batches
 from ..data.options import DataOptions
-from ..models.source import Source
 from ..remote.open import open_source
-from ..remote.source import RemoteSource
-from .checkpoint import open_checkpoint
-from .cross_model import crossing
-from .data_pass import batch_sizes, one_pass
-from .remote_run import start
-from .report_assembly import make_report
-from .validation import choose_analyzers, shared_tokens, with_tokenizer
+from .remote_run import RemoteRun
+from .run import run_analysis
+from .validation import AnalyzersArgument, DataArgument, choose_analyzers, shared_tokens, with_tokenizer
+
+R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
+class _Computes(Protocol[R_co]):
+    """An analyzer, by the class of its result."""
+
+    def compute(self, sums: Sums, run: Run) -> R_co: ...
+
+
+class _Keywords(TypedDict, total=False):
+    """Keywords that `analyze` and `compare` share, for type checkers."""
+
+    tokenizer: Any
+    batch_size: int
+    seq_len: int | None
+    pack: bool
+    max_tokens: int | None
+    skip_first: int
+    prepend_bos: bool
+    column: str | None
+    checkpoint: str | os.PathLike[str] | None
+
+
+class _OneModel(_Keywords, total=False):
+    layers: list[str] | None
+    unembed: list[str] | None
+    remote: bool | str
+    tokens_per_request: int | None
+
+
+class _TwoModels(_Keywords, total=False):
+    layers: tuple[list[str] | None, list[str] | None]
+    remote: bool | str | tuple[bool | str, bool | str]
+
+
+@overload
+def analyze(
+    model: Any,
+    data: DataArgument,
+    analyzers: AnalyzersArgument,
+    *,
+    blocking: Literal[True] = True,
+    **options: Unpack[_OneModel],
+) -> Report: ...
+@overload
+def analyze(
+    model: Any, data: DataArgument, analyzers: AnalyzersArgument, *, blocking: Literal[False], **options: Unpack[_OneModel]
+) -> RemoteRun: ...
+@overload
+def analyze(
+    model: Any, data: DataArgument, analyzers: AnalyzersArgument, *, blocking: bool, **options: Unpack[_OneModel]
+) -> Report | RemoteRun: ...
 @typed
 def analyze(
     model: Any,
-    data: Any,
-    analyzers: Any,
+    data: DataArgument,
+    analyzers: AnalyzersArgument,
     *,
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
@@ -53,11 +93,11 @@ def analyze(
     checkpoint: str | os.PathLike[str] | None = None,
     tokens_per_request: int | None = None,
     blocking: bool = True,
-) -> Any:
+) -> Report | RemoteRun:
     """Run analyzers over data on one model, in one pass (two where a dataset mean is needed).
 
-    Nothing but sums is kept. The model runs in evaluation mode, without gradients, and is left as it was found. In an
-    initialised `torch.distributed` group every rank takes its share of the batches and returns the same report.
+    Memory holds sums, not activations. The model runs in evaluation mode, without gradients, and is not changed. In an
+    initialised `torch.distributed` group each rank measures a part of the batches and returns the same report.
 
     Args:
         model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
@@ -66,30 +106,30 @@ def analyze(
             `datasets.Dataset` or `IterableDataset`, or an iterable of these.
         analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options.
         layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
-        unembed: paths of the final norm and of what follows it up to the logits, for models where they are not found; the norm
+        unembed: paths of the final norm and of the modules after it up to the logits, for layouts that are not known; the norm
             first, if there is one.
         remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
-            for nnsight's simulation of a server. The model stays there, and sums come back.
-        tokenizer: in place of the model's own.
+            for nnsight's simulation of a server. Only sums return from the server.
+        tokenizer: used in place of the model's own.
         batch_size: rows in a forward pass.
-        seq_len: longest row of tokens; longer texts and rows go on in further rows. Default: 256 for texts or the model's
+        seq_len: longest row of tokens; longer texts and rows continue in further rows. Default: 256 for texts or the model's
             context if that is shorter; token rows as they are.
-        pack: join texts and cut full rows from the whole, instead of padding each.
+        pack: join texts and cut rows of full length from the joined text, instead of padding each text.
         max_tokens: stop after this many counted tokens.
         skip_first: leave out the first positions of each row, whose activations are massive in many models.
         prepend_bos: start every row that comes from text with the tokenizer's BOS, as TransformerLens does.
-        column: of a data set, the one that holds texts or tokens.
+        column: the column of a data set that holds texts or tokens.
         checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
-            same call resumes from it and ends with exactly the numbers of an undisturbed run.
-        tokens_per_request: on a server, the most positions of forward passes that one request may hold. Default: as many
-            passes as run in about 10 s, or in a quarter of the operator's limit; fewer where a job is ended for its time.
+            same call resumes from it and ends with exactly the numbers of an uninterrupted run.
+        tokens_per_request: on a server, the most positions, padding included, in one request. Default: as many forward passes
+            as run in about 10 s, or in a quarter of the operator's time limit; fewer after the server ended a job for its time.
         blocking: False to send all requests of the main pass to a server and return at once.
 
     Returns:
-        A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, which gives it later.
+        A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, whose `result()` is the report.
 
     Raises:
-        LayersimError: the call cannot be done as asked, or activations are not finite.
+        LayersimError: an argument does not fit the others, the model or the data; or activations are not finite.
 
     Example:
         >>> import tl_layersim as lsim
@@ -105,14 +145,24 @@ def analyze(
     batches = Batches(
         data, described, DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column), labelled
     )
-    return _run([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed}, blocking)
+    return run_analysis([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed}, blocking)
 
 
+@overload
+def compare(model_a: Any, model_b: Any, data: DataArgument, analyzers: str, **options: Unpack[_TwoModels]) -> Result: ...
+@overload
+def compare(
+    model_a: Any, model_b: Any, data: DataArgument, analyzers: _Computes[R_co], **options: Unpack[_TwoModels]
+) -> R_co: ...
+@overload
+def compare(
+    model_a: Any, model_b: Any, data: DataArgument, analyzers: Sequence[Analyzer | str], **options: Unpack[_TwoModels]
+) -> Report: ...
 @typed
 def compare(
     model_a: Any,
     model_b: Any,
-    data: Any,
+    data: DataArgument,
     analyzers: Any,
     *,
     layers: tuple[list[str] | None, list[str] | None] = (None, None),
@@ -126,7 +176,7 @@ def compare(
     prepend_bos: bool = True,
     column: str | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-) -> Any:
+) -> Report | Result:
     """Relate the layers of two models that read the same tokens; widths and depths may differ.
 
     Args:
@@ -135,9 +185,10 @@ def compare(
         data: as in `analyze`, tokenised once, by the first model's tokenizer.
         analyzers: one analyzer that compares, or several.
         layers: paths of the blocks of each model, for layouts that are not known.
-        remote: as in `analyze`, for both models or for each. One request is one model, so what each measures of its own layers
-            crosses and is joined here: of CKA the Gram matrices of minibatches, never the activations. How much is said first.
-        tokenizer: in place of the first model's own; the two are then taken to share it.
+        remote: as in `analyze`, for both models or for each. A request runs one model, so statistics of each model's layers
+            return from the server and are joined here: for CKA the Gram matrices of minibatches, not the activations. Their
+            size is printed first.
+        tokenizer: used in place of the first model's own, for both models.
         batch_size: see `analyze`, as for all further options.
         seq_len: see `analyze`.
         pack: see `analyze`.
@@ -148,10 +199,10 @@ def compare(
         checkpoint: see `analyze`.
 
     Returns:
-        The `Result` of a single analyzer, a `Report` of a list.
+        The `Result` of a single analyzer; a `Report` for a list of analyzers.
 
     Raises:
-        LayersimError: an analyzer does not compare, or the models do not share their tokens.
+        LayersimError: an analyzer does not compare models, or the models have different tokenizers.
 
     Example:
         >>> import tl_layersim as lsim
@@ -164,7 +215,7 @@ def compare(
         if not analyzer.compares:
             able = [cls.__name__ for cls in find_analyzers().values() if cls.compares]
             raise LayersimError(
-                f"{type(analyzer).__name__} measures one model, and cannot compare two.",
+                f"{type(analyzer).__name__} cannot compare two models.",
                 given=f"{name!r} in compare()",
                 expected=f"one of {', '.join(able)}",
                 do=f"compare(model_a, model_b, data, {able[0]}())",
@@ -177,103 +228,24 @@ def compare(
     ]
     shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
     batches = Batches(data, shared, DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column))
-    report: Report = _run(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None})
+    report = run_analysis(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None})
+    assert isinstance(report, Report)
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))
 
 
-def _run(
-    sources: list[Source],
-    batches: Batches,
-    analyzers: dict[str, Analyzer],
-    path: str | os.PathLike[str] | None,
-    asked: dict[str, Any],
-    blocking: bool = True,
-) -> Any:
-    settings = batches.record() | asked
-    models = [source.model for source in sources]
-    first_kernels = {name: k for name, a in analyzers.items() if (k := a.first_kernel()) is not None}
-    for name, analyzer in analyzers.items():
-        analyzer.check_sites(*models)
-        analyzer.check(*models)
-        if analyzer.prompts and batches.options.pack:
-            raise LayersimError(
-                f"{type(analyzer).__name__} takes each row for a prompt, and packed rows end anywhere in a text.",
-                given="pack=True",
-                expected="one text a row",
-                do="pack=False, in a call of its own if other analyzers want packed rows; --no-pack on the command line",
-            )
-        if name in first_kernels and batches.one_shot:
-            raise LayersimError(
-                f"{type(analyzer).__name__} reads the data twice, and this data is gone after one pass.",
-                given=type(batches.data).__name__,
-                expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
-                do="list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else ""),
-            )
-    for analyzer in analyzers.values():
-        if said := analyzer.cost(models[0]):
-            tqdm.write(said, file=sys.stderr)
-    options = {name: analyzer.options() for name, analyzer in analyzers.items()}
-    identity = {
-        "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in models],
-        "analyzers": {name: (f"{type(a).__module__}.{type(a).__qualname__}", options[name]) for name, a in analyzers.items()},
-        "code": {name: code_digest(a) for name, a in analyzers.items()},
-        "data": settings,
-        "version": version("tl_layersim"),
-    }
-    deal = agree([source.peers() for source in sources])
-    checkpoint, tallies = open_checkpoint(path, identity, deal)
-    total = _announce(sources, batches, analyzers, len(first_kernels) > 0)
-    with ExitStack() as stack:
-        for source in sources:
-            stack.enter_context(source.evaluating())
-            if any(analyzer.needs_calls for analyzer in analyzers.values()):
-                stack.enter_context(source.with_calls())
-        first: dict[str, Sums] = {}
-        if first_kernels:
-            # Counting tokens or labels needs no model.
-            without = all(analyzers[name].first_without_model for name in first_kernels)
-            asked_first = {name: analyzers[name] for name in first_kernels}
-            where = [] if without else sources
-            one_pass("first", "first look", where, batches, asked_first, first_kernels, tallies, checkpoint, total, deal)
-            first = add_over_ranks(tallies["first"].sums, deal)
-        kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in analyzers.items()}
-        if not blocking:
-            assert isinstance(sources[0], RemoteSource)
-            digest = tallies["first"].digest if first_kernels else ""
-            return start(sources[0], batches, analyzers, kernels, first, settings, digest)
-        one_pass("main", "layers", sources, batches, analyzers, kernels, tallies, checkpoint, total, deal)
-    tally = tallies["main"]
-    if first_kernels:
-        tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)
-    if first_kernels and tallies["first"].digest != tally.digest:
-        raise LayersimError(
-            "The data was not the same on the second pass.",
-            given=f"{tallies['first'].tokens} tokens, then {tally.tokens}" + (" others" if tally.tokens else ""),
-            expected="data that gives the same rows each time it is iterated over",
-            do="list(data)",
-        )
-    settings = settings | batches.found()
-    places = [record for source in sources if (record := source.record())]
-    if places:
-        settings = settings | {"remote": places}
-    # What a forward pass showed of them is known by now.
-    models = [source.model for source in sources]
-    return make_report(analyzers, models, tally, add_over_ranks(tally.sums, deal), first, settings)
-
-
 def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
-    """Refuse, before anything is opened, options that contradict each other."""
+    """Refuse options that contradict each other, before a model is opened."""
     on_server = remote not in (False, "local")
     if on_server and rank_and_size()[1] > 1:
         raise LayersimError(
-            "Several processes would send the same server the work of one.",
+            "`remote` cannot be used in a torch.distributed group: every process would send the same requests.",
             given="remote= in a torch.distributed group",
             expected="one process",
             do="call it in one process; the server does the work",
         )
     if not blocking and not on_server:
         raise LayersimError(
-            "`blocking=False` needs a model on an NDIF server, which goes on by itself.",
+            "`blocking=False` needs a model on an NDIF server.",
             given=f"blocking=False with remote={shown(remote)}",
             expected="remote=True, or the address of an NDIF server",
             do="leave out blocking=False",
@@ -285,27 +257,3 @@ def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | o
             expected="one of them",
             do="run.save(path) keeps the sums that arrived too",
         )
-
-
-def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], twice: bool) -> int | None:
-    """Say what a run on a server will ask of it, before it does; and how many tokens there will be, where that is known."""
-    remote_sources = [source for source in sources if source.is_remote]
-    if not remote_sources or batches.one_shot:
-        if len(sources) == 2 and remote_sources:
-            raise LayersimError(
-                "What has to cross between two models is stated first, and this data is gone after one pass.",
-                given=type(batches.data).__name__,
-                expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset",
-                do="list(data)",
-            )
-        return batches.options.max_tokens
-    sizes = batch_sizes(batches)
-    tokens = sum(size.tokens for size in sizes)
-    if len(sources) == 2:
-        # Not a courtesy of terminals, as bars are: what is asked of a server is said wherever this runs.
-        tqdm.write(crossing(analyzers, sources, [(size.tokens, size.rows) for size in sizes]), file=sys.stderr)
-    elif sizes:
-        largest = max(sizes, key=lambda size: size.positions)
-        remote_sources[0].refuse_larger(largest.rows, largest.positions)
-        tqdm.write(remote_sources[0].plan(2 if twice else 1, len(sizes), tokens, largest.positions), file=sys.stderr)
-    return tokens

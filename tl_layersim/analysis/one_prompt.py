@@ -1,10 +1,7 @@
-"""Pictures of one prompt: what each layer would say at each token, and the path of each token through the layers."""
+"""Figures of one prompt: the prediction of each layer after each token, and the path of each token through the layers."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,21 +12,15 @@ from torch import Tensor
 
 from ..analyzers.base import check_memory, need_head
 from ..core.errors import LayersimError
-from ..core.provenance import Provenance
 from ..core.results import Result, axes
-from ..core.tally import Tally
 from ..core.typed import typed
-from ..data.batches import Batches
-from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL
-from ..data.options import DataOptions
 from ..models.layer_logits import read_lens, saturation_layers
 from ..models.model_info import Model
-from ..models.validation import lens_gap, need_stream, refuse_bad_logits, refuse_not_finite, refuse_other_logits
-from ..models.view import Kernel, View
+from ..models.validation import refuse_bad_logits
+from ..models.view import View
 from ..remote.open import open_source
-from .report_assembly import record
-from .validation import with_tokenizer
+from .prompt_run import PromptKernel, run_on_prompt
 
 if TYPE_CHECKING:
     import pandas
@@ -39,10 +30,10 @@ if TYPE_CHECKING:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PredictionGrid(Result):
-    """What each block would say after each token of a prompt. Tensors are float64.
+    """The first choice of each block after each token of a prompt, by the logit lens. Tensors are float64.
 
     Attributes:
-        values: `token layer`, the same as `probability`: of the layer's first choice.
+        values: `token layer`, the same as `probability`: probability of the layer's first choice.
         saturation_layer: `token`, index from 0 of the block from which on the first choice is the final one.
         words: `token layer`, the first choices as text.
         tokens: the prompt's tokens as text.
@@ -70,18 +61,20 @@ class PredictionGrid(Result):
         return self.values
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
-        """The grid: a column for each token, a row for each block, the word and its probability; saturation framed.
+        """A heatmap with a column for each token and a row for each block: the first choice and its probability.
 
-        Bold words are final: the block's choice and all later ones are the last block's (Jiang, Zhou and Zhu 2024, figure 20).
+        Bold words are final: this block and all later ones choose the last block's word. The saturation layer is framed
+        (Jiang, Zhou and Zhu 2024, figure 20).
         """
-        from ..reporting.figures import word_grid
+        from ..reporting.tokens import prediction_heatmap
 
         if field not in ("values", "probability"):
             return super().plot(field)
-        return word_grid(self.words, self.values.numpy(), self.saturation_layer.long().tolist(), self.tokens, self.layers[1:])
+        saturation = self.saturation_layer.long().tolist()
+        return prediction_heatmap(self.words, self.values.numpy(), saturation, self.tokens, self.layers[1:])
 
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
-        """Of `probability`, with the word, the token's position and whether the word is final beside it."""
+        """A tidy table; for `probability` also with the word, the token's position and whether the word is final."""
         table = super().to_frame(field)
         if field in ("values", "probability"):
             blocks = self.values.shape[1]
@@ -103,7 +96,7 @@ class TrajectoryPCA(Result):
 
     Attributes:
         values: `token residual component`, coordinates; the last layer's mean is the origin.
-        explained: `component`, share of the last layer's variance along each.
+        explained: `component`, fraction of the last layer's variance along each.
         tokens: the prompt's tokens as text.
     """
 
@@ -118,14 +111,14 @@ class TrajectoryPCA(Result):
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """One line for each token, from the embedding to the last block; the prompt's last token in black."""
-        from ..reporting.figures import paths
+        from ..reporting.tokens import token_paths
 
         if field != "values":
             return super().plot(field)
-        return paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
+        return token_paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
 
     def headline(self) -> dict[str, float]:
-        return {"share of the last layer's variance in the plane": float(self.explained.sum())}
+        return {"fraction of the last layer's variance in the plane": float(self.explained.sum())}
 
 
 @typed
@@ -141,7 +134,7 @@ def prediction_grid(
     tokenizer: Any = None,
     prepend_bos: bool = True,
 ) -> PredictionGrid:
-    """What each block would say after each token of one prompt, as a picture and a table.
+    """The first choice of each block after each token of one prompt, by the logit lens, as a figure and a table.
 
     Args:
         model: as in `analyze`.
@@ -151,11 +144,11 @@ def prediction_grid(
         layers: as in `analyze`.
         unembed: as in `analyze`.
         remote: as in `analyze`.
-        tokenizer: as in `analyze`; without one, words are ids.
+        tokenizer: as in `analyze`; without a tokenizer, words are shown as ids.
         prepend_bos: as in `analyze`.
 
     Raises:
-        LayersimError: the model has no head that says words, or the prompt is longer than its context.
+        LayersimError: the model has no head over a vocabulary, or the prompt is longer than its context.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.1, figure 20.
@@ -173,8 +166,8 @@ def prediction_grid(
     check_memory(lens_memory_mb)
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb))
     source = open_source(model, layers=layers, unembed=unembed, remote=remote)
-    options = {"norm": norm}
-    out, tokens, word, provenance = ask(source, prompt, lambda _: kernel, check, tokenizer, prepend_bos, options, lens=True)
+    needs = PromptKernel(make=lambda _: kernel, options={"norm": norm}, check=check, lens=True)
+    out, tokens, word, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
     refuse_bad_logits(out["bad"], source.model.layers)
     return PredictionGrid(
         values=out["probability"].double().T.contiguous(),
@@ -204,9 +197,9 @@ def trajectory_pca(
         prompt: a text, or token ids `pos`.
         layers: as in `analyze`.
         remote: as in `analyze`.
-        tokenizer: as in `analyze`; without one, tokens are shown as ids.
+        tokenizer: as in `analyze`; without a tokenizer, tokens are shown as ids.
         prepend_bos: as in `analyze`.
-        skip_first: leave out the first positions: in many models the first token's path is so long that it is all one sees.
+        skip_first: leave out the first positions: in many models the path of the first token is far longer than all others.
 
     Raises:
         LayersimError: there are fewer than three tokens.
@@ -220,16 +213,12 @@ def trajectory_pca(
         >>> path.values.shape[1:], bool(path.explained[0] > path.explained[1])
         (torch.Size([9, 2]), True)
     """
-
-    def check(described: Model) -> None:
-        return
-
     source = open_source(model, layers=layers, remote=remote)
-    options = {"skip_first": skip_first}
-    out, tokens, _, provenance = ask(source, prompt, lambda _: pca_kernel, check, tokenizer, prepend_bos, options)
+    needs = PromptKernel(make=lambda _: pca_kernel, options={"skip_first": skip_first})
+    out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
     if not bool(out["explained"].isfinite().all()):
         raise LayersimError(
-            "The last layer has no plane: it is the same at every token.",
+            "The last layer has no principal plane: its residual is the same at every token.",
             given=f"{len(tokens)} tokens, {len(set(tokens))} of them different",
             expected="tokens that differ",
             do="another prompt",
@@ -241,79 +230,6 @@ def trajectory_pca(
         layers=source.model.layers,
         provenance=provenance,
     )
-
-
-def ask(
-    source: Any,
-    prompt: Any,
-    kernel: Callable[[int], Kernel],
-    check: Callable[[Model], None],
-    tokenizer: Any,
-    prepend_bos: bool,
-    options: dict[str, Any],
-    *,
-    lens: bool = False,
-    calls: bool = False,
-    least: int = 3,
-) -> tuple[dict[str, Tensor], tuple[str, ...], Callable[[int], str], Provenance]:
-    """What a kernel finds in one prompt; its tokens as text; how an id is written; and the record.
-
-    Args:
-        source: the model.
-        prompt: a text, or token ids.
-        kernel: gives, for so many tokens, what runs beside the activations, or refuses them.
-        check: refuses a model that this cannot be asked of.
-        tokenizer: in place of the model's own.
-        prepend_bos: as in `analyze`.
-        options: for the record.
-        lens: whether the kernel reads logits, which are then checked against the model's own.
-        calls: whether it calls blocks again.
-        least: how many tokens it needs.
-    """
-    start = time.perf_counter()
-    described = with_tokenizer(source.model, tokenizer)
-    need_stream(described, "This picture", parts=True)
-    check(described)
-    skip_first = options.get("skip_first", 0)
-    rows = Batches(
-        prompt, described, DataOptions(batch_size=1, seq_len=described.context, skip_first=skip_first, prepend_bos=prepend_bos)
-    )
-    batches = list(rows)
-    if len(batches) != 1:
-        raise LayersimError(
-            "This is a picture of one prompt." if batches else "The prompt is empty.",
-            given=f"{len(batches)} rows of tokens",
-            expected=f"one row, of at most {described.context or 256} tokens",
-            do="one shorter prompt; lsim.analyze(model, texts, ...) for many",
-        )
-    batch = batches[0]
-    if int(batch.counted.sum()) < least:
-        raise LayersimError(
-            "The prompt is too short for a picture.",
-            given=f"{int(batch.counted.sum())} tokens",
-            expected=f"{least} or more",
-            do="a longer prompt",
-        )
-    asked = kernel(int(batch.counted.sum()))
-    with source.evaluating(), source.with_calls() if calls else nullcontext():
-        source.settle(batch)
-        need_stream(source.model, "This picture", parts=True)
-        if described.head is not None and lens:
-            refuse_other_logits(lens_gap(described, partial(source.unembed_gap, batch)), described)
-        not_finite, out = source.run(batch, {"picture": asked})
-    refuse_not_finite(not_finite, [described.layers], "this prompt")
-    digest = new_digest()
-    fingerprint(digest, batch)
-    counted = batch.tokens[batch.counted].tolist()
-    tally = Tally({}, 1, 1, len(counted), digest.hexdigest(), time.perf_counter() - start)
-
-    def word(token: int) -> str:
-        # One by one: what a token adds to a text, leading space and all.
-        return str(token) if described.tokenizer is None else str(described.tokenizer.decode([token]))
-
-    found = {name: value.cpu() for name, value in out["picture"].items()}
-    options = rows.record() | rows.found() | options
-    return found, tuple(word(t) for t in counted), word, record([described], tally, options, None)
 
 
 def grid_kernel(view: View, *, normed: bool, memory_mb: float) -> dict[str, Tensor]:

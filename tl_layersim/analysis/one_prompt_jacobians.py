@@ -19,8 +19,8 @@ from ..jacobians.validation import need_calls, need_memory, refuse_trouble
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ..remote.open import open_source
-from .one_prompt import ask
 from .positions import connections_of, different, numbers_of, pair_of
+from .prompt_run import PromptKernel, run_on_prompt
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -67,7 +67,7 @@ class BlockJacobians(Result):
 
     def plot(self, field: str = "singular_values") -> plotly.graph_objects.Figure:
         """Singular values by number, a line for each block and pair, on a logarithmic axis."""
-        from ..reporting.figures import spectra
+        from ..reporting.curves import spectra
 
         if field != "singular_values":
             return super().plot(field)
@@ -136,11 +136,11 @@ class CouplingMatrices(Result):
 
     def plot(self, field: str = "matrices") -> plotly.graph_objects.Figure:
         """All |A| in one picture, a tile for each pair."""
-        from ..reporting.figures import tiles
+        from ..reporting.matrix import matrix_tiles
 
         if field != "matrices":
             return super().plot(field)
-        return tiles(self.matrices.abs().numpy(), self.connections, "Coupling matrices")
+        return matrix_tiles(self.matrices.abs().numpy(), self.connections, "Coupling matrices")
 
     def headline(self) -> dict[str, float]:
         other = ~torch.eye(len(self.values), dtype=torch.bool)
@@ -204,7 +204,8 @@ def block_jacobians(
     options = {"blocks": list(chosen), "positions": asked, "method": method}
     need_memory(memory_mb)
     check = partial(_check, what="block_jacobians", differences=method == "finite-difference", k=None)
-    out, tokens, _, provenance = ask(source, prompt, kernel, check, tokenizer, prepend_bos, options, calls=True, least=1)
+    needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
     layers_of = tuple(source.model.layers[1 + block] for block in chosen)
     refuse_trouble(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
     values = out["jacobians"].double()
@@ -299,7 +300,8 @@ def coupling_matrices(
     options |= {"diagonal": diagonal, "seed": seed}
     need_memory(memory_mb)
     check = partial(_check, what="coupling_matrices", differences=method == "finite-difference", k=k)
-    out, tokens, _, provenance = ask(source, prompt, kernel, check, tokenizer, prepend_bos, options, calls=True, least=1)
+    needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
+    out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
     of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
     refuse_trouble(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
     values, null = out["values"].double(), out["null"].double()

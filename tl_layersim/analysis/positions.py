@@ -1,4 +1,4 @@
-"""Which blocks and tokens of a prompt a user means: numbers from the start or the end, pairs, and what is left to vary."""
+"""Blocks, tokens and pairs of tokens of a prompt, from the numbers that a user gives for them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..core.errors import LayersimError
 
 
 def numbers_of(layers: Sequence[Any] | None, blocks: int) -> tuple[int, ...]:
-    """Numbers of the chosen blocks, from 0."""
+    """Numbers of the chosen blocks, counted from 0; all blocks where `layers` is empty or holds paths."""
     if not layers or isinstance(layers[0], str):
         return tuple(range(blocks))
     wrong = [layer for layer in layers if not -blocks <= layer < blocks]
     if wrong or len({layer % blocks for layer in layers}) < len(layers):
         raise LayersimError(
-            "There is no such block." if wrong else "A block stands twice.",
+            "`layers` names a block that does not exist." if wrong else "`layers` names a block twice.",
             given=f"layers={list(layers)}",
             expected=f"different numbers from 0 to {blocks - 1}, or negative ones from the end",
             do=f"layers=[0, {blocks - 1}]" if blocks > 1 else "layers=[0]",
@@ -23,37 +23,37 @@ def numbers_of(layers: Sequence[Any] | None, blocks: int) -> tuple[int, ...]:
     return tuple(layer % blocks for layer in layers)
 
 
-def pair_of(one: Any, tokens: int) -> tuple[int, int]:
-    """t_in and t_out from 0."""
-    both = (-1, -1) if one == "last" else (one, one) if isinstance(one, int) else one
-    plain = isinstance(both, tuple | list) and len(both) == 2 and all(type(t) is int for t in both)
-    if not plain or one is True or one is False:
+def pair_of(position: Any, tokens: int) -> tuple[int, int]:
+    """t_in and t_out, counted from 0, of "last", a token or a pair."""
+    pair = (-1, -1) if position == "last" else (position, position) if isinstance(position, int) else position
+    plain = isinstance(pair, tuple | list) and len(pair) == 2 and all(type(token) is int for token in pair)
+    if not plain or position is True or position is False:
         raise LayersimError(
-            "This is no position.",
-            given=f"{one!r} in positions=",
+            "`positions` must be tokens or pairs of tokens.",
+            given=f"{position!r} in positions=",
             expected="'last', a list of tokens, or of pairs (t_in, t_out)",
             do="positions=[(0, 5), -1]",
         )
-    return token_of(both[0], tokens), token_of(both[1], tokens)
+    return token_of(pair[0], tokens), token_of(pair[1], tokens)
 
 
-def different(asked: list[Any]) -> list[Any]:
-    """The same, if there are any and none stands twice."""
-    if not asked or len(set(asked)) < len(asked):
+def different(chosen: list[Any]) -> list[Any]:
+    """The chosen positions, checked: at least one, and all different."""
+    if not chosen or len(set(chosen)) < len(chosen):
         raise LayersimError(
-            "A connection stands twice." if asked else "There is nothing to relate.",
-            given=f"{asked[:6]}" if asked else "positions=[]",
+            "`positions` names a connection twice." if chosen else "`positions` is empty.",
+            given=f"{chosen[:6]}" if chosen else "positions=[]",
             expected="one or more different positions",
             do="leave out those that are the same token, counted from the other end",
         )
-    return asked
+    return chosen
 
 
 def token_of(position: int, tokens: int) -> int:
-    """A token's index from 0."""
+    """The index of a token, counted from 0."""
     if not -tokens <= position < tokens:
         raise LayersimError(
-            "There is no such token.",
+            "A position lies outside of the prompt.",
             given=f"token {position} of a prompt of {tokens}",
             expected=f"a number from 0 to {tokens - 1}, or a negative one from the end",
             do="-1 for the last",
@@ -73,7 +73,7 @@ def connections_of(
     wrong = [t for t in moving if not first <= t < last]
     if wrong:
         raise LayersimError(
-            "In a causal model a token has no effect on earlier ones.",
+            "`positions` must lie between input and output: in a causal model a token has no effect on earlier ones.",
             given=f"token {wrong[0]} and {'input' if along == 'fixed-input' else 'output'} {at}, along={along!r}",
             expected=f"positions from {first} to {last - 1}",
             do=f"positions={list(range(first, last))[:4]}; of any pair in any model: block_jacobians",

@@ -1,4 +1,4 @@
-"""Coupling of many models or checkpoints: against a score, by regression; over training; and who is coupled with whom."""
+"""Coupling of many models or checkpoints: regression of a score on it, its course in training, and the network of blocks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from ..core.typed import typed
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
+    from plotly.graph_objects import Figure
+else:
+    # plotly is imported when a figure is made: a check of the type at every call would import it first.
+    Figure = Any
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Relation:
-    """A straight line through the scores of models over their mean coupling, by ordinary least squares.
+    """Linear regression of models' scores on their mean coupling, by ordinary least squares.
 
     Attributes:
         names: of the models.
@@ -32,8 +36,9 @@ class Relation:
         scores: `model`.
         slope: of the score by coupling.
         intercept: of the score.
-        r_squared: share of the scores' variance that the line explains.
-        p_value: of the slope, two-sided, under normal errors. Models of one family are not independent: it is then too small.
+        r_squared: fraction of the scores' variance that the line explains.
+        p_value: of the slope, two-sided, under normal errors. For models of one family, which are not independent, it is too
+            small.
         confidence: of the band.
         band: `point 4`: coupling, the line, and the lower and upper end of the confidence interval of the mean score there.
     """
@@ -49,11 +54,11 @@ class Relation:
     band: Float64[Tensor, "point 4"]
 
     def __repr__(self) -> str:
-        found = f"score = {self.intercept:.4g} + {self.slope:.4g} coupling"
-        return f"Relation({len(self.names)} models: {found}, R2 = {self.r_squared:.3g}, p = {self.p_value:.2g})"
+        equation = f"score = {self.intercept:.4g} + {self.slope:.4g} coupling"
+        return f"Relation({len(self.names)} models: {equation}, R2 = {self.r_squared:.3g}, p = {self.p_value:.2g})"
 
     def to_frame(self) -> pandas.DataFrame:
-        """One line for each model, with what the line says."""
+        """A table of the models with their coupling, their score and the fitted score."""
         import pandas
 
         fit = self.intercept + self.slope * self.coupling
@@ -63,19 +68,19 @@ class Relation:
 
     def plot(self) -> plotly.graph_objects.Figure:
         """The scores over coupling, the line, and its confidence band (Aubry et al. 2025, figure 1 a)."""
-        from ..reporting.figures import regression
+        from ..reporting.curves import regression
 
         x, fit, low, high = self.band.T.numpy()
         title = f"R² = {self.r_squared:.2f}, p = {self.p_value:.2g}, {len(self.names)} models"
         line = {"x": x, "fit": fit, "low": low, "high": high}
         return regression(
-            self.coupling.numpy(), self.scores.numpy(), list(self.names), line, (title, "mean coupling of blocks", "score")
+            self.coupling.numpy(), self.scores.numpy(), list(self.names), line, (title, "Mean coupling of blocks", "Score")
         )
 
 
 @typed
 def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence: int | float = 0.95) -> Relation:
-    """Does coupling go with a benchmark score, over models?
+    """Regress a benchmark score on mean coupling, over models.
 
     Args:
         results: `BlockCoupling` results by model name, or mean couplings as numbers.
@@ -83,11 +88,11 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
         confidence: of the band around the line.
 
     Raises:
-        LayersimError: there are fewer than three models, names differ, or all couplings are the same.
+        LayersimError: there are fewer than three models, names differ, or all couplings or all scores are the same.
 
     Source:
-        Aubry et al. 2025 (arXiv 2407.07810), section 5.4 and figure 1 a: R² = 0.75 over their base models. Their mean takes the
-        diagonal in, see `BlockCouplingResult.mean`.
+        Aubry et al. 2025 (arXiv 2407.07810), section 5.4 and figure 1 a: R² = 0.75 over their base models. Their mean includes
+        the diagonal, see `BlockCouplingResult.mean`.
 
     Example:
         >>> import tl_layersim as lsim
@@ -98,11 +103,13 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
     from statsmodels.api import OLS, add_constant
 
     if results.keys() != scores.keys() or len(results) < 3:
-        odd = sorted(results.keys() ^ scores.keys())
+        unmatched = sorted(results.keys() ^ scores.keys())
         raise LayersimError(
-            "Every model needs a coupling and a score." if odd else "A line through so few models says nothing.",
-            given=f"{', '.join(odd)} on one side only" if odd else f"{len(results)} models",
-            expected="the same names on both sides, three or more",
+            "`results` and `scores` must name the same models."
+            if unmatched
+            else "`results` holds too few models for a regression.",
+            given=f"{', '.join(unmatched)} on one side only" if unmatched else f"{len(results)} models",
+            expected="the same names in both, three or more",
             do="relate({name: report['block_coupling'], ...}, {name: score, ...})",
         )
     if not 0 < confidence < 1:
@@ -118,10 +125,10 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
     flat = [bool(np.ptp(v) <= 1e-9 * np.abs(v).max()) for v in (x, y)]
     if not (np.isfinite(x).all() and np.isfinite(y).all()) or any(flat):
         raise LayersimError(
-            "There is no line through these.",
+            "`results` and `scores` must be finite and differ between models.",
             given=f"couplings {x.round(4).tolist()}, scores {y.tolist()}",
             expected="finite numbers that differ",
-            do="check the models: one of a single block has no coupling",
+            do="check the models: a model of a single block has no coupling",
         )
     fitted = OLS(y, add_constant(x)).fit()
     grid = np.linspace(x.min(), x.max(), 50)
@@ -146,7 +153,7 @@ def _mean(result: Any) -> float:
     if isinstance(result, int | float) and not isinstance(result, bool):
         return float(result)
     raise LayersimError(
-        "This is no coupling.",
+        "`results` must hold couplings.",
         given=type(result).__name__,
         expected="a BlockCouplingResult, or its mean as a number",
         do="report['block_coupling']",
@@ -154,32 +161,32 @@ def _mean(result: Any) -> float:
 
 
 def _same_options(results: list[BlockCouplingResult]) -> None:
-    """Refuse to set numbers beside each other that mean something else."""
-    asked = ("diagonal", "positions")
+    """Refuse couplings that were measured with different options; warn where the data differs."""
+    recorded = ("diagonal", "positions")
     data = {r.provenance.data for r in results}
     if len(data) > 1:
         warnings.warn(
-            "These couplings were measured on different prompts, whose length and content matter.",
+            "`results` were measured on different prompts, and coupling depends on their length and content.",
             LayersimWarning,
             stacklevel=4,
         )
-    found = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in asked))) for r in results}
-    if len(found) > 1:
+    options = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in recorded))) for r in results}
+    if len(options) > 1:
         raise LayersimError(
-            "These results were not measured in the same way.",
-            given=f"k, normalize, diagonal, positions: {sorted(found)}",
+            "`results` were measured with different options.",
+            given=f"k, normalize, diagonal, positions: {sorted(options)}",
             expected="one set of options",
             do=f"the same options for all, such as lsim.BlockCoupling(k={results[0].ks[0]})",
         )
 
 
 @typed
-def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks") -> Any:
-    """Mean coupling over training checkpoints, or over whatever the keys are, with neighbours and the null beside it.
+def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks") -> Figure:
+    """A figure of mean coupling over training checkpoints, with the coupling of neighbours and of random vectors.
 
     Args:
-        results: `BlockCoupling` results by training step, in order. Numbers that span more than a factor of 20 are drawn on a
-            logarithmic axis; with 0 among them, side by side.
+        results: `BlockCoupling` results by training step or name, in order. Numbers that span more than a factor of 20 have a
+            logarithmic axis; with 0 among them, equal distances.
         title: of the figure.
 
     Returns:
@@ -188,12 +195,12 @@ def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks")
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), figure 1 b.
     """
-    from ..reporting.figures import curves
+    from ..reporting.curves import sweep
 
     others = [type(one).__name__ for one in results.values() if not isinstance(one, BlockCouplingResult)]
     if not results or others:
         raise LayersimError(
-            "There is nothing to draw.",
+            "`results` must hold results of BlockCoupling.",
             given=", ".join(others) or "no results",
             expected="one or more results of BlockCoupling",
             do="plot_sweep({step: report['block_coupling'], ...})",
@@ -204,20 +211,20 @@ def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks")
         "neighbours": [result.neighbours() for result in results.values()],
         "random vectors": [result.mean("null_coupling") for result in results.values()],
     }
-    return curves(list(results), series, (title, "training step", "coupling"))
+    return sweep(list(results), series, (title, "Training step", "Coupling"))
 
 
 @typed
 def plot_adjacency(
     result: BlockCouplingResult, *, strongest: int | float | None = None, title: str = "Coupling of blocks"
-) -> Any:
-    """Blocks on a circle, and between each two an edge, the more opaque the more they are coupled beyond chance.
+) -> Figure:
+    """A figure of blocks on a circle with an edge between each two, the more opaque the more they are coupled beyond chance.
 
     An edge is the mean of both directions, from 0 at the null to 1 at full coupling.
 
     Args:
         result: of `BlockCoupling` with `normalize=True`.
-        strongest: of an edge that is fully opaque, the same for pictures that are compared; this one's strongest by default.
+        strongest: strength of an edge that is fully opaque, for figures that are compared; by default the strongest edge here.
         title: of the figure.
 
     Returns:
@@ -226,7 +233,7 @@ def plot_adjacency(
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), figure 1 c to e.
     """
-    from ..reporting.figures import adjacency
+    from ..reporting.network import coupling_network
 
     if strongest is not None and not 0 < strongest < math.inf:
         raise LayersimError(
@@ -237,14 +244,14 @@ def plot_adjacency(
         )
     if not result.normalize:
         raise LayersimError(
-            "Edges need couplings between 0 and 1.",
+            "`result` must hold normalised couplings, between 0 and 1.",
             given="normalize=False",
             expected="a result of BlockCoupling(normalize=True)",
             do="lsim.BlockCoupling()",
         )
     beyond = (result.null - result.values) / result.null.clamp(min=1e-9)
     strength = ((beyond + beyond.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0)
-    # A block with itself is no edge.
+    # A block has no edge to itself.
     strength.fill_diagonal_(0.0)
     full = float(strength.max()) if strongest is None else strongest
-    return adjacency(strength.numpy(), full, result.layers[1:], title)
+    return coupling_network(strength.numpy(), full, result.layers[1:], title)

@@ -1,4 +1,4 @@
-"""Work that was sent to a server and not waited for: it can be kept in a file, and picked up elsewhere."""
+"""`RemoteRun`: an analysis whose requests were all sent to a server, to be collected later or in another process."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from ..models.validation import refuse_not_finite
 from ..models.view import Kernel
 from ..remote.client import NdifClient
 from ..remote.failures import TransientFailure
-from ..remote.open import open_source
+from ..remote.open import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
-from .data_pass import Step, closed, read, settle
+from .data_pass import PassReader, PassState, take_steps
 from .kept_runs import Job, KeptRun, parsed
 from .report_assembly import make_report
-from .validation import choose_analyzers
+from .validation import AnalyzersArgument, choose_analyzers
 
-# A request of this many positions, where the user names no other number: nothing was timed yet.
+# Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.
 TOKENS_PER_REQUEST = 8192
-# Seconds between two looks at the jobs, and until a job that the server has never heard of is taken for lost.
+# Seconds between two polls of the jobs, and until a job that the server does not know counts as lost.
 PAUSE = 1.0
 FORGOTTEN = 60.0
-# How often a job is sent that fails for no reason of its own.
+# How often a failed job is sent again, unless it was too long.
 ATTEMPTS = 5
 KIND = "remote_run"
 
 
 @named
 class RemoteRun:
-    """An analysis that goes on at an NDIF server; `analyze(..., remote=True, blocking=False)` returns one.
+    """An analysis that runs on an NDIF server; `analyze(..., remote=True, blocking=False)` returns one.
 
-    Nothing here holds a key: whoever picks it up uses the key that nnsight finds there.
+    It holds no API key: the process that collects it uses the key that nnsight is set to there.
 
     Attributes:
         server: address of the server.
-        analyzers: what is measured, by name.
+        analyzers: by name.
 
     Example:
         >>> run = lsim.analyze(model, texts, [lsim.CKA()], remote=True, blocking=False)  # doctest: +SKIP
@@ -90,24 +90,25 @@ class RemoteRun:
         return Counter(job.state for job in self._jobs)
 
     def status(self) -> dict[str, int]:
-        """How many jobs are in which state, as the server says: QUEUED, RUNNING, COMPLETED, ERROR ... Fetches what is done."""
+        """The number of jobs in each state of the server: QUEUED, RUNNING, COMPLETED, ERROR ... Fetches completed jobs."""
         for job in self._jobs:
             if job.state not in ("COMPLETED", "ERROR"):
-                self._look(job)
+                self._poll(job)
         return dict(self._count())
 
     def result(self, timeout: float | None = None) -> Report:
-        """Wait for all jobs, and make the report of their sums.
+        """Wait for all jobs, and assemble the report of their sums.
 
-        A job that was too long for the server, or that the server has lost, is sent again (in halves, if it was too long) where
-        the model is at hand: in the process that sent it, or after `load_run(path, model=...)`.
+        A job that was too long for the server, or that the server has lost, is sent again (as two jobs, if it was too long)
+        where the model is loaded: in the process that sent it, or after `load_run(path, model=...)`.
 
         Args:
-            timeout: seconds to wait at most; None for as long as it takes.
+            timeout: seconds to wait at most; None for no limit.
 
         Raises:
-            TimeoutError: the time is over; what has arrived is kept.
-            LayersimError: a job failed and cannot be sent again, or the server is gone; what has arrived is kept.
+            TimeoutError: the time is over; sums that have arrived are kept.
+            LayersimError: a job failed and cannot be sent again, or the server cannot be reached; sums that have arrived are
+                kept.
         """
         end = None if timeout is None else time.monotonic() + timeout
         total = sum(step.tokens for job in self._jobs for step in job.steps)
@@ -120,15 +121,15 @@ class RemoteRun:
                 if states.get("COMPLETED") == len(self._jobs):
                     break
                 for job in [job for job in self._jobs if job.state == "ERROR"]:
-                    self._again(job)
-                self._give_up_on_a_silent_server()
+                    self._send_again(job)
+                self._refuse_silent_server()
                 if end is not None and time.monotonic() > end:
                     raise TimeoutError(f"{self!r} after {timeout} s. Nothing is lost: call result() again, or save(path).")
                 time.sleep(PAUSE)
         return self._report()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Keep the run in a file: job names, the sums that arrived, and the tokens of what has not."""
+        """Write the run to a file: names of its jobs, sums that arrived, and tokens of the jobs that are not complete."""
         tensors: dict[str, Tensor] = {}
         jobs = []
         for number, job in enumerate(self._jobs):
@@ -143,7 +144,7 @@ class RemoteRun:
             jobs.append(
                 {
                     "id": job.id,
-                    # A refusal is not kept: the next process hears it from the server again.
+                    # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
                     "attempts": job.attempts,
                     "batches": [{"first": batch.first, "origins": batch.origins} for batch in job.batches],
@@ -168,56 +169,57 @@ class RemoteRun:
         ResumableFile(path, KIND).write(header, tensors)
         return Path(path)
 
-    def _look(self, job: Job) -> None:
-        """Ask for the server's word on a job, and take its answer if there is one."""
-        word, now = self._ndif.poll(job.id), time.monotonic()
-        if not word.reached:
-            self._unreached = self._unreached or (now, word.failure)
+    def _poll(self, job: Job) -> None:
+        """Take the state of a job from the server, and its sums if it is complete."""
+        reply, now = self._ndif.poll(job.id), time.monotonic()
+        if not reply.reached:
+            self._unreached = self._unreached or (now, reply.failure)
             return
         self._unreached = None
-        if word.state is None:
+        if reply.state is None:
             job.silent_since = job.silent_since or now
             if now - job.silent_since > FORGOTTEN:
-                job.state, job.failure = "ERROR", "the server knows nothing of it"
+                job.state, job.failure = "ERROR", "the server does not know it"
             return
-        job.state, job.silent_since, job.failure = word.state, None, word.failure
-        job.halve, job.final = word.halve, word.final
-        if word.state != "COMPLETED":
+        job.state, job.silent_since, job.failure = reply.state, None, reply.failure
+        job.halve, job.final = reply.halve, reply.final
+        if reply.state != "COMPLETED":
             return
         try:
-            parts = partial_sums((word.result or {}).get("found") or [])
+            parts = partial_sums((reply.result or {}).get("found") or [])
             for part in parts:
                 refuse_not_finite(part.not_finite, [self._model.layers], f"job {job.id}")
         except LayersimError as error:
             job.state, job.failure, job.final = "ERROR", str(error), error
             return
         except (AttributeError, TypeError, ValueError) as error:
-            job.state, job.failure = "ERROR", f"its answer is of another form ({error})"
+            job.state, job.failure = "ERROR", f"its result has another form ({error})"
             return
         if sum(part.count for part in parts) != len(job.batches):
-            job.state, job.failure = "ERROR", "its answer is not whole"
+            job.state, job.failure = "ERROR", "its result is not complete"
             return
         job.parts, job.batches = parts, []
 
-    def _give_up_on_a_silent_server(self) -> None:
+    def _refuse_silent_server(self) -> None:
+        """Stop waiting for a server that could not be reached for as long as the client's patience."""
         if self._unreached is not None and time.monotonic() - self._unreached[0] > self._ndif.patience:
             raise self._ndif.failures.given_up(TransientFailure(self._unreached[1]), 1)
 
-    def _again(self, job: Job) -> None:
-        """Send a failed job once more, in two halves if it was too long."""
+    def _send_again(self, job: Job) -> None:
+        """Send a failed job once more, as two jobs if it was too long."""
         if job.final is not None:
             raise job.final
         single = job.halve and len(job.batches) == 1
-        tired = job.attempts > ATTEMPTS
-        if self._source is None or single or tired:
+        often = job.attempts > ATTEMPTS
+        if self._source is None or single or often:
             rows = len(job.batches[0].tokens)
-            why = "and holds a single forward pass" if single else "and the model is not at hand"
+            why = "and holds a single forward pass" if single else "and the model is needed to send it again"
             raise LayersimError(
-                f"A job did not end well, {f'{job.attempts} times' if tired else why}.",
+                f"A job on the server failed, {f'{job.attempts} times' if often else why}.",
                 given=f"job {job.id}: {job.failure}",
                 expected="a forward pass that fits into a job"
                 if single
-                else "a server that ends it, and the model to send it again",
+                else "a server that completes it, and the model to send it again",
                 do=f"batch_size={max(1, rows // 2)} in a new analysis" if single else "lsim.load_run(path, model=model), later",
             )
         half = 1 << ((len(job.batches) - 1).bit_length() - 1) if job.halve else len(job.batches)
@@ -226,35 +228,27 @@ class RemoteRun:
         for piece in (job.batches[:half], job.batches[half:]):
             if piece:
                 name = self._source.send(piece, self._kernels)
-                fresh.append(Job(name, piece, _of(steps, len(piece)), attempts=attempts))
+                fresh.append(Job(name, piece, take_steps(steps, len(piece)), attempts=attempts))
         fresh[-1].steps += steps
         where = self._jobs.index(job)
         self._jobs[where : where + 1] = fresh
 
     def _report(self) -> Report:
-        tally = Tally({name: Sums() for name in self.analyzers})
+        state = PassState(Tally({name: Sums() for name in self.analyzers}), BLOCK)
         for job in self._jobs:
-            steps = deque(job.steps)
-            tally = settle(tally, job.parts, steps, BLOCK, 0.0)
-            tally = settle(tally, [], steps, BLOCK, 0.0)
-        tally = replace(closed(tally), seconds=time.time() - self._record["sent"])
+            state.waiting.extend(job.steps)
+            state.add(job.parts)
+            state.add_unmeasured()
+        state.close()
+        tally = replace(state.tally, seconds=time.time() - self._record["sent"])
         place = {**self._record["place"], **self._traffic()}
         return make_report(self.analyzers, [self._model], tally, tally.sums, self._first, {**self._settings, "remote": [place]})
 
     def _traffic(self) -> dict[str, int]:
-        """Requests and bytes, those of earlier processes included."""
+        """Numbers of requests and bytes, those of earlier processes included."""
         ndif, before = self._ndif, self._record["before"]
         now = {"requests": ndif.requests, "bytes_sent": ndif.sent, "bytes_received": ndif.received}
         return {name: before[name] + value for name, value in now.items()}
-
-
-def _of(steps: deque[Step], measured: int) -> list[Step]:
-    """The steps of so many batches that a model has to run on, taken off the list."""
-    taken: list[Step] = []
-    while measured:
-        taken.append(steps.popleft())
-        measured -= taken[-1].measured
-    return taken
 
 
 def start(
@@ -266,47 +260,61 @@ def start(
     settings: Mapping[str, Any],
     digest: str,
 ) -> RemoteRun:
-    """Send all requests of the main pass, and return without waiting for their answers."""
-    steps: deque[Step] = deque()
-    unsure = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
+    """Send all requests of the main pass, and return without waiting for their results.
+
+    Args:
+        source: the model on a server.
+        batches: the data.
+        analyzers: by name.
+        kernels: of the analyzers.
+        first: sums of the first pass, by analyzer.
+        settings: how data and model were opened, for the record.
+        digest: of the data in the first pass, "" without one.
+    """
+    state = PassState(Tally())
+    lens_of = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
     most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
-    reading = iter(tqdm(read(batches, analyzers, Tally(), steps, unsure), desc="sending", unit="batch", disable=None))
+    reader = PassReader(batches, analyzers, state, lens_of)
+    reading = iter(tqdm(reader, desc="sending", unit="batch", disable=None))
     for group in source.schedule.groups(reading, 0, most, lambda: BLOCK):
-        jobs.append(Job(source.send(group, kernels), group, _of(steps, len(group))))
+        jobs.append(Job(source.send(group, kernels), group, take_steps(state.waiting, len(group))))
     if not jobs:
-        make_report(analyzers, [source.model], Tally(sequences=sum(step.rows for step in steps)), {}, first, settings)
-    jobs[-1].steps += steps
+        state.add_unmeasured()
+        make_report(analyzers, [source.model], state.tally, {}, first, settings)
+    jobs[-1].steps += state.waiting
     if digest and jobs[-1].steps[-1].digest != digest:
         raise LayersimError(
-            "The data was not the same on the second pass.",
+            "`data` was not the same on the second pass.",
             given=type(batches.data).__name__,
             expected="data that gives the same rows each time it is iterated over",
             do="list(data)",
         )
-    settings = {**settings, **batches.found()}
+    settings = {**settings, **batches.row_counts()}
     record = {"sent": sent, "place": source.record(), "before": {"requests": 0, "bytes_sent": 0, "bytes_received": 0}}
     return RemoteRun(source, source.model, analyzers, kernels, first, settings, jobs, source.ndif, record)
 
 
 @typed
-def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any = None, remote: str | None = None) -> RemoteRun:
-    """A run that `RemoteRun.save` kept, in this process or another.
+def load_run(
+    path: str | os.PathLike[str], *, model: Any = None, analyzers: AnalyzersArgument | None = None, remote: str | None = None
+) -> RemoteRun:
+    """Read a run that `RemoteRun.save` wrote, in this process or another.
 
     Args:
         path: the file.
         model: the nnsight model, which is needed only to send a failed job again.
         analyzers: as they were given to `analyze`; needed where they are not those of this package or hold tensors.
-        remote: the server's address with a login, where it needs one: files keep none.
+        remote: the server's address with a login, where it needs one: files keep no login.
 
     Raises:
-        LayersimError: the file is none, or the analyzers, the model or the server are not those of the run.
+        LayersimError: the file holds no run, or the analyzers, the model or the server are not those of the run.
     """
 
     def parse(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Mapping[str, Any], KeptRun]:
         if notes.get("version") != version("tl_layersim"):
             raise LayersimError(
-                f"{path} was sent by another tl_layersim, whose sums may mean something else.",
+                f"{path} was sent by another version of tl_layersim, whose sums may have another meaning.",
                 given=f"tl_layersim {version('tl_layersim')}",
                 expected=f"tl_layersim {notes.get('version')}",
                 do=f"pip install tl_layersim=={notes.get('version')}",
@@ -321,7 +329,7 @@ def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any 
     given = {name: _recipe(analyzer) for name, analyzer in chosen.items()}
     if given != header["analyzers"]:
         raise LayersimError(
-            "These are not the analyzers of this run.",
+            "`analyzers` are not those of the run.",
             given=str(given)[:300],
             expected=str(header["analyzers"])[:300],
             do="pass analyzers= as they were given to analyze()",
@@ -330,7 +338,7 @@ def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any 
     ndif = NdifClient(server, header["model_key"], {})
     if ndif.name != header["server"]:
         raise LayersimError(
-            "This is not the server of this run.",
+            "`remote` is not the server of the run.",
             given=f"remote={shown(server)}",
             expected=header["server"],
             do="pass the same address, with its login",
@@ -339,12 +347,11 @@ def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any 
     settings = header["settings"]
     source: RemoteSource | None = None
     if model is not None:
-        opened = open_source(model, remote=server, layers=settings["layers"], unembed=settings["unembed"])
-        assert isinstance(opened, RemoteSource)
+        opened = on_server(open_source(model, remote=server, layers=settings["layers"], unembed=settings["unembed"]))
         now, then = ((m.name, m.config_hash, m.dtype, m.source, m.layers) for m in (opened.model, described))
         if now != then or without_secrets(opened.ndif.model_key) != header["model_key"]:
             raise LayersimError(
-                "This is not the model of this run.",
+                "`model` is not the model of the run.",
                 given=f"{without_secrets(opened.ndif.model_key)} {now[:4]}",
                 expected=f"{header['model_key']} {then[:4]}",
                 do="load the same model from the same place, revision and adapter included",
@@ -354,28 +361,29 @@ def load_run(path: str | os.PathLike[str], *, model: Any = None, analyzers: Any 
 
 
 def _recipe(analyzer: Analyzer) -> dict[str, Any]:
+    """Class, options and digest of the code of an analyzer, as a file keeps them."""
     cls = type(analyzer)
     where = f"{cls.__module__}.{cls.__qualname__}"
     return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}
 
 
 def _rebuilt(name: str, recipe: Mapping[str, Any]) -> Analyzer:
-    """An analyzer of this package, or of one that offers it, from its options; no class is imported because a file names it."""
+    """An analyzer from the options in a file. Only installed analyzers are restored: no class is imported by a file's name."""
     cls = find_analyzers().get(name)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
     if cls is None or f"{cls.__module__}.{cls.__qualname__}" != recipe["class"]:
-        found = None
+        restored = None
     else:
         try:
-            found = cls(**options)
+            restored = cls(**options)
         except LayersimError:
-            # Labels that were a tensor are only a digest in the file.
-            found = None
-    if found is None or _recipe(found) != recipe:
+            # A tensor of labels is only a digest in the file.
+            restored = None
+    if restored is None or _recipe(restored) != recipe:
         raise LayersimError(
-            f"The analyzer {name!r} of this run cannot be made again from the file.",
+            f"The analyzer {name!r} of the run cannot be restored from the file.",
             given=f"{recipe['class']} with {recipe['options']}",
             expected="the analyzers as they were given to analyze()",
             do="lsim.load_run(path, analyzers=[...])",
         )
-    return found
+    return restored

@@ -1,4 +1,4 @@
-"""From sums to a report: each analyzer's result, with the record of what was measured on what."""
+"""Assembly of a report: the result of each analyzer from its sums, and its provenance."""
 
 from __future__ import annotations
 
@@ -25,10 +25,22 @@ def make_report(
     first: Mapping[str, Sums],
     data_options: Mapping[str, Any],
 ) -> Report:
-    """Results of all analyzers from their sums."""
+    """The results of all analyzers.
+
+    Args:
+        analyzers: by name.
+        models: the model, or the two that were compared.
+        tally: counts of the data, and its digest.
+        sums: of the main pass, by analyzer.
+        first: of the first pass, by analyzer.
+        data_options: how the data was read, for the provenance.
+
+    Raises:
+        LayersimError: no token was counted, or an analyzer refuses its sums.
+    """
     if tally.tokens == 0:
         raise LayersimError(
-            "There is nothing to measure: the data is empty." if tally.sequences == 0 else "No token is left to measure.",
+            "`data` is empty." if tally.sequences == 0 else "`data` has no counted token.",
             given=f"{tally.sequences} rows, 0 counted tokens",
             expected="at least one row with a token that is not masked",
             do="check the data" if tally.sequences == 0 else "check the attention mask and skip_first=",
@@ -42,7 +54,7 @@ def make_report(
         result = analyzer.compute(sums[name], run)
         if not isinstance(result, Result):
             raise LayersimError(
-                f"{type(analyzer).__name__}.compute returned no result.",
+                f"{type(analyzer).__name__}.compute must return a Result.",
                 given=type(result).__name__,
                 expected="a Result, such as LayerCurve or LayerMatrix",
                 do="return tl_layersim.core.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
@@ -52,18 +64,18 @@ def make_report(
 
 
 def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:
-    """What was measured on what."""
+    """The provenance of a result: models, data, options and versions."""
 
-    def both(values: list[str]) -> str:
+    def joined(values: list[str]) -> str:
         return " | ".join(values)
 
     return Provenance(
-        model=both([m.name for m in models]),
-        config_hash=both([m.config_hash for m in models]),
-        weights_hash=both([m.weights_hash for m in models]),
-        source=both([m.source for m in models]),
-        basis=both([m.basis for m in models]),
-        dtype=both([m.dtype for m in models]),
+        model=joined([m.name for m in models]),
+        config_hash=joined([m.config_hash for m in models]),
+        weights_hash=joined([m.weights_hash for m in models]),
+        source=joined([m.source for m in models]),
+        basis=joined([m.basis for m in models]),
+        dtype=joined([m.dtype for m in models]),
         data=tally.digest,
         tokens=tally.tokens,
         sequences=tally.sequences,
@@ -76,10 +88,10 @@ def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], se
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

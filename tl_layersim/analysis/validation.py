@@ -1,14 +1,14 @@
-"""What is settled before a run: which analyzers, and which tokenizer two models share."""
+"""Validation of a run's arguments: the chosen analyzers, the tokenizer, and the tokens that two models share."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass, replace
 from types import FunctionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer
@@ -17,12 +17,19 @@ from ..core.typed import brief
 from ..data.options import DATA_OPTIONS
 from ..models.model_info import Model
 
+if TYPE_CHECKING:
+    AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str]
+    DataArgument: TypeAlias = Iterable[Any]
+else:
+    # Not checked as types in a call: `choose_analyzers` and the readers of data name what is wrong and what to write.
+    AnalyzersArgument = DataArgument = Any
+
 
 def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
-    """Analyzers by name; a name stands for that analyzer with its defaults.
+    """Analyzers by name; a name selects that analyzer with its default options.
 
     Raises:
-        LayersimError: a name is not known, nothing was given, or one name stands twice.
+        LayersimError: a name is not known, no analyzer is given, or two have the same name.
     """
     items = list(analyzers) if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else [analyzers]
     chosen: dict[str, Analyzer] = {}
@@ -42,7 +49,7 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
         _check_analyzer(item)
         if item.name in chosen:
             raise LayersimError(
-                "`analyzers` holds two of one name, and a report has one result of a name.",
+                "`analyzers` holds two analyzers of the same name, and a report has one result for each name.",
                 given=f"{item.name!r} twice",
                 expected="each analyzer once",
                 do="call analyze() once for each set of options",
@@ -54,17 +61,17 @@ def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
 
 
 def _check_analyzer(analyzer: Any) -> None:
-    """Refuse, before anything runs, an analyzer whose result could not be kept."""
+    """Refuse, before the model runs, an analyzer whose result could not be recorded."""
     if not isinstance(analyzer, Analyzer | type):
         raise LayersimError(
-            "`analyzers` has something in it that is no analyzer.",
+            "`analyzers` holds something other than an analyzer.",
             given=brief(analyzer),
             expected="an Analyzer or the name of one",
             do="[lsim.Cosine(), lsim.CKA()]",
         )
     if isinstance(analyzer, type):
         raise LayersimError(
-            f"`analyzers` holds the class {analyzer.__name__}, not an analyzer made of it.",
+            f"`analyzers` holds the class {analyzer.__name__}, not an instance of it.",
             given=analyzer.__name__,
             expected="an object",
             do=f"{analyzer.__name__}(), with brackets" if issubclass(analyzer, Analyzer) else "lsim.Cosine()",
@@ -79,7 +86,7 @@ def _check_analyzer(analyzer: Any) -> None:
         )
     if not is_dataclass(analyzer):
         raise LayersimError(
-            f"{type(analyzer).__name__} is no dataclass, so its options cannot be recorded.",
+            f"{type(analyzer).__name__} must be a dataclass, so that its options can be recorded.",
             given=type(analyzer).__name__,
             expected="a frozen dataclass",
             do="@dataclass(frozen=True) above the class",
@@ -87,7 +94,7 @@ def _check_analyzer(analyzer: Any) -> None:
     clash = cast(Analyzer, analyzer).options().keys() & set(DATA_OPTIONS)
     if clash:
         raise LayersimError(
-            f"{type(analyzer).__name__} has an option that the data has too, and a record keeps one of a name.",
+            f"{type(analyzer).__name__} has an option of the same name as an option of the data.",
             given=", ".join(sorted(clash)),
             expected=f"names other than {', '.join(DATA_OPTIONS)}",
             do="rename the field of the dataclass",
@@ -95,12 +102,12 @@ def _check_analyzer(analyzer: Any) -> None:
 
 
 def with_tokenizer(model: Model, tokenizer: Any) -> Model:
-    """The model with a tokenizer that was given in place of its own."""
+    """The model with `tokenizer` in place of its own, unless that is None."""
     if tokenizer is None:
         return model
     if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType):
         raise LayersimError(
-            "`tokenizer` is no tokenizer.",
+            "`tokenizer` must be a loaded tokenizer.",
             given=f"tokenizer={brief(tokenizer)}",
             expected="a loaded Hugging Face tokenizer",
             do="AutoTokenizer.from_pretrained(name)",
@@ -109,13 +116,22 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:
-    """What holds for both models, and a refusal where the same ids would be different words."""
+    """The inputs that both models accept.
+
+    Args:
+        a: the first model, whose tokenizer is used.
+        b: the second model.
+        given: whether the user passed a tokenizer for both.
+
+    Raises:
+        LayersimError: the same ids are different tokens in the two vocabularies.
+    """
     if not given and a.tokenizer is not None and b.tokenizer is not None and a.tokenizer is not b.tokenizer:
         words_a, words_b = a.tokenizer.get_vocab(), b.tokenizer.get_vocab()
         if words_a != words_b:
             odd = next((w for w in words_a if words_b.get(w) != words_a[w]), next(iter(words_b), ""))
             raise LayersimError(
-                "The two models read different tokens, so their samples do not match.",
+                "The two models have different tokenizers, so their samples do not match.",
                 given=f"{odd!r} is token {words_a.get(odd)} of {a.name} and {words_b.get(odd)} of {b.name}",
                 expected="models with the same tokenizer",
                 do="models of one family; tokenizer=... only if both were trained with it; or vectors of whole texts, as "
@@ -125,8 +141,8 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
     if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:
         warnings.warn(
-            f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, and nothing shows that the same id is the same "
-            "word in both. Set model.tokenizer on each, and it is checked.",
+            f"The vocabularies have {a.vocabulary} and {b.vocabulary} entries, so the same id may be another token in the "
+            "second model. Set model.tokenizer on each model, and the vocabularies are compared.",
             LayersimWarning,
             stacklevel=3,
         )
@@ -135,7 +151,7 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
         return min((v for v in (x, y) if v is not None), default=None)
 
     context = smaller(a.context, b.context)
-    # Refusals of long rows name whose context it is.
+    # Errors about long rows name the model with the shorter context.
     name = a.name if context == a.context else b.name
     vocabulary = smaller(a.vocabulary, b.vocabulary)
     return replace(a, name=name, vocabulary=vocabulary, context=context, **a.inputs_with(b))

@@ -1,4 +1,4 @@
-"""Rows, batches and labels from whatever a user passes as data."""
+"""Data of any accepted kind as rows of tokens, batches and labels."""
 
 from .batches import Batch
 

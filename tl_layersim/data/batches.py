@@ -1,4 +1,4 @@
-"""Data: texts, data sets and token tensors become rows of tokens, and rows become right-padded batches with masks."""
+"""Batches: rows of tokens from any accepted data, padded on the right, with masks and labels."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Batch:
 
     Attributes:
         tokens: `batch pos`, int64.
-        attention: `batch pos`, what the model attends to; False at padding.
-        counted: `batch pos`, what analyzers see: attended and not among the first `skip_first` positions of its row.
-        first: the number of its first row, counted from the start of the data.
-        labels: `batch pos`, the data's own labels, `NO_LABEL` where a position has none; None if the data has no labels.
-        origins: for each row, which row of the data it came from (-1 for several) and at which position of it it starts.
+        attention: `batch pos`, positions that the model attends to; False at padding.
+        counted: `batch pos`, positions that analyzers measure: attended, and not among the first `skip_first` of the row.
+        first: number of the batch's first row, counted from the start of the data.
+        labels: `batch pos`, the data's own labels, `NO_LABEL` at positions without a label; None if the data has no labels.
+        origins: for each row, the row of the data that it came from (-1 for several) and its start position in that row.
     """
 
     tokens: Tensor
@@ -45,28 +45,28 @@ class Batch:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """`batch pos` twice: which row and which position of the data each token came from; the row is -1 for several."""
+        """Row and position of the data that each token came from, each `batch pos`; the row is -1 for several."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
 
     @property
     def padded(self) -> bool:
-        """Whether the model has to be told what is padding."""
+        """Whether the batch has padding, so that the model needs a mask."""
         return not bool(self.attention.all())
 
     @property
     def next_tokens(self) -> Tensor:
-        """`batch pos`, the token that follows, `NO_LABEL` where nothing that is attended to does."""
+        """The token after each position, `batch pos`; `NO_LABEL` where no attended token follows."""
         return next_tokens(self.tokens, self.attention)
 
     @property
     def first_row(self) -> Batch:
-        """Its first row alone, without padding."""
+        """The first row as a batch, without padding."""
         return self.rows(0, 1)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Some of its rows, as wide as the longest of them."""
+        """The rows from `start` to before `stop` as a batch, as wide as the longest of them."""
         width = int(self.attention[start:stop].any(0).nonzero()[-1]) + 1
         cut = (slice(start, stop), slice(0, width))
         labels = None if self.labels is None else self.labels[cut]
@@ -75,7 +75,14 @@ class Batch:
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text without BOS, its class and number, and whether special tokens of its own took the place of BOS."""
+    """Tokens of a text without BOS.
+
+    Attributes:
+        ids: the tokens.
+        label: class of the text, None without one.
+        number: of the text in the data.
+        own: whether the text began with a special token of its own, in place of the BOS.
+    """
 
     ids: list[int]
     label: int | None
@@ -89,9 +96,9 @@ class Batches:
 
     Args:
         data: see `tl_layersim.analyze`.
-        model: whose tokenizer, vocabulary and context apply.
+        model: the model whose tokenizer, vocabulary and context apply.
         options: how the data is read.
-        labelled: whether an analyzer wants the data's own labels.
+        labelled: whether an analyzer needs the data's own labels.
     """
 
     data: Any
@@ -105,7 +112,7 @@ class Batches:
             refuse_path(self.data)
         if self.options.seq_len and self.model.context and self.options.seq_len > self.model.context:
             raise LayersimError(
-                "The model does not take rows this long.",
+                "`seq_len` is longer than the model's context.",
                 given=f"seq_len={self.options.seq_len}",
                 expected=f"at most {self.model.context}, the context of {self.model.name}",
                 do=f"seq_len={self.model.context}",
@@ -122,10 +129,11 @@ class Batches:
         known = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
         return self.options.record() | {"tokenizer": known}
 
-    def found(self) -> dict[str, int]:
-        """What the last pass over the data did of itself, for a result's provenance.
+    def row_counts(self) -> dict[str, int]:
+        """Numbers of rows that the last pass over the data treated specially, for a result's provenance.
 
-        `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was made here.
+        `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
+        from padding ids.
         """
         return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked}
 
@@ -141,11 +149,11 @@ class Batches:
         return self._limited(self._rows())
 
     def batch(self, rows: list[Row], first: int) -> Batch:
-        """Rows side by side, padded on the right to the longest.
+        """A batch of rows, padded on the right to the longest.
 
         Args:
-            rows: which.
-            first: the number of the first of them.
+            rows: at least one.
+            first: number of the first of them.
         """
         length = max(len(row.tokens) for row in rows)
         tokens = torch.full((len(rows), length), _pad_id(self.model))
@@ -164,7 +172,7 @@ class Batches:
         return Batch(tokens, attention, counted, first, labels, tuple((row.source, row.start) for row in rows))
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows until `max_tokens` are counted; the last one is cut so that the number is met exactly."""
+        """Rows until `max_tokens` are counted; the last row is cut to meet that number exactly."""
         left = self.options.max_tokens
         for row in rows:
             if left is None:
@@ -194,7 +202,7 @@ class Batches:
         for row in pieces:
             if context and len(row.tokens) > context:
                 raise LayersimError(
-                    "A row is longer than the model's context.",
+                    "`data` has a row that is longer than the model's context.",
                     given=f"{len(row.tokens)} tokens",
                     expected=f"at most {context}",
                     do=f"seq_len={context}, which cuts longer rows into several",
@@ -206,7 +214,7 @@ class Batches:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or (self.model.vocabulary and high >= self.model.vocabulary):
             raise LayersimError(
-                f"Token ids lie outside the vocabulary of {self.model.name}.",
+                f"`data` has token ids outside the vocabulary of {self.model.name}.",
                 given=f"ids from {low} to {high}",
                 expected=f"0 to {(self.model.vocabulary or 0) - 1}",
                 do="tokenise with the model's own tokenizer, or pass the texts themselves",
@@ -220,11 +228,11 @@ class Batches:
         return [bos] if self.options.prepend_bos and bos is not None and not self._own_specials() else []
 
     def _own_specials(self) -> bool:
-        """Whether the tokenizer adds its special tokens by itself: [CLS] models, and those without a BOS."""
+        """Whether the tokenizer adds its own special tokens: those of [CLS] models, and those without a BOS."""
         return self.model.tokenizer.bos_token_id is None or self.model.tokenizer.cls_token_id is not None
 
     def _windows(self, text: Encoded) -> Iterator[Row]:
-        """A text's tokens as rows; a long text goes on in further rows, nothing is cut off."""
+        """Rows of a text's tokens; a long text continues in further rows, without losing a token."""
         self.notes.own_bos += text.own
         start = 0
         while start < len(text.ids):
@@ -234,11 +242,11 @@ class Batches:
             start += taken
 
     def _row(self, ids: list[int], own: bool) -> tuple[Tensor, int]:
-        """A row of at most the text length from the ids, with a BOS that is not there yet; and how many ids it took.
+        """A row of at most the text length, with a BOS, and the number of ids in it.
 
         Args:
-            ids: what stands next.
-            own: whether it begins with a BOS.
+            ids: the next ids of the text.
+            own: whether they begin with a BOS, so that none is added.
         """
         self.notes.own_bos += own
         bos = [] if own else self._bos()
@@ -249,9 +257,9 @@ class Batches:
         return (part for part in row.split(self.options.seq_len or len(row.tokens)) if part.attention.any())
 
     def _packed(self) -> Iterator[Row]:
-        """Full rows cut from all texts with an end-of-text token between them, and what is left."""
+        """Full rows cut from all texts, with an end-of-text token between texts, and a last shorter row."""
         held: list[int] = []
-        # Beside each id whether it separates texts: an end-of-text token may be the BOS too, and is none there.
+        # For each id, whether it separates texts: an end-of-text token may be the BOS too, and does not count as one here.
         separates: list[bool] = []
 
         def cut(least: int) -> Iterator[Row]:
@@ -268,7 +276,7 @@ class Batches:
         for item in self._encoded():
             if isinstance(item, Row):
                 raise LayersimError(
-                    "Only texts can be packed.",
+                    "`pack` applies to texts only.",
                     given=f"a row of {len(item.tokens)} tokens with pack=True",
                     expected="texts",
                     do="pack=False: rows of tokens are taken as they are",
@@ -276,7 +284,7 @@ class Batches:
             end = self.model.tokenizer.eos_token_id
             ids = item.ids
             if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self._bos():
-                # The separator is the BOS that this text brings along.
+                # The separator is the BOS of this text.
                 del held[-1], separates[-1]
             held += ids + ([end] if end is not None else [])
             separates += [False] * len(ids) + ([True] if end is not None else [])
@@ -310,14 +318,14 @@ class Batches:
                 expected="tokens, or a model that carries its tokenizer",
                 do="pass tokenizer=..., or token ids",
             )
-        # BOS is ours to add, once per row, so that every source sees the same tokens: TransformerLens changes the tokenizers
-        # that it loads to add their own.
+        # This package adds BOS, once per row, so that every source reads the same tokens: TransformerLens changes the
+        # tokenizers that it loads, so that they add their own.
         ids = tokenizer(texts, add_special_tokens=self._own_specials(), verbose=False)["input_ids"]
         for tokens, (number, item) in zip(ids, items, strict=True):
             yield self._undoubled(Encoded(tokens, item.label, number, False))
 
     def _undoubled(self, text: Encoded) -> Encoded:
-        """Without the special tokens that a tokenizer added at the ends of a text that has them already."""
+        """The text without special tokens that the tokenizer doubled at its ends."""
         if not self._own_specials():
             return text
         tokenizer, ids = self.model.tokenizer, text.ids
@@ -329,7 +337,11 @@ class Batches:
 
 
 def _readable(text: str | None, number: int) -> str:
-    """The text, if it is one that a tokenizer can take."""
+    """The text of a row, checked.
+
+    Raises:
+        LayersimError: the text is missing, or cannot be written as UTF-8.
+    """
     if text is None:
         raise LayersimError(
             f"`data` has no text in row {number}.",
@@ -350,13 +362,13 @@ def _readable(text: str | None, number: int) -> str:
 
 
 def found_in(*parts: Batches) -> dict[str, int]:
-    """`Batches.found` of several data sets together."""
-    each = [part.found() for part in parts]
-    return {name: sum(one[name] for one in each) for name in (each[0] if each else ())}
+    """The sums of `Batches.row_counts` over several data sets."""
+    counts = [part.row_counts() for part in parts]
+    return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
 
 
 def next_tokens(tokens: Tensor, attention: Tensor) -> Tensor:
-    """The token that follows each position of a row, `NO_LABEL` where nothing that is attended to does; all `batch pos`."""
+    """The token after each position, `batch pos`; `NO_LABEL` where no attended token follows."""
     following = torch.full_like(tokens, NO_LABEL)
     pair = attention[:, :-1] & attention[:, 1:]
     following[:, :-1] = torch.where(pair, tokens[:, 1:], NO_LABEL)

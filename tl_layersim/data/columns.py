@@ -1,4 +1,4 @@
-"""Columns of a mapping or a data set: where its texts or tokens are, and which inputs of the model stand beside them."""
+"""Columns of a mapping or a data set: the column of texts or tokens, and columns that are further inputs of the model."""
 
 from __future__ import annotations
 
@@ -14,46 +14,49 @@ from .model_inputs import ModelInputs
 
 LABELS = ("labels", "label")
 TOKENS = ("input_ids", "tokens")
-# What a tokenizer writes beside input_ids.
+# Further outputs of tokenizers.
 OF_TOKENS = ("token_type_ids", "position_ids")
 ATTACH = "with lsim.attach(model, analyzers) as probe: "
 
 
 def refuse_dropped(data: Mapping[str, Any], model: ModelInputs) -> None:
-    """Refuse a column that the model's forward takes and that would not reach it, unless it says what leaving it out does.
+    """Refuse a column that the model's forward accepts and that is not passed on, unless it holds the model's default.
 
     Args:
-        data: the columns that are not read here.
-        model: what would be given the data.
+        data: the columns that are not read.
+        model: the model that the data is for.
+
+    Raises:
+        LayersimError: names the column.
     """
-    for name, same in model.inputs.items():
+    for name, default in model.inputs.items():
         value = data.get(name)
-        if value is None or (same is not None and _all_equal(value, same)):
+        if value is None or (default is not None and _all_equal(value, default)):
             continue
         raise LayersimError(
             f"`{name}` in the data is an input of {model.name} that would not reach it.",
             given=f"data with {', '.join(f'`{key}`' for key in data)}",
             expected="token ids or texts, an attention_mask and labels: nothing else is passed on"
-            + ("" if same is None else f"; or `{name}` of {same} alone, which is what the model takes where it is left out"),
+            + ("" if default is None else f"; or `{name}` of {default} only, the value that the model uses without it"),
             do=f"{ATTACH}model(**inputs), which passes every input; aligned_loss(model, tokens, inputs=...) or AlignedTrainer "
             f"to train; or data without `{name}`, if the model is to run without it",
         )
 
 
 def is_text(value: Any) -> bool:
-    """A text, or texts among which some may be missing."""
+    """Whether a value is a text, or a list of texts of which some may be missing."""
     if not isinstance(value, list):
         return isinstance(value, str)
     return any(isinstance(x, str) for x in value) and all(isinstance(x, str) or is_missing(x) for x in value)
 
 
 def is_missing(value: Any) -> bool:
-    """None, NaN, or what pandas has for them."""
+    """Whether a value is None, NaN, or pandas' NA or NaT."""
     return value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
 
 
 def as_plain(value: Any) -> Any:
-    """Texts and lists of any kind (a tuple, an array of texts, a column of a table) as a list; all else as it is."""
+    """A sequence (a tuple, an array of texts, a column of a table) as a list; any other value unchanged."""
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUT":
         return value
     if isinstance(value, np.ndarray) or type(value).__name__ == "Series":
@@ -62,21 +65,21 @@ def as_plain(value: Any) -> Any:
 
 
 def find_column(data: Mapping[str, Any]) -> str | None:
-    """Where the texts or tokens are, as far as that is clear."""
+    """The column of texts or tokens, None where several may be meant."""
     known = [name for name in (*TOKENS, "text") if name in data]
     texts = [name for name in data if is_text(data[name])]
     empty = [name for name in data if is_missing(data[name]) and name not in LABELS]
-    found = known or texts or empty
-    return found[0] if known or len(found) == 1 else None
+    candidates = known or texts or empty
+    return candidates[0] if known or len(candidates) == 1 else None
 
 
 def unclear_columns(data: Mapping[str, Any], column: str | None) -> LayersimError:
-    """The refusal of a mapping whose tokens or texts are not found."""
+    """The error for a mapping whose column of tokens or texts is not clear."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
     likely = [name for name in data if name not in LABELS and (is_text(data[name]) or _is_ids(data[name]))]
     do = f"name it: column={likely[0]!r}" if likely else "data with a column of texts, or of token ids as `input_ids`"
     return LayersimError(
-        "It is not clear where the texts or tokens are.",
+        "`data` has no column that is clearly its texts or tokens.",
         given=f"fields {list(data)}" + (f" and column={column!r}" if column else ""),
         expected="input_ids, tokens or text, or one single text column",
         do=f"name it: data[{splits[0]!r}]" if splits else do,
@@ -84,21 +87,21 @@ def unclear_columns(data: Mapping[str, Any], column: str | None) -> LayersimErro
 
 
 def _is_ids(value: Any) -> bool:
-    """Rows of whole numbers, or one row."""
+    """Whether a value is rows of whole numbers, or one row."""
     while isinstance(value, list) and value:
         value = value[0]
     return isinstance(value, int) or (isinstance(value, Tensor | np.ndarray) and "int" in str(value.dtype))
 
 
 def is_chat(value: Any) -> bool:
-    """Messages of a chat: mappings with role and content, in lists."""
+    """Whether a value is the messages of a chat: mappings with role and content, in lists."""
     while isinstance(value, list) and value:
         value = value[0]
     return isinstance(value, Mapping) and {"role", "content"} <= set(value)
 
 
 def chat_refusal(where: str, given: str) -> LayersimError:
-    """The refusal of messages, with the call that makes texts of them."""
+    """The error for chat messages, with the call that turns them into texts."""
     return LayersimError(
         "`data` holds chat messages, which become texts by the model's own chat template.",
         given=given,
@@ -108,7 +111,7 @@ def chat_refusal(where: str, given: str) -> LayersimError:
 
 
 def _all_equal(value: Any, number: int) -> bool:
-    """Whether a value, nested as it may be, is that number throughout."""
+    """Whether all numbers in a value, which may be nested, equal `number`."""
     try:
         return bool((torch.as_tensor(value) == number).all())
     except (TypeError, ValueError, RuntimeError):

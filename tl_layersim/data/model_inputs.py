@@ -1,4 +1,4 @@
-"""What data readers need to know of a model."""
+"""Properties of a model that the reading of data depends on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class ModelInputs(Protocol):
-    """The inputs that a model takes, and how texts become token ids; see the fields of `Model`."""
+    """The inputs that a model accepts, and its tokenizer; see the fields of `Model`."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""DataOptions: how data is read, the same in every function that takes data."""
+"""`DataOptions`: how data is read, the same in every function that takes data."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 
 from ..core.errors import LayersimError
 
-# Keys in the record of a run besides the options: no analyzer may have an option of such a name.
+# Further keys in the provenance of a run: no analyzer may have an option of such a name.
 RECORDED = ("tokenizer", "layers", "unembed", "own_bos", "masked_by_pad_id")
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The options of `analyze`, `compare`, `stitch` and the trainings that say how data is read.
+    """Options of `analyze`, `compare`, `stitch` and the trainings on how data is read.
 
     Attributes:
         batch_size: rows in a forward pass.
         seq_len: longest row; None for 256 or the model's context if that is shorter (texts) or the rows as they are (tokens).
         pack: join texts, with an end-of-text token between them, and cut rows of `seq_len` from the whole.
-        max_tokens: stop after so many counted tokens.
+        max_tokens: stop after this many counted tokens.
         skip_first: positions at the start of each row that are not counted.
         prepend_bos: start each row that comes from text with the tokenizer's BOS, as TransformerLens does.
-        column: of a data set, where the texts or tokens are; None to find it.
+        column: the column of a data set that holds texts or tokens; None to find it.
 
     Raises:
-        LayersimError: a number is below its least value, or no position of a row is left.
+        LayersimError: a number is below its smallest value, or no position of a row is left.
 
     >>> DataOptions(batch_size=4).record()["batch_size"]
     4
@@ -43,10 +43,12 @@ class DataOptions:
         for name, least in (("batch_size", 1), ("seq_len", 2), ("max_tokens", 1), ("skip_first", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise LayersimError(f"{name} is too small.", given=value, expected=f"{least} or more", do=f"{name}={least}")
+                raise LayersimError(
+                    f"`{name}` must be at least {least}.", given=value, expected=f"{least} or more", do=f"{name}={least}"
+                )
         if self.seq_len and self.skip_first >= self.seq_len:
             raise LayersimError(
-                "Every position would be left out.",
+                "`skip_first` leaves no position of a row.",
                 given=f"skip_first={self.skip_first} with seq_len={self.seq_len}",
                 expected="skip_first below seq_len",
                 do="skip_first=1",

@@ -1,4 +1,4 @@
-"""Padding in token tensors that come without an attention mask."""
+"""Padding of token tensors without an attention mask."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from .model_inputs import ModelInputs
 
 
 def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
-    """`row pos`, False at padding at the ends of rows, by the padding ids of tokenizer and configuration; None without any.
+    """A mask `row pos`, False at padding at the ends of rows, from the padding ids of tokenizer and configuration.
+
+    Returns:
+        The mask, or None where rows have no padding.
 
     Raises:
-        LayersimError: such ids stand where they may be tokens too.
+        LayersimError: a padding id stands where it may be a token too.
     """
     tokenizer = model.tokenizer
     pads = dict.fromkeys((getattr(tokenizer, "pad_token_id", None), *model.pads))
@@ -24,14 +27,14 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
     named = [pad for pad in pads if pad is not None]
     # Where no padding id is named, rows are often padded with EOS.
     for pad in named or sorted(edge for edge in edges if edge is not None):
-        found = rows == pad if rows.shape[1] > 1 else torch.zeros_like(mask)
-        if not bool(found.any()):
+        is_pad = rows == pad if rows.shape[1] > 1 else torch.zeros_like(mask)
+        if not bool(is_pad.any()):
             continue
-        ends = found.cumprod(1).bool() | found.flip(1).cumprod(1).flip(1).bool()
-        # A single BOS or EOS at an end may be meant, an unknown token anywhere else.
+        ends = is_pad.cumprod(1).bool() | is_pad.flip(1).cumprod(1).flip(1).bool()
+        # A single BOS or EOS at an end may be a token, and so may an unknown token elsewhere.
         least = 2 if pad in edges else 1
         shared = pad in edges or pad == getattr(tokenizer, "unk_token_id", None)
-        unsure = ends[:, :least].all(1) | ends[:, -least:].all(1) if shared else (found & ~ends).any(1)
+        unsure = ends[:, :least].all(1) | ends[:, -least:].all(1) if shared else (is_pad & ~ends).any(1)
         if bool(unsure.any()):
             raise LayersimError(
                 "Rows of tokens start or end with padding, and no mask says so."
@@ -49,9 +52,9 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
 
 
 def masked_warning(pads: Sequence[int]) -> str:
-    """What is said where a mask was made of padding ids."""
+    """The warning that a mask was derived from padding ids."""
     ids = " and ".join(map(str, sorted(set(pads))))
     return (
         f"Tokens came without an attention mask: the padding, id {ids} at the ends of rows, is left out as if masked. Pass "
-        "{'input_ids': tokens, 'attention_mask': mask} to say it yourself."
+        "{'input_ids': tokens, 'attention_mask': mask} to set it yourself."
     )

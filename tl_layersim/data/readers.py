@@ -1,4 +1,4 @@
-"""What one may hand over as data: texts, tables, mappings, tensors; all become an iterator over texts and rows of tokens."""
+"""Readers of texts, tables, mappings and tensors, which become an iterator over texts and rows of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .labels import NO_LABEL
 from .model_inputs import ModelInputs
 from .padding import mask_of, masked_warning
 
-ACCEPTED = (
+ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids and attention_mask, a datasets.Dataset or IterableDataset "
     "with a text or token column, or an iterable of these"
 )
@@ -38,7 +38,12 @@ FILES = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow",
 
 @dataclass(frozen=True)
 class Text:
-    """A text, None where the data has a row without one; and its class where the data gives one."""
+    """A text of the data.
+
+    Attributes:
+        text: None where the row has no text.
+        label: class of the text, None where the data has no labels.
+    """
 
     text: str | None
     label: int | None
@@ -46,22 +51,22 @@ class Text:
 
 @dataclass
 class Notes:
-    """What a pass over the data did of itself, for the record.
+    """Counts of rows that a pass over the data treated specially, for the provenance.
 
     Attributes:
         own_bos: rows of texts that began with a BOS of their own, so that none was added.
-        masked: rows of tokens that came without a mask and whose mask was made from the padding id.
-        said: warnings of earlier passes, which are not repeated.
+        masked: rows of tokens without a mask, whose mask was derived from the padding id.
+        warned: warnings of earlier passes, which are not repeated.
     """
 
     own_bos: int = 0
     masked: int = 0
-    said: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     def once(self, text: str) -> None:
         """Warn, the first time."""
-        if text not in self.said:
-            self.said.add(text)
+        if text not in self.warned:
+            self.warned.add(text)
             warn(text)
 
 
@@ -71,10 +76,10 @@ class Row:
 
     Attributes:
         tokens: `pos`.
-        attention: `pos`, what the model attends to.
-        labels: `pos`, the data's labels, a class of the whole row at each of its positions; None where there are none.
-        source: which row of the data it came from; -1 where it came from several.
-        start: at which position of that row it starts.
+        attention: `pos`, positions that the model attends to.
+        labels: `pos`, the data's labels, a class of the whole row at each of its positions; None without labels.
+        source: the row of the data that it came from; -1 for several.
+        start: its start position in that row.
     """
 
     tokens: Tensor
@@ -98,10 +103,10 @@ class Reader:
     """Reads items of any accepted kind.
 
     Args:
-        column: of a data set, where the texts or tokens are; None to find it.
-        labelled: whether labels are wanted: a column of that name may hold anything.
-        model: which inputs it takes, and the tokenizer and padding ids it has.
-        notes: takes down which masks were made here.
+        column: the column of a data set that holds texts or tokens; None to find it.
+        labelled: whether labels are read: without need, a column of that name may hold anything.
+        model: the model's inputs, tokenizer and padding ids.
+        notes: counts the masks that are derived from padding.
     """
 
     column: str | None
@@ -113,7 +118,7 @@ class Reader:
         """Texts and rows of tokens, in the order of the data."""
         if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
             raise LayersimError(
-                "This data has no columns.",
+                "`column` needs data with columns.",
                 given=f"column={self.column!r} and a {type(data).__name__}",
                 expected="mappings or a data set",
                 do="leave column out",
@@ -127,7 +132,7 @@ class Reader:
         elif isinstance(data, Mapping):
             yield from self._mapping(data)
         elif hasattr(data, "columns") and hasattr(data, "to_dict"):
-            # A pandas table; iterating over it would give the names of its columns.
+            # A pandas table, which iterates over the names of its columns.
             yield from self._mapping({name: data[name].tolist() for name in data.columns})
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
             yield from self._token_rows(torch.tensor(data), None, None)
@@ -148,10 +153,10 @@ class Reader:
             raise unknown(f"{type(data).__name__}: {str(data)[:60]}", "lsim.analyze(model, ['a text', 'another'], ...)")
 
     def _mapping(self, data: Mapping[str, Any]) -> Iterator[Text | Row]:
-        """A batch or an example: tokens if it has them, else texts."""
+        """Tokens of a batch or an example, or its texts where it has no tokens."""
         data = {name: as_plain(value) for name, value in data.items()}
         column = self.column if self.column is not None else find_column(data)
-        # Texts are tokenised here: what an earlier tokenisation left beside them is not what is read.
+        # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = OF_TOKENS if "input_ids" in data and column is not None and is_text(data.get(column)) else ()
         refuse_dropped({name: value for name, value in data.items() if name != column and name not in old}, self.model)
         chat = next((name for name in ([column] if column else data) if name in data and is_chat(data[name])), None)
@@ -171,7 +176,7 @@ class Reader:
             yield from self._token_rows(_tensor(values), data.get("attention_mask"), labels, ragged=values)
 
     def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
-        """One class for each text; None where the data has no labels at all."""
+        """The class of each text; None for all where the data has no labels."""
         labels = _labels(data) if self.labelled else None
         if labels is None:
             return [None] * count
@@ -181,7 +186,7 @@ class Reader:
         return classes
 
     def _mask(self, rows: Tensor) -> Tensor:
-        """Which tokens are no padding, where no mask says so."""
+        """The mask of tokens that came without one, derived from the padding ids."""
         mask = mask_of(rows, self.model)
         if mask is None:
             return torch.ones_like(rows, dtype=torch.bool)
@@ -200,19 +205,19 @@ class Reader:
                 yield from self._token_rows(_tensor(row), row_mask, row_labels, ragged=row)
             return
         if tokens.numel() == 0:
-            # Nothing to read, and still a row of the data.
+            # An empty row still counts as a row of the data.
             yield from (_NOTHING for _ in range(len(tokens) if tokens.dim() == 2 else 1))
             return
         if tokens.dim() > 3 or (tokens.is_floating_point() and tokens.dim() > 2):
             raise LayersimError(
                 "`data` holds images, sound or embeddings, which are not read here.",
                 given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
-                expected=ACCEPTED,
+                expected=ACCEPTED_DATA,
                 do=f"{ATTACH}model(pixel_values=pixels), or as the model takes them: what runs through it is measured",
             )
         if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise LayersimError(
-                "Tokens are whole numbers in one row or in rows.",
+                "`data` must hold token ids as whole numbers, in one row or in rows.",
                 given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
                 expected="int64 of shape (batch, pos) or (pos,)",
                 do="pass the text itself; or whole ids, as tokenizer(text).input_ids and model.to_tokens(text) give them",
@@ -232,20 +237,24 @@ class Reader:
             rows, attention = rows[None], attention[None]
             targets = targets[None] if targets is not None else None
         for i, (row, row_mask) in enumerate(zip(rows, attention, strict=True)):
-            # Padding on either side goes: rows are padded again on the right, so positions do not depend on the side.
+            # Padding on either side is removed: rows are padded again on the right, so positions do not depend on the side.
             attended = row_mask.nonzero()[:, 0]
-            whole = Row(row, row_mask, targets[i] if targets is not None else None)
-            yield whole[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else _NOTHING
+            row_with_padding = Row(row, row_mask, targets[i] if targets is not None else None)
+            yield row_with_padding[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else _NOTHING
 
 
 def refuse_path(text: Any) -> None:
-    """Refuse the name of a file or folder, which would be read as a text of a few tokens."""
+    """Refuse a path, which would be read as a text of a few tokens.
+
+    Raises:
+        LayersimError: the text is the path of a file or folder, or ends like that of a file.
+    """
     name = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(name, str) or len(name) > 300 or "\n" in name:
         return
-    there = os.path.isfile(name) or (os.sep in name and os.path.isdir(name))
+    exists = os.path.isfile(name) or (os.sep in name and os.path.isdir(name))
     bare = not any(c.isspace() for c in name) or name.startswith((os.sep, f".{os.sep}", f"..{os.sep}", "~"))
-    if there:
+    if exists:
         do = "Path(path).read_text(), split into texts as you want them; datasets.load_from_disk(path) for a data set"
         raise unknown(f"the path of a file or folder, {name!r}", do)
     if isinstance(text, os.PathLike) or (bare and name.lower().endswith(FILES)):
@@ -254,13 +263,13 @@ def refuse_path(text: Any) -> None:
 
 
 def unknown(given: str, do: str) -> LayersimError:
-    """The refusal of what is no data."""
-    return LayersimError("`data` is of a kind that cannot be read.", given=given, expected=ACCEPTED, do=do)
+    """The error for data of an unknown kind."""
+    return LayersimError("`data` is of a kind that cannot be read.", given=given, expected=ACCEPTED_DATA, do=do)
 
 
 def _misfit(given: str, expected: str) -> LayersimError:
     return LayersimError(
-        "The mask does not fit the tokens." if "mask" in given else "The labels do not fit the data.",
+        "`attention_mask` does not fit the tokens." if "mask" in given else "`labels` do not fit the data.",
         given=given,
         expected=expected,
         do="tokenizer(texts, return_tensors='pt', padding=True), which makes tokens and mask"
@@ -273,32 +282,32 @@ _NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.boo
 
 
 def _labels(data: Mapping[str, Any]) -> Any:
-    """The column of labels, None where there is none; an example's own None is a label that is missing."""
+    """The column of labels, or None without such a column; an example's own None is a missing label."""
     return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
 
 
 def _whole_numbers(labels: Any) -> Tensor:
-    """Labels as int64; a label that is missing is none."""
+    """Labels as int64, `NO_LABEL` for missing ones."""
     if isinstance(labels, list | tuple):
         labels = [NO_LABEL if x is None or x != x else x for x in labels]
     elif labels is None:
         labels = NO_LABEL
     try:
-        found = torch.as_tensor(labels).detach().cpu()
+        numbers = torch.as_tensor(labels).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        found = None
-    if found is None or found.is_floating_point() or found.dtype == torch.bool:
+        numbers = None
+    if numbers is None or numbers.is_floating_point() or numbers.dtype == torch.bool:
         raise LayersimError(
-            "The data has no labels that are classes.",
+            "`labels` of the data must be classes, as whole numbers.",
             given=f"{labels!r}"[:80],
             expected="whole numbers in the column `labels` or `label`, one for each row or each token",
             do="map them to whole numbers first, or hand them over as labels=tensor",
         )
-    return found.long()
+    return numbers.long()
 
 
 def _tensor(values: Any) -> Tensor | None:
-    """A tensor of the values, None for rows of different lengths."""
+    """A tensor of the values, or None for rows of different lengths."""
     try:
         if isinstance(values, list) and values and isinstance(values[0], list | tuple | Tensor | np.ndarray):
             if len({len(row) for row in values}) > 1:
@@ -307,7 +316,7 @@ def _tensor(values: Any) -> Tensor | None:
         return torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayersimError(
-            "`data` holds neither texts nor token ids where they are looked for.",
+            "`data` holds neither texts nor token ids in its column.",
             given=f"{values!r}"[:120],
             expected="texts, or rows of whole numbers",
             do="another column=, or data in which this column holds texts alone or ids alone",
@@ -322,7 +331,7 @@ def _as_mask(mask: Any) -> Tensor:
         raise _misfit(f"a mask of {str(mask)[:60]}", "ones and zeros of the tokens' shape") from error
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise LayersimError(
-            "A mask says 1 for a token and 0 for padding.",
+            "`attention_mask` must be 1 for tokens and 0 for padding.",
             given=f"values from {float(values.min()):g} to {float(values.max()):g}",
             expected="bool, or ones and zeros",
             do="mask = additive_mask == 0, if 0 stands for what is kept",

@@ -50,6 +50,22 @@ def open_source(
     return open_local(model, layers=layers, unembed=unembed, remote=remote)
 
 
+def on_server(source: Source) -> RemoteSource:
+    """The source as one that sends requests to an NDIF server.
+
+    Raises:
+        LayersimError: its model runs in this process.
+    """
+    if not isinstance(source, RemoteSource):
+        raise LayersimError(
+            "`remote` must be an NDIF server: the model runs in this process.",
+            given=f"{source.model.name}, {source.model.source}",
+            expected="True, or the address of an NDIF server",
+            do="remote=True; without a server, analyze(model, data, analyzers) runs every analyzer",
+        )
+    return source
+
+
 def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -> SplitModel:
     """The split model of a model: `LocalSplitModel` where its modules run in this process, else `RemoteSplitModel`.
 

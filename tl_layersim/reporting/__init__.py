@@ -1,1 +1,1 @@
-"""Figures, and the HTML page of a report."""
+"""Figures of results by kind, and the HTML page of a report."""

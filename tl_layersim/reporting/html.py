@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a report: what was measured on what, a table, every plot and what it means."""
+"""One self-contained HTML page of a report: models and data, a table, and every figure with its meaning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jinja2 import Environment
 
 from ..core.results import Report
 from ..core.storage import replacing
-from .figures import FONT
+from .style import FONT
 
 
 def write_html(report: Report, path: str | os.PathLike[str]) -> Path:

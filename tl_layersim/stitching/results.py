@@ -217,7 +217,7 @@ class StitchResult(Result):
 
     def plot(self, field: str = "") -> plotly.graph_objects.Figure:
         """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); by default the curve where there is one."""
-        from ..reporting.figures import learning_curve, over_groups
+        from ..reporting.curves import learning_curve, over_groups
 
         field = field or ("curve" if len(self.values) else "penalty")
         if field == "penalty":
@@ -361,7 +361,7 @@ class StitchGrid(Result):
 
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
         """A field by stitch point, a line for each direction, with intervals where there are; models with themselves dashed."""
-        from ..reporting.figures import directions
+        from ..reporting.curves import directions
 
         field = "penalty" if field == "values" else field
         if field != "penalty" and self.tensor_fields().get(field) != ("front", "back", "seam"):

@@ -188,7 +188,7 @@ def _tensor(values: Any) -> Tensor:
 
 
 def found_in_data(*parts: TrainingData) -> dict[str, int]:
-    """Counts of automatic corrections in reading, see `Batches.found`; two parts of one data set count once."""
+    """Counts of automatic corrections in reading, see `Batches.row_counts`; two parts of one data set count once."""
     return found_in(*{id(batches): batches for part in parts for batches in part.sources()}.values())
 
 

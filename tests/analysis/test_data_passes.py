@@ -1,0 +1,129 @@
+"""How often a call reads its data, and what happens to data that can be read only once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.data import cached_batches
+
+from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+from ..views import worst
+
+SOURCES = {
+    "one pass": [lsim.Cosine(center="none"), lsim.CKA(minibatch=16)],
+    "two passes": [lsim.Cosine(), lsim.CKA(minibatch=16)],
+    "first pass without the model": [lsim.NeuralCollapse(classes=4)],
+    "every first pass": [lsim.Cosine(), lsim.NeuralCollapse(classes=4), lsim.Saturation(center="dataset")],
+}
+
+
+class Counted:
+    """Rows that count how often they are iterated over."""
+
+    def __init__(self, rows) -> None:
+        self.rows, self.reads = rows, 0
+
+    def __iter__(self):
+        self.reads += 1
+        return iter(self.rows)
+
+
+class Fickle:
+    """Other rows each time."""
+
+    seed = 0
+
+    def __iter__(self):
+        self.seed += 1
+        return iter(random_tokens(seed=self.seed))
+
+
+@pytest.fixture
+def no_cache(monkeypatch):
+    monkeypatch.setattr(cached_batches, "CACHE_BYTES", 1000)
+
+
+@pytest.mark.parametrize("analyzers", SOURCES.values(), ids=SOURCES)
+def test_analyze_reads_its_data_once(analyzers):
+    data = Counted(list(random_tokens()))
+    lsim.analyze(tiny_llama(), data, analyzers, batch_size=2)
+    assert data.reads == 1
+
+
+def test_compare_reads_its_data_once():
+    data = Counted(list(random_tokens()))
+    lsim.compare(tiny_llama(), tiny_llama(seed=1), data, lsim.CKA(minibatch=16), batch_size=2)
+    assert data.reads == 1
+
+
+def test_data_above_the_limit_is_read_for_each_pass_with_the_same_numbers(no_cache):
+    data = Counted(list(random_tokens()))
+    twice = lsim.analyze(tiny_llama(), data, lsim.Cosine(), batch_size=2)
+    assert data.reads == 2
+    once = lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), batch_size=2)
+    assert data.reads == 3
+    assert once["cosine"].provenance.data == twice["cosine"].provenance.data
+
+
+@pytest.mark.parametrize("analyzers", SOURCES.values(), ids=SOURCES)
+def test_kept_batches_give_the_same_report_as_batches_that_are_read_again(analyzers, monkeypatch):
+    model, texts = tiny_llama(), ["w3 w4 w5 w6 w7 w8 w9", "w1 w8 w9", "w5 w6 w7 w3", "w4 w4 w5", "w3 w6 w5 w4 w9 w4"] * 3
+    model.tokenizer = tiny_tokenizer()
+    options = {"batch_size": 4, "seq_len": 5, "skip_first": 1, "max_tokens": 40}
+    kept = lsim.analyze(model, texts, analyzers, **options)
+    monkeypatch.setattr(cached_batches, "CACHE_BYTES", 0)
+    read = lsim.analyze(model, texts, analyzers, **options)
+    for name in kept:
+        assert worst(kept[name], read[name]) == 0
+        assert kept[name].provenance.data == read[name].provenance.data
+        assert kept[name].provenance.options == read[name].provenance.options
+
+
+def test_a_resumed_run_reads_its_data_once(tmp_path):
+    data, path = Counted(list(random_tokens())), tmp_path / "run"
+    for reads in (1, 2):
+        lsim.analyze(tiny_llama(), data, lsim.Cosine(), batch_size=2, checkpoint=path)
+        assert data.reads == reads
+
+
+@pytest.mark.parametrize("analyzers", SOURCES.values(), ids=SOURCES)
+def test_a_generator_may_need_several_passes_where_its_rows_fit(analyzers):
+    generator = (row for row in random_tokens())
+    one = lsim.analyze(tiny_llama(), generator, analyzers)
+    two = lsim.analyze(tiny_llama(), random_tokens(), analyzers)
+    for name in one:
+        assert worst(one[name], two[name]) == 0
+
+
+def test_a_generator_above_the_limit_has_no_second_pass(no_cache):
+    with pytest.raises(
+        lsim.LayersimError,
+        match=r"can be read only once, and Cosine needs(.|\n)*generator of more than 1.0 kB(.|\n)*"
+        r"list\(data\), or Cosine\(center=\"none\"\)",
+    ):
+        lsim.analyze(tiny_llama(), (row for row in random_tokens()), "cosine", batch_size=2)
+    one = lsim.analyze(tiny_llama(), (row for row in random_tokens()), lsim.Cosine(center="none"))
+    two = lsim.analyze(tiny_llama(), random_tokens(), lsim.Cosine(center="none"))
+    assert worst(one["cosine"], two["cosine"]) == 0
+
+
+def test_a_generator_above_the_limit_is_refused_before_the_rest_is_read(no_cache):
+    read = []
+    with pytest.raises(lsim.LayersimError, match="can be read only once"):
+        lsim.analyze(tiny_llama(), (read.append(1) or row for row in torch.randint(3, 100, (1000, 20))), "cosine", batch_size=2)
+    assert len(read) < 100
+
+
+def test_data_above_the_limit_that_is_gone_or_other_on_the_second_pass_is_noticed(no_cache):
+    with pytest.raises(lsim.LayersimError, match=r"not the same on the second pass(.|\n)*160 tokens, then 0"):
+        lsim.analyze(tiny_llama(), [iter(random_tokens())], "cosine")
+    with pytest.raises(lsim.LayersimError, match=r"not the same on the second pass(.|\n)*160 tokens, then 160 others"):
+        lsim.analyze(tiny_llama(), Fickle(), "cosine")
+
+
+def test_data_that_changes_is_read_once_where_it_fits():
+    changing = lsim.analyze(tiny_llama(), Fickle(), "cosine")
+    fixed = lsim.analyze(tiny_llama(), random_tokens(seed=1), "cosine")
+    assert worst(changing["cosine"], fixed["cosine"]) == 0

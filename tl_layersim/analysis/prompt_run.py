@@ -1,0 +1,126 @@
+"""One forward pass of a model over one prompt, with a kernel beside the activations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..core.provenance import Provenance
+from ..core.tally import Tally
+from ..data.batches import Batch, Batches
+from ..data.digest import fingerprint, new_digest
+from ..data.options import DataOptions
+from ..models.model_info import Model
+from ..models.source import Source
+from ..models.validation import lens_gap, need_stream, refuse_not_finite, refuse_other_logits
+from ..models.view import Kernel
+from .report_assembly import record
+from .validation import with_tokenizer
+
+CALLER = "A figure of one prompt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptKernel:
+    """A kernel for one prompt, and what it needs of the model and the prompt.
+
+    Attributes:
+        make: returns the kernel for a number of tokens, or refuses that number.
+        check: refuses a model that the kernel does not fit.
+        options: for the provenance; `skip_first` is also an option of the data.
+        lens: whether the kernel reads logits, which are then checked against the model's own.
+        calls: whether the kernel calls blocks again.
+        least: the fewest tokens that it needs.
+    """
+
+    make: Callable[[int], Kernel]
+    options: Mapping[str, Any]
+    check: Callable[[Model], None] | None = None
+    lens: bool = False
+    calls: bool = False
+    least: int = 3
+
+
+class PromptOutput(NamedTuple):
+    """The tensors of a kernel on one prompt.
+
+    Attributes:
+        tensors: by name, on the CPU.
+        tokens: the counted tokens of the prompt as text.
+        word: a token id as text.
+        provenance: of the run.
+    """
+
+    tensors: dict[str, Tensor]
+    tokens: tuple[str, ...]
+    word: Callable[[int], str]
+    provenance: Provenance
+
+
+def run_on_prompt(source: Source, prompt: Any, kernel: PromptKernel, tokenizer: Any, prepend_bos: bool) -> PromptOutput:
+    """Run a kernel on one prompt.
+
+    Args:
+        source: the model.
+        prompt: a text, or token ids.
+        kernel: with its needs.
+        tokenizer: used in place of the model's own.
+        prepend_bos: as in `analyze`.
+
+    Raises:
+        LayersimError: the prompt or the model is refused, or activations are not finite.
+    """
+    start = time.perf_counter()
+    model = with_tokenizer(source.model, tokenizer)
+    need_stream(model, CALLER, parts=True)
+    if kernel.check is not None:
+        kernel.check(model)
+    skip_first = kernel.options.get("skip_first", 0)
+    reading = DataOptions(batch_size=1, seq_len=model.context, skip_first=skip_first, prepend_bos=prepend_bos)
+    batches = Batches(prompt, model, reading)
+    batch = _single_batch(batches, kernel.least)
+    made = kernel.make(int(batch.counted.sum()))
+    with source.evaluating(), source.with_calls() if kernel.calls else nullcontext():
+        source.settle(batch)
+        need_stream(source.model, CALLER, parts=True)
+        if model.head is not None and kernel.lens:
+            refuse_other_logits(lens_gap(model, partial(source.unembed_gap, batch)), model)
+        not_finite, out = source.run(batch, {"prompt": made})
+    refuse_not_finite(not_finite, [model.layers], "this prompt")
+    digest = new_digest()
+    fingerprint(digest, batch)
+    counted = batch.tokens[batch.counted].tolist()
+    tally = Tally({}, 1, 1, len(counted), digest.hexdigest(), time.perf_counter() - start)
+
+    def word(token: int) -> str:
+        # Decoded one by one, a token keeps its leading space.
+        return str(token) if model.tokenizer is None else str(model.tokenizer.decode([token]))
+
+    tensors = {name: value.cpu() for name, value in out["prompt"].items()}
+    provenance = record([model], tally, batches.record() | batches.row_counts() | dict(kernel.options), None)
+    return PromptOutput(tensors, tuple(word(token) for token in counted), word, provenance)
+
+
+def _single_batch(batches: Batches, least: int) -> Batch:
+    """The prompt as a batch of one row, with at least so many counted tokens."""
+    rows = list(batches)
+    if len(rows) != 1:
+        raise LayersimError(
+            "`prompt` must be one row of tokens." if rows else "`prompt` is empty.",
+            given=f"{len(rows)} rows of tokens",
+            expected=f"one row, of at most {batches.model.context or 256} tokens",
+            do="one shorter prompt; lsim.analyze(model, texts, ...) for many",
+        )
+    tokens = int(rows[0].counted.sum())
+    if tokens < least:
+        raise LayersimError(
+            "`prompt` is too short.", given=f"{tokens} tokens", expected=f"{least} or more", do="a longer prompt"
+        )
+    return rows[0]

@@ -1,0 +1,172 @@
+"""One run of analyzers over data: what is checked before it, its checkpoint, its passes and its report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from ..analyzers.base import Analyzer, code_digest
+from ..core.distributed import add_over_ranks, agree
+from ..core.errors import LayersimError
+from ..core.results import Report
+from ..core.sums import Sums
+from ..core.tally import Tally
+from ..data.batches import Batches
+from ..data.cached_batches import CachedBatches
+from ..models.source import Source
+from ..remote.open import on_server
+from .checkpoint import open_checkpoint
+from .cross_model import crossing
+from .data_pass import DataPass, batch_sizes
+from .remote_run import RemoteRun, start
+from .report_assembly import make_report
+
+
+def run_analysis(
+    sources: list[Source],
+    batches: Batches,
+    analyzers: dict[str, Analyzer],
+    path: str | os.PathLike[str] | None,
+    opened_with: dict[str, Any],
+    blocking: bool = True,
+) -> Report | RemoteRun:
+    """Run analyzers over the batches on one model, or on two to compare.
+
+    Args:
+        sources: the models.
+        batches: the data.
+        analyzers: by name.
+        path: of the checkpoint, or None.
+        opened_with: options with which the models were opened, for the record.
+        blocking: False to send the main pass to a server and return at once.
+
+    Raises:
+        LayersimError: an analyzer refuses a model or the data, or the data differs from that of the checkpoint.
+    """
+    settings = batches.record() | opened_with
+    first_kernels = {name: kernel for name, a in analyzers.items() if (kernel := a.first_kernel()) is not None}
+    _check_arguments(sources, batches, analyzers)
+    deal = agree([source.peers() for source in sources])
+    checkpoint, tallies = open_checkpoint(path, _identity(sources, analyzers, settings), deal)
+    batches = _read_once(sources, batches, {name: analyzers[name] for name in first_kernels})
+    total = _announce(sources, batches, analyzers, len(first_kernels) > 0)
+    with ExitStack() as stack:
+        for source in sources:
+            stack.enter_context(source.evaluating())
+            if any(analyzer.needs_calls for analyzer in analyzers.values()):
+                stack.enter_context(source.with_calls())
+        first: dict[str, Sums] = {}
+        if first_kernels:
+            with_first = {name: analyzers[name] for name in first_kernels}
+            # Counting tokens or labels needs no model.
+            models = [] if all(analyzer.first_without_model for analyzer in with_first.values()) else sources
+            DataPass("first", models, batches, with_first, first_kernels, tallies, checkpoint, total, deal).run()
+            first = add_over_ranks(tallies["first"].sums, deal)
+        kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in analyzers.items()}
+        if not blocking:
+            digest = tallies["first"].digest if first_kernels else ""
+            return start(on_server(sources[0]), batches, analyzers, kernels, first, settings, digest)
+        DataPass("main", sources, batches, analyzers, kernels, tallies, checkpoint, total, deal).run()
+    tally = tallies["main"]
+    if first_kernels:
+        _refuse_other_rows(tallies["first"], tally)
+        tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)
+    settings = settings | batches.row_counts()
+    places = [record for source in sources if (record := source.record())]
+    if places:
+        settings = settings | {"remote": places}
+    # A source may know more of its model after a forward pass.
+    return make_report(analyzers, [s.model for s in sources], tally, add_over_ranks(tally.sums, deal), first, settings)
+
+
+def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer]) -> None:
+    """Refuse models and options that an analyzer cannot work with, and print what an analyzer costs where that is much."""
+    models = [source.model for source in sources]
+    for analyzer in analyzers.values():
+        analyzer.check_sites(*models)
+        analyzer.check(*models)
+        if analyzer.prompts and batches.options.pack:
+            raise LayersimError(
+                f"`pack` must be False for {type(analyzer).__name__}, which takes each row for a prompt.",
+                given="pack=True",
+                expected="one text a row",
+                do="pack=False, in a call of its own if other analyzers want packed rows; --no-pack on the command line",
+            )
+    for analyzer in analyzers.values():
+        if cost := analyzer.cost(models[0]):
+            tqdm.write(cost, file=sys.stderr)
+
+
+def _identity(sources: list[Source], analyzers: Mapping[str, Analyzer], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Models, analyzers, data options and version, which must be equal for a call that resumes a checkpoint."""
+    return {
+        "models": [
+            (m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in (source.model for source in sources)
+        ],
+        "analyzers": {
+            name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())
+            for name, analyzer in analyzers.items()
+        },
+        "code": {name: code_digest(analyzer) for name, analyzer in analyzers.items()},
+        "data": settings,
+        "version": version("tl_layersim"),
+    }
+
+
+def _read_once(sources: list[Source], batches: Batches, with_first: Mapping[str, Analyzer]) -> Batches:
+    """Batches that are kept in memory between passes, where the run makes several and they fit.
+
+    Raises:
+        LayersimError: the data is an iterator, needed more than once, and too large to be kept.
+    """
+    remote = any(source.is_remote for source in sources)
+    if not with_first and not remote:
+        return batches
+    cached = CachedBatches.of(batches)
+    if not cached.one_shot:
+        return cached
+    if with_first:
+        analyzer = next(iter(with_first.values()))
+        do = "list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else "")
+        cached.read_ahead(type(analyzer).__name__, do)
+    elif len(sources) == 2:
+        # What crosses between two models is stated before it does.
+        cached.read_ahead("a comparison with a model on a server", "list(data)")
+    else:
+        return batches
+    return cached
+
+
+def _refuse_other_rows(first: Tally, main: Tally) -> None:
+    """Refuse data that gave other rows on the second pass."""
+    if first.digest != main.digest:
+        raise LayersimError(
+            "`data` was not the same on the second pass.",
+            given=f"{first.tokens} tokens, then {main.tokens}" + (" others" if main.tokens else ""),
+            expected="data that gives the same rows each time it is iterated over",
+            do="list(data)",
+        )
+
+
+def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], twice: bool) -> int | None:
+    """Print what a run asks of a server before it does; return the number of counted tokens, None where it is not known."""
+    remote_sources = [source for source in sources if source.is_remote]
+    if not remote_sources or batches.one_shot:
+        return batches.options.max_tokens
+    sizes = batch_sizes(batches)
+    tokens = sum(size.tokens for size in sizes)
+    if len(sources) == 2:
+        # Printed also where stderr is no terminal, unlike progress bars.
+        tqdm.write(crossing(analyzers, sources, [(size.tokens, size.rows) for size in sizes]), file=sys.stderr)
+    elif sizes:
+        largest = max(sizes, key=lambda size: size.positions)
+        remote_sources[0].refuse_larger(largest.rows, largest.positions)
+        tqdm.write(remote_sources[0].plan(2 if twice else 1, len(sizes), tokens, largest.positions), file=sys.stderr)
+    return tokens

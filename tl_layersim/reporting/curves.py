@@ -1,0 +1,227 @@
+"""Figures of curves: fields over layers or thresholds, spectra, trainings, regressions, batches and stitches."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.colors import qualitative, sample_colorscale
+
+from .labels import axis_title
+from .style import BLUE, FAINT, SHADES, SOLID, layer_axis, short_names, styled
+
+# Axes of a result whose labels are layers.
+LAYER_AXES = ("row", "column", "residual", "layer", "centre")
+
+
+def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: str, quantity: str, axis: str) -> go.Figure:
+    """One or more series over layers, numbers or names.
+
+    Args:
+        names: labels along the axis.
+        series: label, values and opacity of each.
+        title: of the figure.
+        quantity: title of the vertical axis.
+        axis: name of the horizontal axis.
+    """
+    fig = go.Figure()
+    numbers = axis not in LAYER_AXES and all(isinstance(name, int | float) for name in names)
+    for label, values, strength in series:
+        fig.add_scatter(
+            x=list(names) if numbers else list(range(len(names))),
+            y=values,
+            name=label,
+            mode="lines+markers",
+            line={
+                "color": BLUE if strength == 1.0 else FAINT.format(round(strength, 2)),
+                "width": 2.5 if strength == 1.0 else 1.5,
+            },
+            marker={"size": 5},
+            customdata=list(names),
+            hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
+        )
+    if axis in LAYER_AXES:
+        layer_axis(fig.update_xaxes, names, "Block" if names and not names[0].endswith("resid_pre") else "After block")
+    elif numbers:
+        fig.update_xaxes(title=axis_title(axis))
+    else:
+        ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": [str(name) for name in names]}
+        fig.update_xaxes(title=axis_title(axis), **ticks)
+    # A few curves without negative values start at 0: a cut axis makes a ripple look like a fall.
+    from_zero = bool((np.nan_to_num(np.stack([values for _, values, _ in series])) >= 0).all()) and len(series) < 4
+    fig.update_yaxes(title=quantity, rangemode="tozero" if from_zero else "normal")
+    fig.update_layout(showlegend=len(series) > 1)
+    return styled(fig, title, height=420, width=620)
+
+
+def spectra(values: Any, labels: list[str]) -> go.Figure:
+    """Singular values by number, on a logarithmic axis.
+
+    Args:
+        values: `series direction`.
+        labels: of the series.
+    """
+    fig = go.Figure()
+    numbers = list(range(1, values.shape[1] + 1))
+    for n, (label, row) in enumerate(zip(labels, values, strict=True)):
+        [colour] = sample_colorscale("Viridis", [0.9 * n / max(1, len(labels) - 1)])
+        fig.add_scatter(x=numbers, y=np.where(row > 0, row, np.nan), name=label, line={"color": colour, "width": 1.5})
+    fig.update_xaxes(title=axis_title("direction"))
+    fig.update_yaxes(title="Singular value", type="log")
+    return styled(fig, "Singular values of the Jacobians", height=420, width=720)
+
+
+def sweep(x: list[Any], series: dict[str, list[float]], titles: tuple[str, str, str]) -> go.Figure:
+    """Series over checkpoints or names; numbers that span a factor of 20 stand on a logarithmic axis.
+
+    Args:
+        x: numbers or names.
+        series: values by label; the label "random vectors" is drawn as a reference.
+        titles: of the figure and its two axes.
+    """
+    fig = go.Figure()
+    for shade, (label, values) in zip(SHADES, series.items(), strict=False):
+        reference = {"color": "grey", "width": 1.5, "dash": "dash"}
+        line = reference if label == "random vectors" else {"color": FAINT.format(shade), "width": 2}
+        fig.add_scatter(x=x, y=values, name=label, mode="lines+markers", line=line)
+    numbers = all(isinstance(one, int | float) for one in x)
+    above = [one for one in x if one > 0] if numbers else []
+    wide = bool(above) and max(above) > 20 * min(above)
+    even = not numbers or (wide and len(above) < len(x))
+    fig.update_xaxes(title=titles[1], type="category" if even else "log" if wide else "linear")
+    fig.update_yaxes(title=titles[2])
+    return styled(fig, titles[0], height=420, width=620)
+
+
+def regression(x: Any, y: Any, names: list[str], line: dict[str, Any], titles: tuple[str, str, str]) -> go.Figure:
+    """Points with their names, the line through them, and its confidence band.
+
+    Args:
+        x: of the points.
+        y: of the points.
+        names: of the points.
+        line: `x`, `fit`, `low` and `high` of the line and its band.
+        titles: of the figure and its two axes.
+    """
+    fig = go.Figure()
+    band = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+    fig.add_scatter(x=line["x"], y=line["high"], **band)
+    fig.add_scatter(x=line["x"], y=line["low"], fill="tonexty", fillcolor=FAINT.format(0.15), **band)
+    fig.add_scatter(x=line["x"], y=line["fit"], mode="lines", line=SOLID, hoverinfo="skip")
+    fig.add_scatter(x=x, y=y, mode="markers+text", text=names, textposition="top center", marker={"size": 8, "color": BLUE})
+    fig.update_layout(showlegend=False)
+    fig.update_xaxes(title=titles[1])
+    fig.update_yaxes(title=titles[2])
+    return styled(fig, titles[0], height=460, width=620)
+
+
+def learning_curve(losses: Any, loss: float, alone: float, unit: str) -> go.Figure:
+    """Loss by training step, its moving mean, and the held-out losses of the stitched model and of the back alone.
+
+    Args:
+        losses: `step`.
+        loss: of the stitched model on held-out data.
+        alone: of the back alone on the same data.
+        unit: of a loss.
+    """
+    fig = go.Figure()
+    steps = np.arange(1, len(losses) + 1)
+    fig.add_scatter(x=steps, y=losses, name="each step", mode="lines", line={"color": FAINT.format(0.4), "width": 1})
+    width = min(25, len(losses) // 4)
+    if width > 1:
+        smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
+        centre = steps[: len(smooth)] + (width - 1) / 2
+        fig.add_scatter(x=centre, y=smooth, name=f"mean of {width} steps", mode="lines", line=SOLID)
+    for value, name, dash in ((loss, "stitched, held-out", "dot"), (alone, "back alone, held-out", "dash")):
+        fig.add_scatter(
+            x=[1, max(len(losses), 2)],
+            y=[value, value],
+            name=f"{name}: {value:.3f}",
+            mode="lines",
+            line={"dash": dash, "color": "#444", "width": 1.5},
+        )
+    fig.update_xaxes(title=axis_title("step"))
+    fig.update_yaxes(title=f"Loss ({unit})")
+    return styled(fig, "Learning curve of the adapter", height=420, width=720)
+
+
+def over_groups(values: Any, interval: tuple[float, float, float], title: str, unit: str) -> go.Figure:
+    """The penalty of each batch, with the mean as a line and its interval as a band.
+
+    Args:
+        values: `batch`.
+        interval: the mean, and the lower and upper end of its interval.
+        title: of the figure.
+        unit: of the values.
+    """
+    fig = go.Figure()
+    middle, low, high = interval
+    numbers = np.arange(len(values))
+    if np.isfinite(low):
+        fig.add_hrect(y0=low, y1=high, fillcolor=FAINT.format(0.15), line_width=0)
+    fig.add_hline(y=middle, line={"color": BLUE, "width": 1.5}, annotation_text=f"{middle:.4g}")
+    fig.add_scatter(x=numbers, y=values, mode="markers", name="each batch", marker={"color": BLUE, "size": 6})
+    fig.update_xaxes(title=axis_title("batch"))
+    fig.update_yaxes(title=f"Penalty ({unit})")
+    return styled(fig, title, height=420, width=720)
+
+
+def directions(
+    values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], title: str, unit: str
+) -> go.Figure:
+    """A value of each stitch by stitch point, with its interval.
+
+    Two models have one colour, solid in one direction and dotted in the other; a model with itself is dashed and grey.
+
+    Args:
+        values: `front back point`.
+        low: lower ends of the intervals.
+        high: upper ends of the intervals.
+        names: of the models.
+        seams: names of the stitch points.
+        title: of the figure.
+        unit: of the values.
+    """
+    fig = go.Figure()
+    places = np.arange(len(seams))
+    pairs, colours = _pairs(len(names))
+    # A little side by side, so that intervals at one point do not hide each other.
+    shifts = np.linspace(-0.05, 0.05, len(pairs)) if len(pairs) > 1 else np.zeros(1)
+    for (a, b), shift in zip(pairs, shifts, strict=True):
+        label = f"{names[a]} into {names[b]}"
+        dash = "dash" if a == b else "solid" if a < b else "dot"
+        fig.add_scatter(
+            x=places + shift,
+            y=values[a, b],
+            name=label,
+            mode="lines+markers",
+            line={"color": colours[a, b], "dash": dash, "width": 1.5 if a == b else 2},
+            marker={"symbol": "x" if a == b else "circle" if a < b else "circle-open", "size": 7},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": np.nan_to_num(high[a, b] - values[a, b]),
+                "arrayminus": np.nan_to_num(values[a, b] - low[a, b]),
+                "thickness": 1,
+                "width": 3,
+            },
+            customdata=[[seam] for seam in seams],
+            hovertemplate="%{customdata[0]}<br>%{y:.4f}<extra>" + html.escape(label) + "</extra>",
+        )
+    one_name = all("," not in seam for seam in seams)
+    fig.update_xaxes(tickvals=places, ticktext=short_names(seams) if one_name else list(seams), title="After block")
+    name = title.split(":")[0]
+    fig.update_yaxes(title=f"{name[:1].upper()}{name[1:]} ({unit})", rangemode="tozero")
+    return styled(fig, title, height=480, width=760)
+
+
+def _pairs(count: int) -> tuple[list[tuple[int, int]], dict[tuple[int, int], str]]:
+    """Pairs of models, both directions of two side by side and each with itself last; and a colour for each."""
+    together = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    greys = ["#333", "#777", "#999", "#bbb"]
+    colours = {(a, a): greys[a % len(greys)] for a in range(count)}
+    for number, (a, b) in enumerate(together):
+        colours[a, b] = colours[b, a] = qualitative.D3[number % len(qualitative.D3)]
+    return [pair for a, b in together for pair in ((a, b), (b, a))] + [(a, a) for a in range(count)], colours

@@ -1,0 +1,94 @@
+"""Names of quantities and axes in words, with units, as figures show them."""
+
+from __future__ import annotations
+
+# By class and field where a field's name has several meanings, else by field.
+QUANTITIES = {
+    "CosineResult.values": "Cosine similarity",
+    "CKAResult.values": "Linear CKA",
+    "ExitCurveResult.exits": "Positions",
+    "CosineResult.std": "Standard deviation of the cosine",
+    "BlockCouplingResult.std": "Standard deviation of the mis-coupling",
+    "accuracy": "Accuracy (fraction)",
+    "adjacent": "Cosine similarity",
+    "agreement": "Agreement (fraction)",
+    "below_zero": "Tokens with a negative cosine (fraction)",
+    "between": "Variance between classes",
+    "by_k": "Mis-coupling",
+    "by_length": "Coupling",
+    "coherence": "Cosine similarity",
+    "column_effective_samples": "Effective samples",
+    "cosine_to_last": "Cosine similarity",
+    "counts": "Tokens",
+    "coupling": "Coupling",
+    "cross_entropy": "Cross-entropy (nats)",
+    "cumulative": "Tokens (fraction)",
+    "curve": "Loss (nats)",
+    "diversity": "Diversity (0 to 1)",
+    "effective_samples": "Effective samples",
+    "entropy": "Entropy (nats)",
+    "equidistance_quantiles": "Equidistance",
+    "exits": "Positions (fraction)",
+    "expodistance_quantiles": "Expodistance",
+    "growth": "Growth of the norm (log ratio)",
+    "held_out_loss": "Cross-entropy (nats)",
+    "kl_to_final": "KL divergence (nats)",
+    "loss": "Loss (nats)",
+    "losses": "Cross-entropy (nats)",
+    "lss_quantiles": "Line-shape score",
+    "miscoupling": "Mis-coupling",
+    "nc1": "NC1",
+    "norm": "Norm of the residual",
+    "norm_quantiles": "Norm of the residual",
+    "norm_ratio": "Norm of the stream / norm of the update",
+    "norm_std": "Standard deviation of the norm",
+    "null": "Mis-coupling of random vectors",
+    "null_by_k": "Mis-coupling of random vectors",
+    "perplexity": "Perplexity",
+    "saturated": "Positions (fraction)",
+    "singular_values": "Singular value",
+    "singular_values_std": "Standard deviation of the singular value",
+    "speedup": "Blocks of the model / blocks run",
+    "target_probability": "Probability",
+    "to_last": "Cosine similarity",
+    "top_k_accuracy": "Accuracy (fraction)",
+    "update_norm": "Norm of the update",
+    "update_norm_quantiles": "Norm of the update",
+    "update_norm_std": "Standard deviation of the norm",
+    "windowed_lss": "Line-shape score",
+    "within": "Variance within classes",
+}
+AXES = {
+    "batch": "Batch",
+    "centre": "After block",
+    "direction": "Number of the singular value",
+    "label": "Class",
+    "layer": "Block",
+    "length": "Prompt length (tokens)",
+    "look": "Evaluation",
+    "residual": "After block",
+    "step": "Training step",
+    "threshold": "Threshold of the top probability",
+}
+
+
+def quantity(result_class: str, field: str) -> str:
+    """A field in words, with its unit; of a field that is not listed, its name as words.
+
+    >>> quantity("LogitLensResult", "cross_entropy"), quantity("OwnResult", "mean_margin")
+    ('Cross-entropy (nats)', 'Mean margin')
+    """
+    return QUANTITIES.get(f"{result_class}.{field}") or QUANTITIES.get(field) or _words(field)
+
+
+def axis_title(axis: str) -> str:
+    """An axis in words, with its unit.
+
+    >>> axis_title("length"), axis_title("head_number")
+    ('Prompt length (tokens)', 'Head number')
+    """
+    return AXES.get(axis) or _words(axis)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").capitalize()

@@ -1,0 +1,106 @@
+"""Figures of matrices: layers by layers, series by layers, and tiles of small matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from ..core.results import Result
+from .labels import axis_title
+from .style import colour_bar, layer_axis, styled
+
+
+def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str) -> go.Figure:
+    """Layers by layers, of one model or of two; of blocks without the diagonal.
+
+    Args:
+        result: whose layers and models stand on the axes.
+        values: `row column`.
+        axes: their names.
+        title: of the figure.
+        quantity: title of the colour bar.
+    """
+    rows, columns = (result.coordinates(axis) for axis in axes)
+    low, high = min(0.0, float(np.nan_to_num(values).min())), 1.0
+    if axes[0] == "row_block" and len(rows) > 1:
+        # A block in its own basis is diagonal by definition, and its values would hide those between blocks.
+        values = np.where(np.eye(len(rows), dtype=bool), np.nan, values)
+        low, high = (float(f(values)) for f in (np.nanmin, np.nanmax)) if not np.isnan(values).all() else (0.0, 1.0)
+    heat = go.Heatmap(
+        z=values,
+        x=list(range(len(columns))),
+        y=list(range(len(rows))),
+        zmin=low,
+        zmax=high,
+        colorscale="Viridis",
+        colorbar=colour_bar(quantity),
+        customdata=[[(row, column) for column in columns] for row in rows],
+        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}<extra></extra>",
+    )
+    fig = go.Figure(heat)
+    models = result.provenance.model.split(" | ")
+    names = [f"Block of {model}" for model in (models[-1], models[0])] if len(models) > 1 else ["After block"] * 2
+    names = ["Singular vectors of block", "Jacobian of block"] if axes[0] == "row_block" else names
+    layer_axis(fig.update_xaxes, columns, names[0])
+    layer_axis(fig.update_yaxes, rows, names[1])
+    fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")
+    fig.update_xaxes(constrain="domain")
+    return styled(fig, title, height=520, width=620)
+
+
+def series_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str) -> go.Figure:
+    """Many series over layers: one line of the heatmap for each series, with its label.
+
+    Args:
+        result: whose labels stand on the axes.
+        values: `series layer`.
+        axes: their names.
+        title: of the figure.
+        quantity: title of the colour bar.
+    """
+    rows, columns = (result.coordinates(axis) for axis in axes)
+    heat = go.Heatmap(
+        z=values,
+        x=list(range(len(columns))),
+        y=[str(row) for row in rows],
+        colorscale="Viridis",
+        colorbar=colour_bar(quantity),
+        customdata=[list(columns) for _ in rows],
+        hovertemplate=axis_title(axes[0]) + " %{y}<br>%{customdata}<br>%{z:.5g}<extra></extra>",
+    )
+    fig = go.Figure(heat)
+    layer_axis(fig.update_xaxes, columns, axis_title("layer"))
+    fig.update_yaxes(title=axis_title(axes[0]), type="category")
+    return styled(fig, title, height=520, width=620)
+
+
+def matrix_tiles(matrices: Any, labels: tuple[str, ...], title: str) -> go.Figure:
+    """Small matrices side by side, each divided by its largest entry, with gaps between.
+
+    Args:
+        matrices: `row column k k`.
+        labels: of rows and columns.
+        title: of the figure.
+    """
+    rows, columns, k, _ = matrices.shape
+    top = np.maximum(matrices.max(axis=(2, 3), keepdims=True), 1e-300)
+    padded = np.full((rows, columns, k + 1, k + 1), np.nan)
+    padded[:, :, :k, :k] = matrices / top
+    heat = go.Heatmap(
+        z=padded.transpose(0, 2, 1, 3).reshape(rows * (k + 1), columns * (k + 1)),
+        zmin=0.0,
+        zmax=1.0,
+        colorscale="Viridis",
+        colorbar=colour_bar("Entry / largest entry of its matrix"),
+        hovertemplate="%{z:.3f}<extra></extra>",
+    )
+    fig = go.Figure(heat)
+    at = [(k + 1) * n + (k - 1) / 2 for n in range(max(rows, columns))]
+    step = max(1, -(-len(labels) // 16))
+    for update, name in ((fig.update_xaxes, "Singular vectors of block"), (fig.update_yaxes, "Jacobian of block")):
+        shown = {"tickvals": at[: len(labels) : step], "ticktext": list(labels[::step])}
+        update(title=name, tickmode="array", showgrid=False, zeroline=False, constrain="domain", **shown)
+    fig.update_yaxes(autorange="reversed", scaleanchor="x")
+    return styled(fig, title, height=700, width=780)
