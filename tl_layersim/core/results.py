@@ -19,7 +19,8 @@ from .kinds import below, class_of, kind_of
 from .storage import read as read_file
 from .storage import reading
 from .storage import write as write_file
-from .typed import brief, named, typed
+from .typed import named, typed
+from .wording import brief
 
 if TYPE_CHECKING:
     import pandas
