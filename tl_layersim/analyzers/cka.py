@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -17,8 +16,10 @@ from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
 from ..core.typed import typed
 from ..models.model_info import Model
-from ..models.view import Kernel, View, row_ends
-from ._hsic import MOMENTS, centred, grams, hsic_from_moments, moments
+from ..models.view import Kernel
+from ._exact_hsic import exact_hsic, exact_kernel, is_above_rounding
+from ._minibatch_hsic import gram_kernel, minibatch_kernel, sums_from_grams
+from ._samples import samples
 from .base import Analyzer, Exchange, Run, need_tokens
 
 # Below this share of effective samples CKA is that of a few: measured in docs/traps.md.
@@ -191,8 +192,8 @@ class CKA(Analyzer):
         if self.estimator == "exact":
             return None
         rows = partial(samples, level=self.level, pool=self.pool)
-        kernel = partial(side_kernel, rows=rows, size=self.minibatch, seed=self.seed)
-        return Exchange(kernel, partial(join_sides, biased=self.estimator == "biased"), self._crossing)
+        kernel = partial(gram_kernel, rows=rows, size=self.minibatch, seed=self.seed)
+        return Exchange(kernel, partial(sums_from_grams, biased=self.estimator == "biased"), self._crossing)
 
     def _crossing(self, tokens: int, rows: int, layers: int) -> int:
         count = tokens if self.level == "token" else rows
@@ -211,7 +212,7 @@ class CKA(Analyzer):
         need_tokens(int(sums["samples"]), 4, "CKA", unit)
         if self.estimator == "exact":
             cross, own_x, own_y, effective_x, effective_y = exact_hsic(sums)
-            defined_x, defined_y = (_has_digits(sums, own, f"xy.r_{z}") for own, z in ((own_x, "x"), (own_y, "y")))
+            defined_x, defined_y = (is_above_rounding(sums, own, f"xy.r_{z}") for own, z in ((own_x, "x"), (own_y, "y")))
         else:
             cross, own_x, own_y = sums["xy"], sums["xx"], sums["yy"]
             effective_x, effective_y = (sums[f"r_{z}"].square() / sums[f"r_{z}^2"] for z in "xy")
@@ -269,136 +270,3 @@ def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int,
             f"as if there were {least:.1f} samples, of {count} ({least / count:.1%}). These are often the first tokens of a "
             f"row: {remedy}, and see result.effective_samples."
         )
-
-
-def samples(view: View, *, level: str, pool: str) -> Tensor:
-    """`layer sample d_model`: every token, or one vector for each row of tokens."""
-    if level == "token":
-        return view.residual
-    ends = row_ends(view)
-    if pool == "last":
-        return view.residual[:, ends]
-    lengths = torch.diff(ends, prepend=ends.new_tensor([-1]))
-    if pool == "first":
-        return view.residual[:, ends - lengths + 1]
-    return torch.stack([rows.mean(1) for rows in torch.split(view.residual, lengths.tolist(), dim=1)], dim=1)
-
-
-def draw(tokens: Tensor, total: int, size: int, seed: int) -> list[Tensor]:
-    """Which samples form each minibatch.
-
-    Shuffled by what the batch says, not by its number: then neither the order of batches nor padding matters.
-    """
-    size = min(size, total)
-    if size < 4:
-        return []
-    tokens = tokens.cpu()
-    weight = torch.arange(1, 2 * len(tokens), 2) * 0x9E3779B1
-    key = int(((tokens + 1) * weight).sum()) & 0x7FFFFFFFFFFF
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 0x9E3779B1 + key & 0x7FFFFFFFFFFFFFFF))
-    return list(torch.split(order[: total // size * size], size))
-
-
-def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, biased: bool) -> dict[str, Tensor]:
-    """Sums over minibatches of HSIC between all pairs of layers."""
-    x, y = rows(views[0]), rows(views[-1])
-    parts = draw(views[0].tokens, x.shape[1], size, seed)
-    total = no_minibatch(x.shape[0], y.shape[0], x.device)
-    for part in parts:
-        a = grams(x[:, part.to(x.device)])
-        add_minibatch(total, a, a if len(views) == 1 else grams(y[:, part.to(y.device)]), biased)
-    return total
-
-
-def no_minibatch(rows: int, columns: int, device: torch.device) -> dict[str, Tensor]:
-    """The sums before the first minibatch."""
-    lengths = {"xx": rows, "yy": columns, "r_x": rows, "r_x^2": rows, "r_y": columns, "r_y^2": columns}
-    zeros = {name: torch.zeros(length, dtype=torch.float64, device=device) for name, length in lengths.items()}
-    count = {name: torch.tensor(0) for name in ("minibatches", "samples")}
-    return {"xy": torch.zeros(rows, columns, dtype=torch.float64, device=device)} | zeros | count
-
-
-def add_minibatch(total: dict[str, Tensor], gram_x: Tensor, gram_y: Tensor, biased: bool) -> None:
-    """Add what the Gram matrices `layer n n` of one minibatch say; they may be the same."""
-    a, r_x = centred(gram_x, biased)
-    b, r_y = (a, r_x) if gram_y is gram_x else (z.to(a.device) for z in centred(gram_y, biased))
-    for name, values in (("r_x", r_x), ("r_y", r_y)):
-        total[name] += values.sum(1)
-        total[f"{name}^2"] += values.square().sum(1)
-    # Every pair of layers at once. Each entry is n(n-3) HSIC_1, or (n-1)^2 HSIC_0: left so, a batch too small for a whole
-    # minibatch weighs as little as it knows, and among minibatches of one size the factor cancels.
-    total["xy"] += a @ b.T
-    total["xx"] += a.square().sum(1)
-    total["yy"] += b.square().sum(1)
-    total["minibatches"] += 1
-    total["samples"] += gram_x.shape[-1]
-
-
-def side_kernel(view: View, *, rows: partial[Tensor], size: int, seed: int) -> dict[str, Tensor]:
-    """What crosses where the two models are apart: the Gram matrices' upper triangles, `minibatch layer pair`."""
-    x = rows(view)
-    parts = draw(view.tokens, x.shape[1], size, seed)
-    if not parts:
-        return {"grams": x.new_zeros(0, len(x), 0)}
-    upper = torch.triu_indices(len(parts[0]), len(parts[0]), device=x.device)
-    return {"grams": torch.stack([grams(x[:, part.to(x.device)])[:, upper[0], upper[1]] for part in parts])}
-
-
-def join_sides(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, biased: bool) -> dict[str, Tensor]:
-    """What `minibatch_kernel` gives on both views, from what `side_kernel` gave on each."""
-    x, y = a["grams"], b["grams"]
-    total = no_minibatch(x.shape[1], y.shape[1], x.device)
-    for gram_x, gram_y in zip(x, y, strict=True):
-        add_minibatch(total, whole_grams(gram_x), whole_grams(gram_y), biased)
-    return total
-
-
-def whole_grams(upper: Tensor) -> Tensor:
-    """`layer n n` symmetric, from upper triangles `layer pair`."""
-    n = math.isqrt(2 * upper.shape[1])
-    rows, columns = torch.triu_indices(n, n)
-    gram = upper.new_empty(len(upper), n, n)
-    gram[:, rows, columns] = upper
-    gram[:, columns, rows] = upper
-    return gram
-
-
-def exact_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
-    """Cross-products and moments from which HSIC_1 over all samples follows, float64 throughout, one pass.
-
-    Fields `xy.*` belong to all pairs of layers; with two views, `xx.*` and `yy.*` to each layer with itself.
-    """
-    x = rows(views[0]).double()
-    y = x if len(views) == 1 else rows(views[-1]).to(x.device).double()
-    out = {f"xy.{name}": value for name, value in moments(x, y).items()}
-    if len(views) == 2:
-        for own, z in (("xx", x), ("yy", y)):
-            per_layer = [moments(layer[None], layer[None]) for layer in z]
-            out |= {f"{own}.{name}": torch.stack([m[name] for m in per_layer]) for name in per_layer[0]}
-    return out | {"samples": torch.tensor(x.shape[1])}
-
-
-def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """HSIC_1 of all pairs `row column`, of each row layer and each column layer with itself, and both effective samples."""
-    n = int(sums["samples"])
-
-    def of(which: str, layer: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        found = {name: sums[f"{which}.{name}"] for name in MOMENTS}
-        return hsic_from_moments(found if layer is None else {name: value[layer] for name, value in found.items()}, n)
-
-    cross, r, r_r = of("xy")
-    if "xx.x" not in sums.fields:
-        effective = r.square() / r_r.diagonal()
-        return cross, cross.diagonal(), cross.diagonal(), effective, effective
-    own, effective_samples = [], []
-    for which in ("xx", "yy"):
-        layers = [of(which, layer) for layer in range(len(sums[f"{which}.x"]))]
-        own.append(torch.stack([hsic[0, 0] for hsic, _, _ in layers]))
-        effective_samples.append(torch.stack([r[0].square() / r_r[0, 0] for _, r, r_r in layers]))
-    return cross, own[0], own[1], effective_samples[0], effective_samples[1]
-
-
-def _has_digits(sums: Sums, own: Tensor, r: str) -> Tensor:
-    """`layer`, whether the HSIC with itself is more than rounding: a mean far larger than the spread takes all 16 digits."""
-    n = int(sums["samples"])
-    return own * n * (n - 3) > 1e4 * torch.finfo(torch.float64).eps * sums[r].square()

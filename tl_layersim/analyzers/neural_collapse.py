@@ -20,8 +20,8 @@ from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, row_ends
+from ._samples import samples
 from .base import Analyzer, Run
-from .cka import samples
 
 COUNTED = 2**19  # ids that are counted to find the most frequent; no vocabulary is larger
 
