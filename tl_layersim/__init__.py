@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from .analysis.capabilities import Capabilities, capabilities
     from .analysis.engine import analyze, compare
     from .analysis.one_prompt import PredictionGrid, TrajectoryPCA, prediction_grid, trajectory_pca
-    from .analysis.one_prompt_jacobians import BlockJacobians, CouplingMatrices, block_jacobians, coupling_matrices
+    from .analysis.one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
+    from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
     from .analysis.regression import Relation, plot_adjacency, plot_sweep, relate
     from .analysis.remote_run import RemoteRun, load_run
     from .analyzers import find_analyzers
@@ -78,9 +79,11 @@ _HOME = {
         "prediction_grid",
         "trajectory_pca",
     ),
-    "analysis.one_prompt_jacobians": (
+    "analysis.one_prompt_jacobian_results": (
         "BlockJacobians",
         "CouplingMatrices",
+    ),
+    "analysis.one_prompt_jacobians": (
         "block_jacobians",
         "coupling_matrices",
     ),

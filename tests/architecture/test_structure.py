@@ -10,17 +10,14 @@ from . import measure
 
 # Files and functions that are over a limit, each with what it may have at most. Nothing may be added.
 LONG_FILES = {
-    "tl_layersim/analyzers/cka.py": 410,
-    "tl_layersim/core/typed.py": 460,
     "tl_layersim/early_exit/api.py": 415,
-    "tl_layersim/jacobians/products.py": 430,
     "tl_layersim/models/layout.py": 480,
     "tl_layersim/remote/client.py": 445,
     "tl_layersim/remote/source.py": 460,
     "tl_layersim/reporting/figures.py": 440,
     "tl_layersim/training/adapter_api.py": 435,
 }
-MOST_LONG_FUNCTIONS = 12
+MOST_LONG_FUNCTIONS = 10
 # Public functions; the internal ones are counted.
 PUBLIC = {
     "analysis.engine.analyze",
@@ -40,7 +37,7 @@ PUBLIC = {
     "training.comparison.evaluate_layers",
 }
 MOST_WIDE_INTERNAL = 7
-MOST_TWO_MEANINGS = 29
+MOST_TWO_MEANINGS = 27
 
 
 def test_twelve_packages_and_the_command_line_stand_at_the_top():

@@ -15,8 +15,8 @@ from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..core.typed import typed
 from ..data.batches import Batch
-from ..jacobians.coupling import DRAWS, Connections, Options, couple, pick_method, share
-from ..jacobians.validation import need_calls, need_memory, refuse_trouble
+from ..jacobians.coupling import DRAWS, Connections, CouplingOptions, couple, miscoupling, pick_method
+from ..jacobians.validation import need_calls, need_memory, refuse_failed_replay
 from ..models.model_info import Model
 from ..models.view import Kernel, View, row_ends
 from .base import Analyzer, Run, need_tokens
@@ -289,7 +289,7 @@ class BlockCoupling(Analyzer):
     def compute(self, sums: Sums, run: Run) -> BlockCouplingResult:
         samples = int(sums["samples"])
         need_tokens(samples, 1, "BlockCoupling", "prompts")
-        refuse_trouble(sums["differs"], sums["no_skip"], sums["step_error"] / samples, run.layers)
+        refuse_failed_replay(sums["differs"], sums["no_skip"], sums["step_error"] / samples, run.layers)
         count = sums["count"].double()
         # In the basis of itself every block is diagonal, if it has as many singular vectors.
         where = [name for name, n in zip(run.layers[1:], sums["count"][0].diagonal(), strict=True) if not n]
@@ -353,11 +353,11 @@ def block_coupling_kernel(
     row, token = view.sequence[at], view.position[at]
     where = token[:, None].expand(-1, blocks)
     chosen = pick_method(d_model, blocks, min(max(ks), d_model)) if method == "auto" else method
-    options = Options(ks, chosen, diagonal, memory_mb, seed)
+    options = CouplingOptions(ks, chosen, diagonal, memory_mb, seed)
     found = couple(calls, Connections(row, tuple(range(blocks)), where, where), options)
     defined = found.defined
     kept = defined.double()
-    values, random = (share(found.off, found.norm), found.null_share) if normalize else (found.off, found.null_off)
+    values, random = (miscoupling(found.off, found.norm), found.null_miscoupling) if normalize else (found.off, found.null_off)
     values, random = values * kept, random * kept
     other = ~torch.eye(blocks, dtype=torch.bool, device=values.device) & defined[0]
     # Of each prompt; a single block has no pairs.
@@ -382,9 +382,9 @@ def block_coupling_kernel(
         "spectrum_square": spectrum.square().sum(0),
         "residual": found.residual.sum(0),
         "step_error": found.step_error.sum(0),
-        "general": found.general.long(),
-        "differs": found.differs & 1,
-        "no_skip": found.differs & 2,
+        "general": found.whole_rows.long(),
+        "differs": found.failures & 1,
+        "no_skip": found.failures & 2,
         "length_count": by_length(with_pairs).long(),
         "length_total": by_length(score * with_pairs),
         "length_square": by_length(score.square() * with_pairs),

@@ -44,7 +44,7 @@ def need_memory(memory_mb: float) -> None:
         )
 
 
-def refuse_trouble(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
+def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
     """Refuse Jacobians of blocks that do something else when called again, or do not add to what they are given.
 
     Args:
