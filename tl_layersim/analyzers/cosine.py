@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
-from ..core.histogram import quantiles_from_histogram
+from ..core.histogram import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
 from ..core.typed import typed
@@ -22,8 +22,6 @@ from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._hsic import beyond_rounding
 from .base import Analyzer, Run, need_head, need_tokens
-
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @typed

@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
-from ..core.histogram import quantiles_from_histogram
+from ..core.histogram import QUANTILES, quantiles_from_histogram
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..core.typed import named, typed
@@ -19,7 +19,6 @@ from ..models.model_info import Model
 from ..models.view import Kernel, View
 from .base import Analyzer, Run, need_tokens
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 DECADES = (-6.0, 8.0)  # of the histograms of what has no upper bound
 SOURCE = "(Aubry et al. 2025, {})."
 

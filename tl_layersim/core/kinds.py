@@ -1,4 +1,4 @@
-"""Names of result classes in files: they stay as they are when a class or its module is renamed."""
+"""Kinds of results: the names of result classes in files, which do not change when a class or its module is renamed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
-# By kind, which never changes: the class today, and module and class as files of format 1 name it.
-KINDS = {
+# By kind, which never changes: the current class, and module and class as files of format 1 name them.
+RESULT_KINDS = {
     "layer_matrix": ("LayerMatrix", "results.LayerMatrix"),
     "layer_curve": ("LayerCurve", "results.LayerCurve"),
     "cka": ("CKAResult", "analyzers.cka.CKAResult"),
@@ -30,32 +30,32 @@ KINDS = {
     "generation_quality": ("GenerationQuality", "training.evaluation.GenerationQuality"),
     "aligned_training": ("AlignedResult", "training.results.AlignedResult"),
 }
-_KIND_OF = {name: kind for kind, (name, _) in KINDS.items()}
-_OLD = {f"{PACKAGE}.{':'.join(old.rsplit('.', 1))}": kind for kind, (_, old) in KINDS.items()}
+_KIND_OF = {name: kind for kind, (name, _) in RESULT_KINDS.items()}
+_FORMAT_1 = {f"{PACKAGE}.{':'.join(old.rsplit('.', 1))}": kind for kind, (_, old) in RESULT_KINDS.items()}
 
 
 def kind_of(cls: type[Any]) -> str:
-    """The name of a result class in files: a kind; for a class outside this package, or a new one, its module and name."""
+    """The name of a result class in files: its kind, or module and name for a class that has no kind."""
     ours = cls.__module__.split(".")[0] == PACKAGE
     return _KIND_OF.get(cls.__qualname__, _path(cls)) if ours else _path(cls)
 
 
 def class_of(kind: str, base: type[Any]) -> type[Any] | None:
-    """The class of a kind, None where nothing imported so far defines it: no class is imported because a file names it.
+    """The result class of a kind; None if no imported module defines it. A class is never imported because a file names it.
 
     Args:
-        kind: as `kind_of` gives it, or module and name of a class as in files of format 1.
-        base: of all result classes.
+        kind: as `kind_of` returns it, or module and name of a class as in files of format 1.
+        base: the base class of all results.
     """
-    kind = _OLD.get(kind, kind)
-    if kind in KINDS:
-        found: type[Any] = getattr(importlib.import_module(PACKAGE), KINDS[kind][0])
-        return found
+    kind = _FORMAT_1.get(kind, kind)
+    if kind in RESULT_KINDS:
+        cls: type[Any] = getattr(importlib.import_module(PACKAGE), RESULT_KINDS[kind][0])
+        return cls
     return next((cls for cls in below(base) if _path(cls) == kind), None)
 
 
 def below(cls: type[Any]) -> Iterator[type[Any]]:
-    """All subclasses that were imported, and theirs."""
+    """All imported subclasses, direct and indirect."""
     for sub in cls.__subclasses__():
         yield sub
         yield from below(sub)
