@@ -75,7 +75,7 @@ class TestPrompt:
             "stands twice.": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
             "nothing to relate": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
             "is no position": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
-            "need some memory": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
+            "`memory_mb` must be above 0": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):
                 call()

@@ -39,13 +39,13 @@ class TestRelate:
 
     def test_what_has_no_line_is_refused(self):
         for couplings, scores, match in (
-            ({"a": 1, "b": 2}, {"a": 1, "b": 2}, "so few"),
+            ({"a": 1, "b": 2}, {"a": 1, "b": 2}, "at least three models"),
             ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "d": 3}, "c, d on one side"),
             ({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 3}, "no line"),
             ({"a": 1, "b": float("nan"), "c": 1}, {"a": 1, "b": 2, "c": 3}, "no line"),
             ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, {"a": 1, "b": 2, "c": 3}, "no line"),
             ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 1}, "no line"),
-            ({"a": None, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, "no coupling"),
+            ({"a": None, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, "must be couplings"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.relate(couplings, scores)

@@ -35,7 +35,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("test_lens*.py", "test_logit*.py", "test_exit_*.py", "test_saturation*.py", "test_cross_entropy*.py", *EVERY),
     ),
     (
-        ("coupling.py", "block_coupling.py", "spectrum.py", "singular_vectors.py"),
+        ("coupling.py", "block_coupling.py", "_coupling_sums.py", "spectrum.py", "singular_vectors.py"),
         ("test_coupling*.py", "test_block_coupling*.py", "test_singular*.py", *EVERY),
     ),
     (("adapter.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),

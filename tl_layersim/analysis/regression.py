@@ -1,4 +1,4 @@
-"""Coupling of many models or checkpoints: against a score, by regression; over training; and who is coupled with whom."""
+"""Block coupling of many models or checkpoints: regression on a benchmark score, curves over training, adjacency of blocks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Relation:
-    """A straight line through the scores of models over their mean coupling, by ordinary least squares.
+    """Linear regression of a benchmark score on mean coupling over models, by ordinary least squares.
 
     Attributes:
         names: of the models.
         coupling: `model`, mean coupling over pairs of different blocks.
-        scores: `model`.
-        slope: of the score by coupling.
-        intercept: of the score.
-        r_squared: share of the scores' variance that the line explains.
-        p_value: of the slope, two-sided, under normal errors. Models of one family are not independent: it is then too small.
-        confidence: of the band.
-        band: `point 4`: coupling, the line, and the lower and upper end of the confidence interval of the mean score there.
+        scores: `model`, benchmark scores.
+        slope: change of the score for a change of coupling by 1.
+        intercept: score at a coupling of 0.
+        r_squared: fraction of the scores' variance that the line explains.
+        p_value: of the slope, two-sided, under normal errors; too small for models of one family, which are not independent.
+        confidence: level of the confidence band.
+        band: `point 4`: coupling, fitted score, and lower and upper end of the confidence interval of the mean score.
     """
 
     names: tuple[str, ...]
@@ -49,11 +49,11 @@ class Relation:
     band: Float64[Tensor, "point 4"]
 
     def __repr__(self) -> str:
-        found = f"score = {self.intercept:.4g} + {self.slope:.4g} coupling"
-        return f"Relation({len(self.names)} models: {found}, R2 = {self.r_squared:.3g}, p = {self.p_value:.2g})"
+        line = f"score = {self.intercept:.4g} + {self.slope:.4g} coupling"
+        return f"Relation({len(self.names)} models: {line}, R2 = {self.r_squared:.3g}, p = {self.p_value:.2g})"
 
     def to_frame(self) -> pandas.DataFrame:
-        """One line for each model, with what the line says."""
+        """A table with coupling, score and fitted score of each model."""
         import pandas
 
         fit = self.intercept + self.slope * self.coupling
@@ -62,7 +62,7 @@ class Relation:
         )
 
     def plot(self) -> plotly.graph_objects.Figure:
-        """The scores over coupling, the line, and its confidence band (Aubry et al. 2025, figure 1 a)."""
+        """A plotly figure of the scores over coupling with the line and its confidence band (Aubry et al. 2025, figure 1 a)."""
         from ..reporting.figures import regression
 
         x, fit, low, high = self.band.T.numpy()
@@ -75,24 +75,24 @@ class Relation:
 
 @typed
 def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence: int | float = 0.95) -> Relation:
-    """Does coupling go with a benchmark score, over models?
+    """Regress a benchmark score on the mean coupling of models, by ordinary least squares.
 
     Args:
         results: `BlockCoupling` results by model name, or mean couplings as numbers.
-        scores: the score of each.
-        confidence: of the band around the line.
+        scores: benchmark scores by model name.
+        confidence: level of the confidence band, between 0 and 1.
 
     Raises:
-        LayersimError: there are fewer than three models, names differ, or all couplings are the same.
+        LayersimError: there are fewer than three models, names differ, or all couplings or scores are equal.
 
     Source:
-        Aubry et al. 2025 (arXiv 2407.07810), section 5.4 and figure 1 a: R² = 0.75 over their base models. Their mean takes the
-        diagonal in, see `BlockCouplingResult.mean`.
+        Aubry et al. 2025 (arXiv 2407.07810), section 5.4 and figure 1 a: R² = 0.75 over their base models. Their mean
+        includes the diagonal, see `BlockCouplingResult.mean`.
 
     Example:
         >>> import tl_layersim as lsim
-        >>> found = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
-        >>> round(found.slope), round(found.r_squared, 3)
+        >>> fit = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
+        >>> round(fit.slope), round(fit.r_squared, 3)
         (96, 0.985)
     """
     from statsmodels.api import OLS, add_constant
@@ -100,7 +100,7 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
     if results.keys() != scores.keys() or len(results) < 3:
         odd = sorted(results.keys() ^ scores.keys())
         raise LayersimError(
-            "Every model needs a coupling and a score." if odd else "A line through so few models says nothing.",
+            "`results` and `scores` must have the same models." if odd else "`results` must have at least three models.",
             given=f"{', '.join(odd)} on one side only" if odd else f"{len(results)} models",
             expected="the same names on both sides, three or more",
             do="relate({name: report['block_coupling'], ...}, {name: score, ...})",
@@ -112,13 +112,13 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
             expected="a probability, such as 0.95",
             do=as_fraction("confidence", confidence) or "confidence=0.95",
         )
-    _same_options([result for result in results.values() if isinstance(result, BlockCouplingResult)])
-    x = np.array([_mean(result) for result in results.values()], dtype=np.float64)
+    _refuse_other_options([result for result in results.values() if isinstance(result, BlockCouplingResult)])
+    x = np.array([_mean_coupling(result) for result in results.values()], dtype=np.float64)
     y = np.array([float(scores[name]) for name in results], dtype=np.float64)
     flat = [bool(np.ptp(v) <= 1e-9 * np.abs(v).max()) for v in (x, y)]
     if not (np.isfinite(x).all() and np.isfinite(y).all()) or any(flat):
         raise LayersimError(
-            "There is no line through these.",
+            "`results` and `scores` have no line through them.",
             given=f"couplings {x.round(4).tolist()}, scores {y.tolist()}",
             expected="finite numbers that differ",
             do="check the models: one of a single block has no coupling",
@@ -140,34 +140,34 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
     )
 
 
-def _mean(result: Any) -> float:
+def _mean_coupling(result: Any) -> float:
     if isinstance(result, BlockCouplingResult):
         return result.mean()
     if isinstance(result, int | float) and not isinstance(result, bool):
         return float(result)
     raise LayersimError(
-        "This is no coupling.",
+        "`results` must be couplings.",
         given=type(result).__name__,
         expected="a BlockCouplingResult, or its mean as a number",
         do="report['block_coupling']",
     )
 
 
-def _same_options(results: list[BlockCouplingResult]) -> None:
-    """Refuse to set numbers beside each other that mean something else."""
-    asked = ("diagonal", "positions")
+def _refuse_other_options(results: list[BlockCouplingResult]) -> None:
+    """Refuse results of different options, and warn of results of different prompts."""
+    options = ("diagonal", "positions")
     data = {r.provenance.data for r in results}
     if len(data) > 1:
         warnings.warn(
-            "These couplings were measured on different prompts, whose length and content matter.",
+            "These couplings were measured on different prompts: coupling depends on the length and content of prompts.",
             LayersimWarning,
             stacklevel=4,
         )
-    found = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in asked))) for r in results}
-    if len(found) > 1:
+    distinct = {str((r.ks[0], r.normalize, *(r.provenance.options.get(name) for name in options))) for r in results}
+    if len(distinct) > 1:
         raise LayersimError(
-            "These results were not measured in the same way.",
-            given=f"k, normalize, diagonal, positions: {sorted(found)}",
+            "`results` must have the same options.",
+            given=f"k, normalize, diagonal, positions: {sorted(distinct)}",
             expected="one set of options",
             do=f"the same options for all, such as lsim.BlockCoupling(k={results[0].ks[0]})",
         )
@@ -175,11 +175,11 @@ def _same_options(results: list[BlockCouplingResult]) -> None:
 
 @typed
 def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks") -> Any:
-    """Mean coupling over training checkpoints, or over whatever the keys are, with neighbours and the null beside it.
+    """Plot the mean coupling over training checkpoints, with the coupling of neighbouring blocks and the null.
 
     Args:
-        results: `BlockCoupling` results by training step, in order. Numbers that span more than a factor of 20 are drawn on a
-            logarithmic axis; with 0 among them, side by side.
+        results: `BlockCoupling` results by training step or another key, in order. Numbers that span more than a factor of 20
+            are drawn on a logarithmic axis; if 0 is among them, at equal distances.
         title: of the figure.
 
     Returns:
@@ -193,12 +193,12 @@ def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks")
     others = [type(one).__name__ for one in results.values() if not isinstance(one, BlockCouplingResult)]
     if not results or others:
         raise LayersimError(
-            "There is nothing to draw.",
+            "`results` must be results of BlockCoupling.",
             given=", ".join(others) or "no results",
             expected="one or more results of BlockCoupling",
             do="plot_sweep({step: report['block_coupling'], ...})",
         )
-    _same_options(list(results.values()))
+    _refuse_other_options(list(results.values()))
     series = {
         "all pairs": [result.mean() for result in results.values()],
         "neighbours": [result.neighbours() for result in results.values()],
@@ -211,13 +211,13 @@ def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks")
 def plot_adjacency(
     result: BlockCouplingResult, *, strongest: int | float | None = None, title: str = "Coupling of blocks"
 ) -> Any:
-    """Blocks on a circle, and between each two an edge, the more opaque the more they are coupled beyond chance.
+    """Plot blocks on a circle, with an edge between each two blocks whose opacity is their coupling above the null.
 
-    An edge is the mean of both directions, from 0 at the null to 1 at full coupling.
+    The strength of an edge is the mean of both directions, from 0 at the null to 1 at full coupling.
 
     Args:
         result: of `BlockCoupling` with `normalize=True`.
-        strongest: of an edge that is fully opaque, the same for pictures that are compared; this one's strongest by default.
+        strongest: strength of a fully opaque edge, equal for figures that are compared; by default the strongest edge.
         title: of the figure.
 
     Returns:
@@ -237,14 +237,14 @@ def plot_adjacency(
         )
     if not result.normalize:
         raise LayersimError(
-            "Edges need couplings between 0 and 1.",
+            "`result` must be normalized: edges are couplings between 0 and 1.",
             given="normalize=False",
             expected="a result of BlockCoupling(normalize=True)",
             do="lsim.BlockCoupling()",
         )
     beyond = (result.null - result.values) / result.null.clamp(min=1e-9)
     strength = ((beyond + beyond.T) / 2).nan_to_num(0.0).clamp(0.0, 1.0)
-    # A block with itself is no edge.
+    # A block has no edge to itself.
     strength.fill_diagonal_(0.0)
     full = float(strength.max()) if strongest is None else strongest
     return adjacency(strength.numpy(), full, result.layers[1:], title)

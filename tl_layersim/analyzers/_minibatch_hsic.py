@@ -57,7 +57,13 @@ def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, 
 
 
 def empty_sums(rows: int, columns: int, device: torch.device) -> dict[str, Tensor]:
-    """The sums of `minibatch_kernel` before the first minibatch: zeros."""
+    """The sums of `minibatch_kernel` before the first minibatch: zeros.
+
+    Args:
+        rows: number of row layers.
+        columns: number of column layers.
+        device: of the sums.
+    """
     lengths = {"xx": rows, "yy": columns, "r_x": rows, "r_x^2": rows, "r_y": columns, "r_y^2": columns}
     zeros = {name: torch.zeros(length, dtype=torch.float64, device=device) for name, length in lengths.items()}
     count = {name: torch.tensor(0) for name in ("minibatches", "samples")}
@@ -120,7 +126,11 @@ def sums_from_grams(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, biased:
 
 
 def symmetric_grams(upper: Tensor) -> Tensor:
-    """Symmetric matrices `layer n n` from their upper triangles `layer pair`."""
+    """Symmetric matrices `layer n n` from their upper triangles.
+
+    Args:
+        upper: `layer pair`.
+    """
     n = math.isqrt(2 * upper.shape[1])
     rows, columns = torch.triu_indices(n, n)
     gram = upper.new_empty(len(upper), n, n)

@@ -1,4 +1,4 @@
-"""Centred kernel alignment between residual layers, of one model or of two."""
+"""Linear centred kernel alignment (CKA) between residual layers of one model or of two."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from ._minibatch_hsic import gram_kernel, minibatch_kernel, sums_from_grams
 from ._samples import samples
 from .base import Analyzer, Exchange, Run, need_tokens
 
-# Below this share of effective samples CKA is that of a few: measured in docs/traps.md.
-FEW = 0.2
+# A warning is issued below this fraction of effective samples; docs/traps.md has the measurements.
+LEAST_EFFECTIVE_FRACTION = 0.2
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CKAResult(LayerMatrix):
-    """What `CKA` measures.
+    """CKA between residual layers, with the number of samples that it effectively rests on.
 
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models; float64. Unbiased estimates of unrelated
-            layers scatter about 0 and may be slightly negative. NaN in the row and column of a layer at which all samples are
-            the same, which a `LayersimWarning` names.
-        effective_samples: `residual`, how many samples of equal weight would carry as much: (sum r)^2 / sum r^2 with r a
-            sample's squared distance from its minibatch's mean. CKA weighs samples by r; where a few tokens have massive
-            activations it is a statement about those few, and below a fifth of all samples a `LayersimWarning` says so.
-        column_effective_samples: `column`, the same for the second model, or the same again.
-        samples: how many tokens (or sequences) went into it.
-        minibatches: how many minibatches; 1 for the exact estimator.
+            layers scatter about 0 and may be slightly negative. NaN in the row and column of a layer whose samples are all
+            equal; a `LayersimWarning` names such layers.
+        effective_samples: `residual`, number of equally weighted samples that would carry as much information:
+            (sum r)^2 / sum r^2, with r the squared distance of a sample from the mean of its minibatch. CKA weights samples by
+            r. If a few tokens have massive activations, CKA describes these tokens; below a fifth of all samples a
+            `LayersimWarning` is issued.
+        column_effective_samples: `column`, the same for the second model, or for the first again.
+        samples: number of tokens (or sequences).
+        minibatches: number of minibatches; 1 for the exact estimator.
     """
 
     effective_samples: Float64[Tensor, " row"] = axes("residual")
@@ -52,20 +53,20 @@ class CKAResult(LayerMatrix):
         Picture(
             "values",
             "Linear CKA between layers",
-            "Whether two layers place the same tokens in the same geometry, up to rotation and scale: 1 the same, 0 unrelated "
+            "Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for unrelated "
             "(Kornblith et al. 2019; unbiased HSIC of Song et al. 2012, minibatches of Nguyen et al. 2021).",
         ),
         Picture(
             "effective_samples",
             "Effective samples behind CKA",
-            "How many tokens of equal weight would carry as much; a handful means that CKA there speaks of a few tokens with "
-            "massive activations (Sun et al. 2024), and that they should be left out.",
+            "Number of equally weighted tokens that would carry as much information. At a handful, CKA describes a few tokens "
+            "with massive activations (Sun et al. 2024), which should be left out.",
         ),
     )
 
     @property
     def mean_minibatch(self) -> float:
-        """Samples per minibatch, on average."""
+        """Mean number of samples in a minibatch."""
         return self.samples / self.minibatches
 
     def distance(self) -> float:
@@ -73,9 +74,9 @@ class CKAResult(LayerMatrix):
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
-        CKA is clipped to [-1, 1] inside the arccos only. 0 for the same model up to rotation and scale at each layer; a pair of
-        unrelated layers adds (pi / 2)^2 under the root, so that unrelated models of L blocks are about pi / 2 sqrt(L) apart.
-        NaN where the CKA of one of the pairs is not defined: a sum with a pair left out would not be comparable.
+        CKA is clipped to [-1, 1] inside the arccos only. The distance is 0 for models that are equal up to rotation and scale
+        at each layer. A pair of unrelated layers adds (pi / 2)^2 under the root, so unrelated models of L blocks are about
+        pi / 2 sqrt(L) apart. NaN if the CKA of a pair is not defined: a sum without that pair would not be comparable.
 
         Raises:
             LayersimError: the models have different numbers of blocks.
@@ -86,7 +87,7 @@ class CKAResult(LayerMatrix):
         rows, columns = self.values.shape
         if rows != columns:
             raise LayersimError(
-                "The arccos distance pairs layer with layer.",
+                "The arccos distance is defined for models of equal depth.",
                 given=f"models of {rows - 1} and {columns - 1} blocks",
                 expected="two models of equal depth",
                 do="read .values, or compare models with the same number of blocks",
@@ -101,7 +102,7 @@ class CKAResult(LayerMatrix):
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
             "samples in a minibatch": self.mean_minibatch,
-            "effective share of samples, at the layer where it is least": float(
+            "smallest effective fraction of samples of any layer": float(
                 self.effective_samples.nan_to_num(math.inf).min() / self.samples
             ),
         }
@@ -110,7 +111,7 @@ class CKAResult(LayerMatrix):
 @typed
 @dataclass(frozen=True)
 class CKA(Analyzer):
-    r"""Linear CKA between all pairs of layers, within a model or between two.
+    r"""Linear CKA between all pairs of layers, within a model or between two models.
 
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
 
@@ -120,29 +121,31 @@ class CKA(Analyzer):
     - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$
 
     Args:
-        estimator: "minibatch" averages HSIC_1 over minibatches and divides the averages (not the mean of ratios); the tokens
-            of a forward batch are shuffled first, because neighbours in a text are not independent. "exact" takes HSIC_1
-            over all samples at once, streamed through cross-products: (layers x d_model)^2 numbers of memory. "biased" is
-            "minibatch" with the classical HSIC_0: it does not go to 0 for unrelated layers (0.5 for independent Gaussians
-            with n = d) and is there to compare with published figures only.
-        minibatch: n. A forward batch of fewer samples is one smaller minibatch, whose HSIC weighs n(n-3) in the average;
-            samples left over are dropped at random. The result's `mean_minibatch` says what n really was.
-        level: "token" takes each token as a sample; "sequence" each row of tokens, so that n is at most `batch_size`: prefer
-            the exact estimator there.
-        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" one, or the "first", such as [CLS].
-        seed: of the shuffle. The order also depends on the batch's own tokens and on nothing else, so that neither the order
-            of batches nor padding changes a value. A different batch_size draws other minibatches.
-        max_memory_gb: what "exact" may need; more is refused before the run.
+        estimator: "minibatch" averages HSIC_1 over minibatches and divides the averages, which is not the mean of the ratios.
+            The tokens of a forward batch are shuffled first, because neighbours in a text are not independent. "exact" takes
+            HSIC_1 over all samples in one pass without a Gram matrix; it needs (layers d)^2 float64 numbers. "biased" takes
+            HSIC_0 of minibatches, which is far from 0 for unrelated layers (0.5 for independent Gaussians with n = d); it is
+            for comparison with published figures only.
+        minibatch: n. A forward batch of fewer samples is one smaller minibatch, whose HSIC has weight n(n-3) in the average;
+            remaining samples are dropped at random. The result's `mean_minibatch` is the mean n.
+        level: "token" takes each token as a sample; "sequence" each row of tokens. Then n is at most `batch_size`, and the
+            exact estimator is preferable.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
+        seed: of the shuffle, which otherwise depends on the batch's own tokens alone. The order of batches and padding do not
+            change a value. Another batch_size draws other minibatches.
+        max_memory_gb: limit for "exact"; a larger requirement is refused before the run.
 
     Source:
         Kornblith et al. 2019; Song et al. 2012, equation 5; Nguyen et al. 2021, equations 2 and 3; Brown et al. 2023,
         appendix C.1, whose printed S_ij lacks the square root.
 
     Example:
+        The CKA of a layer with itself is 1.
+
         >>> import tl_layersim as lsim
-        >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.CKA(minibatch=64)])
-        >>> report["cka"].values.shape
-        torch.Size([9, 9])
+        >>> cka = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.CKA(minibatch=64)])["cka"]
+        >>> cka.values.shape, round(float(cka.values[4, 4]), 9)
+        (torch.Size([9, 9]), 1.0)
     """
 
     name: ClassVar[str] = "cka"
@@ -162,7 +165,7 @@ class CKA(Analyzer):
     def __post_init__(self) -> None:
         if self.minibatch < 4:
             raise LayersimError(
-                "The unbiased HSIC needs four samples.",
+                "`minibatch` must be at least 4: the unbiased HSIC is not defined on fewer samples.",
                 given=f"minibatch={self.minibatch}",
                 expected="4 or more",
                 do="CKA(minibatch=256)",
@@ -172,11 +175,11 @@ class CKA(Analyzer):
         if self.estimator != "exact" or any(model.d_model is None for model in models):
             return
         widths = [len(model.layers) * (model.d_model or 0) for model in (models[0], models[-1])]
-        # The batch's cross-product, the running sum, and their sum while it is made.
+        # The batch's cross-product, the running sum, and the new sum while the two are added.
         need = 3 * 8 * widths[0] * widths[1] / 1e9
         if not need <= self.max_memory_gb:
             raise LayersimError(
-                "The exact estimator needs more memory than it may take.",
+                "The exact estimator needs more memory than `max_memory_gb`.",
                 given=f"{widths[0]} x {widths[1]} cross-products: {need:.1f} GB",
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f'CKA(estimator="minibatch"), or CKA(estimator="exact", max_memory_gb={math.ceil(need)})',
@@ -204,7 +207,7 @@ class CKA(Analyzer):
         unit = "tokens" if self.level == "token" else "sequences"
         if self.estimator != "exact" and int(sums["samples"]) == 0:
             raise LayersimError(
-                "CKA needs four samples in one forward batch, and no batch had them.",
+                "CKA needs four samples in one forward batch, and no batch had that many.",
                 given=f"{run.provenance.tokens} tokens in {run.provenance.batches} batches, level={self.level!r}",
                 expected=f"at least 4 {unit} in one batch",
                 do='pass more data, a larger batch_size=, or CKA(estimator="exact")',
@@ -233,40 +236,42 @@ class CKA(Analyzer):
         )
 
     def _undefined(self, defined_x: Tensor, defined_y: Tensor, run: Run, count: str) -> None:
-        """Name the layers whose samples are all the same; refuse a run where that leaves nothing."""
+        """Warn of layers whose samples are all equal; refuse a run in which all layers are of this kind."""
         sides = ((run.layers, defined_x), (run.column_layers, defined_y))
-        where = list(dict.fromkeys(name for names, fine in sides for name, one in zip(names, fine, strict=True) if not one))
+        equal = list(
+            dict.fromkeys(name for names, defined in sides for name, one in zip(names, defined, strict=True) if not one)
+        )
         exact = self.estimator == "exact"
         if not bool(defined_x.any() and defined_y.any()):
             raise LayersimError(
                 "CKA is not defined at any layer: the samples do not differ"
-                + (", or their differences are lost in the digits of sums over all samples." if exact else "."),
-                given=f"{count}, all the same at {', '.join(where[:4])}",
+                + (", or the sums over all samples have too few digits for their differences." if exact else "."),
+                given=f"{count}, all equal at {', '.join(equal[:4])}",
                 expected="activations that differ from sample to sample",
                 do='CKA(estimator="minibatch"), which centres each minibatch' if exact else "pass more varied data",
             )
-        if where:
-            why = "the mean there is so much larger than the spread that sums over all samples have lost their digits, or "
+        if equal:
+            digits = "the mean is so much larger than the spread that sums over all samples have too few digits, or "
             warn(
-                f"CKA is not defined at {', '.join(where[:4])}{' and others' if len(where) > 4 else ''}, and NaN there: "
-                + (why if exact else "")
-                + f"all of {count} are the same, as a first token or [CLS] is before the first attention."
+                f"CKA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: "
+                + (digits if exact else "")
+                + f"all of {count} are equal, as first tokens or [CLS] tokens are before the first attention."
                 + (' CKA(estimator="minibatch") keeps the digits.' if exact else "")
             )
 
 
 def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int, level: str) -> None:
-    """Say where few samples decide the result."""
+    """Warn of results that rest on few samples."""
     layers = [*zip(run.layers, effective_x, strict=True), *zip(run.column_layers, effective_y, strict=True)]
-    few = dict.fromkeys(name for name, effective in layers if effective < FEW * count)
+    few = dict.fromkeys(name for name, effective in layers if effective < LEAST_EFFECTIVE_FRACTION * count)
     if count < 100:
-        warn(f"CKA rests on {count} samples here; of so few it scatters by tenths. Pass more data.")
+        warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
     if few and count >= 200:
         least = min(value for _, effective in layers if not math.isnan(value := float(effective)))
         skipped = int(run.provenance.options.get("skip_first") or 0)
-        remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if level == "token" else "look at these rows"
+        remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if level == "token" else "inspect these rows"
         warn(
             f"CKA is decided by a few samples with massive activations at {len(few)} layers, {next(iter(few))} among them: "
-            f"as if there were {least:.1f} samples, of {count} ({least / count:.1%}). These are often the first tokens of a "
-            f"row: {remedy}, and see result.effective_samples."
+            f"{least:.1f} effective samples of {count} ({least / count:.1%}). These are often the first tokens of a row: "
+            f"{remedy}, and see result.effective_samples."
         )

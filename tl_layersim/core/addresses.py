@@ -6,7 +6,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is an http address that contains no secret except a login."""
+    """Whether a text is an http address that contains no secret except a login.
+
+    Args:
+        text: any text.
+    """
     try:
         parts = urlsplit(text)
         # A query, or an @ in the path, may be part of a secret.

@@ -7,7 +7,11 @@ from types import CodeType, FunctionType
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """The functions and all functions of their own modules that they call by name, directly or indirectly."""
+    """The functions and all functions of their own modules that they call by name, directly or indirectly.
+
+    Args:
+        starts: the functions.
+    """
     functions: dict[int, FunctionType] = {}
     waiting = list(starts)
     while waiting:
@@ -22,7 +26,11 @@ def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """The code object of a function or module and all code objects nested in it."""
+    """The code object of a function or module and all code objects nested in it.
+
+    Args:
+        code: of the function or module.
+    """
     yield code
     for item in code.co_consts:
         if isinstance(item, CodeType):
@@ -30,7 +38,11 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def plain_constants(code: CodeType) -> list[str]:
-    """The constants of a code object, without nested code, as text that is the same in every process."""
+    """The constants of a code object, without nested code, as text that is the same in every process.
+
+    Args:
+        code: of the function.
+    """
     plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
     # The order of a set differs between processes.
     return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]

@@ -41,15 +41,29 @@ def brief(value: object) -> str:
 
 
 def call_text(name: str, arguments: Iterable[str]) -> str:
-    """A call as Python text, such as "analyze(model, data)"."""
+    """A call as Python text, such as "analyze(model, data)".
+
+    Args:
+        name: of the call.
+        arguments: names of its arguments.
+    """
     return f"{name}({', '.join(arguments)})"
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun in singular or plural, such as "no arguments" or "1 argument"."""
+    """A number with its noun in singular or plural, such as "no arguments" or "1 argument".
+
+    Args:
+        number: how many.
+        noun: in the singular.
+    """
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def with_article(noun: str) -> str:
-    """A noun with its indefinite article."""
+    """A noun with its indefinite article.
+
+    Args:
+        noun: in the singular.
+    """
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

@@ -242,7 +242,12 @@ def jacobian_of(
 
 
 def chunks_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Row, sample and connection of all Jacobians, block by block, in chunks of at most `at_once` Jacobians."""
+    """Row, sample and connection of all Jacobians, block by block, in chunks.
+
+    Args:
+        which: samples and connections.
+        at_once: largest number of Jacobians in a chunk.
+    """
     samples = len(which.row)
     device = which.row.device
     chunks = []
@@ -310,5 +315,10 @@ def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) ->
 
 
 def miscoupling(off: Tensor, norm: Tensor) -> Tensor:
-    """The normalised mis-coupling |A - diag A|_F / |A|_F; 0 where A is 0 (Aubry et al. 2025, equation 14)."""
+    """The normalised mis-coupling |A - diag A|_F / |A|_F; 0 where A is 0 (Aubry et al. 2025, equation 14).
+
+    Args:
+        off: |A - diag A|_F.
+        norm: |A|_F.
+    """
     return off / norm.clamp(min=1e-300)

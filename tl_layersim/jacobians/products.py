@@ -143,11 +143,25 @@ class Jacobian:
         return error
 
     def transposed(self, u: Tensor) -> Tensor:
-        """J'u for directions u, `sample d_model n`, in the same shape."""
+        """Products J'u.
+
+        Args:
+            u: `sample d_model n`, n directions for each sample.
+
+        Returns:
+            `sample d_model n`.
+        """
         return self._product("transposed", u)
 
     def forward(self, v: Tensor) -> Tensor:
-        """J v for directions v, `sample d_model n`, in the same shape."""
+        """Products J v.
+
+        Args:
+            v: `sample d_model n`, n directions for each sample.
+
+        Returns:
+            `sample d_model n`.
+        """
         return self._product("forward", v)
 
     def _product(self, kind: str, directions: Tensor) -> Tensor:

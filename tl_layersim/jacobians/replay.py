@@ -77,7 +77,11 @@ def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
 
 def is_remote(call: BlockCall) -> bool:
-    """Whether the block's weights are in another process, where their dtype cannot be changed."""
+    """Whether the block's weights are in another process, where their dtype cannot be changed.
+
+    Args:
+        call: of the block.
+    """
     module = getattr(call.block, "_module", call.block)
     first = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
     return first is not None and first.is_meta

@@ -83,11 +83,19 @@ class RowProducts:
         return not self.differences and adds_input(self.x, self.y)
 
     def transposed(self, u: Tensor) -> Tensor:
-        """J'u of the block with its skip connection, `sample d_model n` for the same."""
+        """Products J'u of the block with its skip connection.
+
+        Args:
+            u: `sample d_model n`, n directions for each sample.
+        """
         return self._in_chunks(u, self._transposed)
 
     def forward(self, v: Tensor) -> Tensor:
-        """J v of the block with its skip connection, `sample d_model n` for the same."""
+        """Products J v of the block with its skip connection.
+
+        Args:
+            v: `sample d_model n`, n directions for each sample.
+        """
         return self._in_chunks(v, self._by_differences if self.differences else self._forward)
 
     def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:

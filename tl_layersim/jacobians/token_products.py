@@ -43,7 +43,10 @@ class TokenProducts:
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
-        """N copies of the tokens and the block's output for them; kept for further products with n directions.
+        """Copies of the tokens and the block's output for them, kept for further products with as many directions.
+
+        Args:
+            n: number of copies.
 
         Raises:
             TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
@@ -95,11 +98,19 @@ class TokenProducts:
         return adds_input(*self.graph(1))
 
     def transposed(self, u: Tensor) -> Tensor:
-        """J'u of the block with its skip connection, `sample d_model n` for the same."""
+        """Products J'u of the block with its skip connection.
+
+        Args:
+            u: `sample d_model n`, n directions for each sample.
+        """
         return self._in_chunks(u, self._transposed)
 
     def forward(self, v: Tensor) -> Tensor:
-        """J v of the block with its skip connection, `sample d_model n` for the same."""
+        """Products J v of the block with its skip connection.
+
+        Args:
+            v: `sample d_model n`, n directions for each sample.
+        """
         return self._in_chunks(v, self._forward)
 
     def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
