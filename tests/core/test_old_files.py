@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
-from tl_layersim.core.kinds import RESULT_KINDS, below, class_of, kind_of
+from tl_layersim.core.kinds import KINDS, below, class_of, kind_of
 
 from ..views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
@@ -36,9 +36,7 @@ def test_a_result_of_version_0_1_is_read_and_saved_again(name, tmp_path):
 
 
 def test_there_is_a_file_of_every_kind_of_result():
-    assert {type(load(FILES / name)) for name in RESULTS} - {lsim.Report} == {
-        class_of(kind, lsim.Result) for kind in RESULT_KINDS
-    }
+    assert {type(load(FILES / name)) for name in RESULTS} - {lsim.Report} == {class_of(kind, lsim.Result) for kind in KINDS}
 
 
 def test_every_class_of_results_has_a_kind_of_its_own():
@@ -46,9 +44,7 @@ def test_every_class_of_results_has_a_kind_of_its_own():
         if "make_demo" not in module.name:
             importlib.import_module(module.name)
     ours = [cls for cls in below(lsim.Result) if cls.__module__.startswith("tl_layersim.")]
-    assert sorted(map(kind_of, ours)) == sorted(RESULT_KINDS), (
-        "a new class of results needs a line in tl_layersim/core/kinds.py"
-    )
+    assert sorted(map(kind_of, ours)) == sorted(KINDS), "a new class of results needs a line in tl_layersim/kinds.py"
 
 
 def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):

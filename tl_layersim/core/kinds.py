@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
-# By kind, which never changes: the current class, and module and class as files of format 1 name them.
-RESULT_KINDS = {
+# By kind, which never changes: the class today, and module and class as files of format 1 name it.
+KINDS = {
     "layer_matrix": ("LayerMatrix", "results.LayerMatrix"),
     "layer_curve": ("LayerCurve", "results.LayerCurve"),
     "cka": ("CKAResult", "analyzers.cka.CKAResult"),
@@ -30,8 +30,8 @@ RESULT_KINDS = {
     "generation_quality": ("GenerationQuality", "training.evaluation.GenerationQuality"),
     "aligned_training": ("AlignedResult", "training.results.AlignedResult"),
 }
-_KIND_OF = {name: kind for kind, (name, _) in RESULT_KINDS.items()}
-_FORMAT_1 = {f"{PACKAGE}.{':'.join(old.rsplit('.', 1))}": kind for kind, (_, old) in RESULT_KINDS.items()}
+_KIND_OF = {name: kind for kind, (name, _) in KINDS.items()}
+_OLD = {f"{PACKAGE}.{':'.join(old.rsplit('.', 1))}": kind for kind, (_, old) in KINDS.items()}
 
 
 def kind_of(cls: type[Any]) -> str:
@@ -47,10 +47,10 @@ def class_of(kind: str, base: type[Any]) -> type[Any] | None:
         kind: as `kind_of` returns it, or module and name of a class as in files of format 1.
         base: the base class of all results.
     """
-    kind = _FORMAT_1.get(kind, kind)
-    if kind in RESULT_KINDS:
-        cls: type[Any] = getattr(importlib.import_module(PACKAGE), RESULT_KINDS[kind][0])
-        return cls
+    kind = _OLD.get(kind, kind)
+    if kind in KINDS:
+        found: type[Any] = getattr(importlib.import_module(PACKAGE), KINDS[kind][0])
+        return found
     return next((cls for cls in below(base) if _path(cls) == kind), None)
 
 

@@ -29,7 +29,7 @@ Parts = dict[str, Tensor]
 Item = dict[str, Any]
 Found = tuple[Tensor, int]
 # Logits that are held at once.
-LOGITS = 2**23
+LOGITS_AT_ONCE = 2**23
 # Of AdamW, torch's own defaults.
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01
 # Steps that one request takes at most.
@@ -134,7 +134,7 @@ def loss_and_gradient(
 def judged(unembed: Unembed, x: Tensor, wanted: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
     """Summed cross-entropy of residuals `token d_model`, in float64, and where asked for its derivative by them."""
     with torch.no_grad():
-        rows = max(1, LOGITS // unembed(x[:1]).shape[-1])
+        rows = max(1, LOGITS_AT_ONCE // unembed(x[:1]).shape[-1])
     total = torch.zeros((), dtype=torch.float64)
     slopes = []
     with torch.set_grad_enabled(sloped):
