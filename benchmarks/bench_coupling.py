@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tl_layersim.jacobians.coupling import Connections, Options, couple, off_diagonal
+from tl_layersim.jacobians.coupling import Connections, CouplingOptions, couple, off_diagonal
 from tl_layersim.jacobians.products import Jacobian
 from tl_layersim.jacobians.singular_vectors import krylov, top_of
 from tl_layersim.models.block_call import BlockCall, again, record_call
@@ -86,7 +86,7 @@ def ours(call: BlockCall, narrow: bool = True) -> Tensor:
 def at_last(call: BlockCall, narrow: bool = True) -> Jacobian:
     """The Jacobian at the last token."""
     last = torch.tensor([call.hidden.shape[1] - 1])
-    return Jacobian(call, torch.tensor([0]), last, last, MEMORY, narrow=narrow)
+    return Jacobian(call, torch.tensor([0]), last, last, MEMORY, single_tokens=narrow)
 
 
 def bound(call: BlockCall) -> Callable[[], None]:
@@ -151,7 +151,9 @@ def against_dense(d: int, runs: int, layers: int = 2, k: int = 10, tokens: int =
         at = torch.full((1, layers), tokens - 1)
         with torch.no_grad():
             found = couple(
-                calls, Connections(torch.tensor([0]), tuple(range(layers)), at, at), Options((k,), method, "signed", MEMORY, 0)
+                calls,
+                Connections(torch.tensor([0]), tuple(range(layers)), at, at),
+                CouplingOptions((k,), method, "signed", MEMORY, 0),
             )
         return found.off[0, 0] / found.norm[0, 0]
 

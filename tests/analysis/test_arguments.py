@@ -9,8 +9,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import exit_curve
+from tl_layersim.core.argument_names import SYNONYMS
 from tl_layersim.core.errors import LayersimTypeError
-from tl_layersim.core.typed import SYNONYMS
 
 from ..tiny_models import random_tokens, tiny_llama
 
@@ -34,7 +34,7 @@ def test_an_unknown_keyword_names_the_call_and_the_keyword(name):
     error = caught.value
     assert isinstance(error, TypeError)
     assert isinstance(error, lsim.LayersimError)
-    assert error.what == f"`no_such_keyword` is no argument of {name}."
+    assert error.what == f"`no_such_keyword` is not an argument of {name}."
     assert len(str(error)) < 2000
     parameters = [p for p in inspect.signature(call).parameters if p not in ("self", "args", "options")]
     assert all(p in error.expected for p in parameters)

@@ -69,13 +69,13 @@ class TestPrompt:
             "a block that does not exist": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
             "names a block twice": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
             "must be tokens or pairs": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
-            "no number of singular": lambda: lsim.coupling_matrices(model, tokens, k=33),
-            "no one token": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
-            "no tokens that vary": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
+            "must be at least 2 and at most d_model": lambda: lsim.coupling_matrices(model, tokens, k=33),
+            "`token` has no meaning": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
+            "`positions` has no meaning": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
             "names a connection twice": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
             "`positions` is empty": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
             "`positions` must be tokens or pairs of tokens": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
-            "need some memory": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
+            "`memory_mb` must be above 0": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):
                 call()

@@ -97,7 +97,7 @@ def test_positions_are_tokens_of_each_prompt():
         expected.append([[oracles.miscoupling(oracles.coupling_matrix(a, b, 3)) for b in js] for a in js])
     np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-9)
     assert (found.lengths, found.length_count.tolist()) == (("8 to 15",), [2.0])
-    with pytest.raises(lsim.LayersimError, match=r"shorter than the positions(.|\n)*at least 13"):
+    with pytest.raises(lsim.LayersimError, match=r"outside a prompt(.|\n)*at least 13"):
         lsim.analyze(tiny_llama(), random_tokens(2, 12), lsim.BlockCoupling(k=3, positions=(12,)))
 
 

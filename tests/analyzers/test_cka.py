@@ -138,7 +138,7 @@ def test_distance_is_over_the_outputs_of_blocks():
 
 def test_distance_needs_equal_depth():
     found = between(lsim.CKA(), [residuals(0)], [residuals(1, layers=3)])
-    with pytest.raises(lsim.LayersimError, match=r"pairs layer with layer(.|\n)*3 and 2 blocks"):
+    with pytest.raises(lsim.LayersimError, match=r"models of equal depth(.|\n)*3 and 2 blocks"):
         found.distance()
 
 
@@ -169,7 +169,7 @@ def test_compare_runs_two_models_on_the_same_tokens():
 
 
 def test_four_samples_are_needed():
-    with pytest.raises(lsim.LayersimError, match=r"no batch had them(.|\n)*at least 4 tokens in one batch"):
+    with pytest.raises(lsim.LayersimError, match=r"no batch had that many(.|\n)*at least 4 tokens in one batch"):
         from_views(lsim.CKA(), [view(residuals(0, tokens=3))] * 5)
     assert from_views(lsim.CKA(estimator="exact"), [view(residuals(i, tokens=3)) for i in range(5)]).samples == 15
 
@@ -194,7 +194,7 @@ def test_exact_says_what_memory_it_needs():
         ({"estimator": "debiased"}, r"`estimator` of \w+ cannot be"),
         ({"level": "word"}, r"`level` of \w+ cannot be"),
         ({"pool": "max"}, r"`pool` of \w+ cannot be"),
-        ({"minibatch": 3}, "needs four samples"),
+        ({"minibatch": 3}, "`minibatch` must be at least 4"),
         ({"minibatch": 64.0}, r"`minibatch` of \w+ cannot be"),
     ],
 )

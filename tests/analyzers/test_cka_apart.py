@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers.cka import draw
+from tl_layersim.analyzers._minibatch_hsic import draw_minibatches
 from tl_layersim.core import Sums
 from tl_layersim.models.view import reduce
 
@@ -63,7 +63,7 @@ def test_the_order_of_samples_follows_the_tokens_and_the_seed():
     tokens = random_tokens(1, 64)[0]
 
     def order(of: torch.Tensor, seed: int = 0) -> list[int]:
-        return torch.cat(draw(of, 64, 16, seed)).tolist()
+        return torch.cat(draw_minibatches(of, 64, 16, seed)).tolist()
 
     assert sorted(order(tokens)) == list(range(64))
     assert order(tokens) == order(tokens.clone())
@@ -76,10 +76,10 @@ def test_the_order_of_samples_follows_the_tokens_and_the_seed():
 
 def test_minibatches_are_whole_and_none_is_smaller_than_four():
     tokens = random_tokens(1, 64)[0]
-    assert [len(part) for part in draw(tokens, 64, 10, 0)] == [10] * 6
-    assert [len(part) for part in draw(tokens, 7, 10, 0)] == [7]
-    assert [len(part) for part in draw(tokens, 4, 10, 0)] == [4]
-    assert draw(tokens, 3, 10, 0) == []
+    assert [len(part) for part in draw_minibatches(tokens, 64, 10, 0)] == [10] * 6
+    assert [len(part) for part in draw_minibatches(tokens, 7, 10, 0)] == [7]
+    assert [len(part) for part in draw_minibatches(tokens, 4, 10, 0)] == [4]
+    assert draw_minibatches(tokens, 3, 10, 0) == []
 
 
 def test_a_minibatch_of_four_is_enough():

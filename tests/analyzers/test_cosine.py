@@ -69,7 +69,7 @@ def test_monotone_share_counts_tokens_that_rise_at_every_step():
 
 
 def test_zero_vectors_alone_have_no_cosine():
-    with pytest.raises(lsim.LayersimError, match=r"zero vector(.|\n)*40 tokens whose residual is zero at every layer"):
+    with pytest.raises(lsim.LayersimError, match=r"is a zero vector(.|\n)*40 tokens whose residual is zero at every layer"):
         from_views(lsim.Cosine(center="none"), [view(residuals(0) * 0)])
 
 
@@ -81,7 +81,7 @@ def test_one_token_has_no_centred_cosine():
 def test_wrong_options_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`center` of Cosine cannot be(.|\n)*dataset"):
         lsim.Cosine(center="sample")
-    with pytest.raises(lsim.LayersimError, match="bins to count in"):
+    with pytest.raises(lsim.LayersimError, match="`histogram_bins` must be at least 2"):
         lsim.Cosine(histogram_bins=1)
 
 
@@ -110,7 +110,7 @@ def test_spread_survives_where_layers_are_close():
 
 
 def test_a_mean_that_is_not_finite_is_refused():
-    with pytest.raises(lsim.LayersimError, match=r"finite number for each layer(.|\n)*1 not finite"):
+    with pytest.raises(lsim.LayersimError, match=r"`center` must have a finite number for each layer(.|\n)*1 not finite"):
         lsim.Cosine(center=torch.tensor([[1.0, float("nan")]]))
 
 

@@ -23,7 +23,7 @@ def test_effective_depth():
     for eps in (0.0, 0.3, 0.9, 0.99, 1.0):
         reached = [i + 1 for i, a in enumerate(accuracy) if a >= 1 - eps]
         assert found.effective_depth(eps) == (reached[0] if reached else len(accuracy))
-    with pytest.raises(lsim.LayersimError, match="eps is a share"):
+    with pytest.raises(lsim.LayersimError, match="`eps` must be between 0 and 1"):
         found.effective_depth(5)
 
 
@@ -42,14 +42,14 @@ def test_thresholds():
     assert curve.threshold_for(agreement=0.0) == 0.0
     with pytest.raises(lsim.LayersimError, match=r"was not measured(.|\n)*0, 0.5, 1(.|\n)*at\(0.5\), or ExitCurve"):
         curve.at(0.7)
-    with pytest.raises(lsim.LayersimError, match=r"No measured threshold gives this"):
+    with pytest.raises(lsim.LayersimError, match=r"No measured threshold reaches these values"):
         curve.threshold_for(accuracy=1.0)
     with pytest.raises(lsim.LayersimError, match=r"agreement= or accuracy="):
         curve.threshold_for()
     for bad in ((), (1.5,), (-0.1, 0.5)):
         with pytest.raises(lsim.LayersimError, match=r"`thresholds` (must be between 0 and 1|is empty)"):
             lsim.ExitCurve(thresholds=bad)
-    with pytest.raises(lsim.LayersimError, match="k counts from 1"):
+    with pytest.raises(lsim.LayersimError, match="`top_k` must be at least 1"):
         lsim.LogitLens(top_k=(0, 5))
 
 

@@ -37,7 +37,7 @@ def test_the_headline_of_cka():
     assert found["CKA(last but one, last)"] == pytest.approx(expected["values"][4, 5])
     assert found["samples in a minibatch"] == 200
     least = min(expected["effective_samples"]) / 400
-    assert found["effective share of samples, at the layer where it is least"] == pytest.approx(least)
+    assert found["smallest effective fraction of samples of any layer"] == pytest.approx(least)
 
 
 def exit_result(agreement: list[float], thresholds: tuple[float, ...]) -> ExitCurveResult:

@@ -93,11 +93,11 @@ def test_the_first_look_runs_no_model():
 
 def test_what_it_cannot_do_is_refused():
     model, tokens = tiny_llama(), random_tokens(4, 20)
-    with pytest.raises(lsim.LayersimError, match="Collapse is seen between classes"):
+    with pytest.raises(lsim.LayersimError, match="`classes` must be at least 2"):
         lsim.NeuralCollapse(classes=1)
     with pytest.raises(lsim.LayersimError, match=r"two classes, a sample in each(.|\n)*class 3: 0 samples"):
         lsim.analyze(model, tokens.clamp(min=5), lsim.NeuralCollapse(classes=(3, 7)))
-    with pytest.raises(lsim.LayersimError, match=r"more memory than they may take(.|\n)*max_memory_gb=1\)"):
+    with pytest.raises(lsim.LayersimError, match=r"more memory than `max_memory_gb`(.|\n)*max_memory_gb=1\)"):
         lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=1e-6))
     with (
         pytest.raises(lsim.LayersimError, match=r"needs a first pass(.|\n)*NeuralCollapse\(classes=\(id"),

@@ -159,7 +159,7 @@ def unlisted_imports() -> list[str]:
         if package == package_of(item.module) or package not in ORDER or package_of(item.module) not in ORDER:
             continue
         text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
-        if "Other packages may import" in text and f"`{module}`" not in text:
+        if module and f"`{module.partition('.')[0]}`" not in text:
             found.add(str(item))
     return sorted(found)
 
@@ -233,13 +233,17 @@ def long_files() -> list[str]:
     return [f"{path.relative_to(PACKAGE.parent)}: {lines}" for path, lines in counted if lines > MOST_LINES]
 
 
+def _is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "TypeVar"
+
+
 def two_meanings() -> list[str]:
-    """Classes, functions and constants that two modules define under one name."""
+    """Classes, functions and constants that two modules define under one name; type variables are no such names."""
     homes: dict[str, set[str]] = defaultdict(set)
     for path in files():
         for node in ast.parse(path.read_text()).body:
             names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
-            if isinstance(node, ast.Assign):
+            if isinstance(node, ast.Assign) and not _is_type_variable(node.value):
                 names = [target.id for target in node.targets if isinstance(target, ast.Name)]
             for name in names:
                 if not name.startswith("__"):

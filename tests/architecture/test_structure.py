@@ -9,12 +9,8 @@ import pytest
 from . import measure
 
 # Files and functions that are over a limit, each with what it may have at most. Nothing may be added.
-LONG_FILES = {
-    "tl_layersim/analyzers/cka.py": 410,
-    "tl_layersim/core/typed.py": 460,
-    "tl_layersim/jacobians/products.py": 430,
-}
-MOST_LONG_FUNCTIONS = 11
+LONG_FILES: dict[str, int] = {}
+MOST_LONG_FUNCTIONS = 10
 # Public functions; the internal ones are counted.
 PUBLIC = {
     "analysis.engine.analyze",
@@ -34,7 +30,7 @@ PUBLIC = {
     "training.comparison.evaluate_layers",
 }
 MOST_WIDE_INTERNAL = 6
-MOST_TWO_MEANINGS = 19
+MOST_TWO_MEANINGS = 18
 
 
 def test_twelve_packages_and_the_command_line_stand_at_the_top():

@@ -40,6 +40,6 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
         check=True,
     )
     assert "Could not write" in done.stdout
-    assert "What stood there before is unchanged" in done.stdout
+    assert "An older file at this path is unchanged" in done.stdout
     assert done.stdout.strip().endswith("3")
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]

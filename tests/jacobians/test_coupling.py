@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tl_layersim.jacobians.coupling import Connections, Options, couple
+from tl_layersim.jacobians.coupling import Connections, CouplingOptions, couple
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import MEMORY, calls_of
@@ -14,7 +14,7 @@ def test_couple_relates_connections_of_one_row_only():
     model = tiny_llama()
     calls = calls_of(model, lambda: model(random_tokens(2, 8), use_cache=False))
     at = torch.tensor([[3, 7], [3, 7]])
-    options = Options((4,), "dense", "signed", MEMORY, 0)
+    options = CouplingOptions((4,), "dense", "signed", MEMORY, 0)
     with torch.no_grad():
         both = couple(calls, Connections(torch.tensor([0, 1]), (1, 1), at, at), options)
         second = couple(calls, Connections(torch.tensor([1]), (1, 1), at[1:], at[1:]), options)

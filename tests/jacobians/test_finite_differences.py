@@ -37,10 +37,10 @@ def test_finite_differences_of_what_has_no_effect():
 
 def test_finite_differences_that_measure_rounding_are_refused():
     model = tiny_llama(dtype=torch.bfloat16)
-    from tl_layersim.jacobians.validation import refuse_trouble
+    from tl_layersim.jacobians.validation import refuse_failed_replay
 
     none = torch.zeros(2)
-    refuse_trouble(none, none, torch.tensor([0.0, 0.05]), ("embed", "a", "b"))
+    refuse_failed_replay(none, none, torch.tensor([0.0, 0.05]), ("embed", "a", "b"))
     with pytest.raises(lsim.LayersimError, match=r"too coarse(.|\n)*b: 30%"):
-        refuse_trouble(none, none, torch.tensor([0.0, 0.3]), ("embed", "a", "b"))
+        refuse_failed_replay(none, none, torch.tensor([0.0, 0.3]), ("embed", "a", "b"))
     assert model.dtype == torch.bfloat16

@@ -30,8 +30,8 @@ def test_jacobians_are_the_naive_ones(name, attention):
     assert float(expected[3].norm()) > 1e-3
     v = torch.randn(len(PAIRS), 48, 5)
     for narrow in (True, False):
-        with torch.no_grad(), Jacobian(call, row, t_in, t_out, MEMORY, narrow=narrow) as jacobian:
-            assert jacobian.general == (not narrow or name not in NARROW)
+        with torch.no_grad(), Jacobian(call, row, t_in, t_out, MEMORY, single_tokens=narrow) as jacobian:
+            assert jacobian.whole_rows == (not narrow or name not in NARROW)
             assert not jacobian.differs
             dense = jacobian.dense()
             forward, transposed = jacobian.forward(v), jacobian.transposed(v)

@@ -50,7 +50,7 @@ class TestRefusals:
             return output * (1 + 0.1 * count[0])
 
         handle = model.model.layers[1].register_forward_hook(drift)
-        with pytest.raises(lsim.LayersimError, match=r"does not give what it gave(.|\n)*blocks\.1\.hook_resid_post"):
+        with pytest.raises(lsim.LayersimError, match=r"replayed block differs(.|\n)*blocks\.1\.hook_resid_post"):
             lsim.analyze(model, random_tokens(2, 9), lsim.BlockCoupling(k=4))
         handle.remove()
 
@@ -72,5 +72,5 @@ def test_post_norm_blocks_that_no_name_tells():
     small = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24, "vocab_size": 100}
     model = BartForCausalLM(BartConfig(**small)).eval()
     for method in ("dense", "finite-difference"):
-        with pytest.raises(lsim.LayersimError, match="does not add to what it is given"):
+        with pytest.raises(lsim.LayersimError, match="does not add its input"):
             lsim.analyze(model, random_tokens(2, 9), lsim.BlockCoupling(k=4, method=method))

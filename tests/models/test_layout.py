@@ -43,7 +43,7 @@ def test_known_layouts_are_read_after_each_block(family, data):
     np.testing.assert_allclose(found.norm_ratio, expected["norm_ratio"], rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*trained to say the token at a masked")
+@pytest.mark.filterwarnings("ignore:.*trained to predict the token at a masked")
 @pytest.mark.parametrize("family", ["Gemma3", "Qwen2", "MPNet", "GPTNeoX"])
 def test_nnsight_reads_known_layouts_too(family, data):
     expected = run(build(family), data)

@@ -58,7 +58,7 @@ def random_adapters(count, rank=3, seed=0):
 def test_losses_and_gradients_are_those_of_plain_torch(at, rows_at_once, monkeypatch):
     import nnsight
 
-    monkeypatch.setattr(far_training, "LOGITS", 100 * rows_at_once)
+    monkeypatch.setattr(far_training, "LOGITS_AT_ONCE", 100 * rows_at_once)
     calls, plain = [], far_training.cross_entropy_slopes
     module, data = exact_llama().requires_grad_(False), rows(5, 14)
     down, up = (part.requires_grad_() for part in random_adapters(len(at)))

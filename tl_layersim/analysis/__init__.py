@@ -1,9 +1,16 @@
-"""`analyze`, `compare` and `attach`: analyzers over data on one model or two; figures of single prompts; runs on servers."""
+"""`analyze`, `compare` and `attach`: analyzers over data on one model or two; figures of single prompts; runs on servers.
+
+Other packages may import from these modules:
+
+* `engine`: `analyze`
+* `report_assembly`: `record`, the provenance of a run
+* `validation`: `shared_tokens`, `with_tokenizer`
+"""
 
 from .attach import Probe
 from .capabilities import Capabilities
 from .one_prompt import PredictionGrid, TrajectoryPCA
-from .one_prompt_jacobians import BlockJacobians, CouplingMatrices
+from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
 from .regression import Relation
 from .remote_run import RemoteRun
 

@@ -1,155 +1,26 @@
-"""Pictures of one prompt's blocks: their Jacobians between its tokens, and how these couple across blocks and tokens."""
+"""Jacobians of blocks on one prompt: the matrices between its tokens, and their coupling across blocks and tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.results import Picture, Result, axes
 from ..core.typed import typed
-from ..jacobians.coupling import Connections, Options, couple, open_jacobian, pick_method, pieces_of, share
-from ..jacobians.validation import need_calls, need_memory, refuse_trouble
+from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
+from ..jacobians.validation import need_calls, need_memory, refuse_failed_replay
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ..remote.open import open_source
+from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
 from .positions import connections_of, different, numbers_of, pair_of
 from .prompt_run import PromptKernel, run_on_prompt
 
-if TYPE_CHECKING:
-    import plotly.graph_objects
-
 Along = Literal["depth", "self", "fixed-input", "fixed-output"]
-
-
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class BlockJacobians(Result):
-    """Jacobians of blocks without their skip connection, between tokens of one prompt. Tensors are float64.
-
-    Attributes:
-        values: `block pair output input`: d (block(X) - X)_{t_out} / d x_{t_in}; in a causal model 0 where t_in > t_out.
-        singular_values: `block pair direction`, all of them, descending.
-        step_error: `block`, of finite differences: the relative change of a product with twice the step; 0 of gradients.
-        blocks: names of the chosen layers.
-        pairs: `t_in > t_out` of each pair, positions in the prompt.
-        tokens: the prompt's tokens as text.
-    """
-
-    values_name = "jacobian"
-    values: Float64[Tensor, "block pair output input"] = axes("block", "pair", "output", "input")
-    singular_values: Float64[Tensor, "block pair direction"] = axes("block", "pair", "direction")
-    step_error: Float64[Tensor, " block"] = axes("block")
-    blocks: tuple[str, ...]
-    pairs: tuple[str, ...]
-    tokens: tuple[str, ...]
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """Numbers of the coordinates of the residual."""
-        return tuple(range(self.values.shape[2]))
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """Numbers of the coordinates of the residual."""
-        return tuple(range(self.values.shape[3]))
-
-    @property
-    def directions(self) -> tuple[int, ...]:
-        """Numbers of the singular values, from 1."""
-        return tuple(range(1, self.singular_values.shape[2] + 1))
-
-    def plot(self, field: str = "singular_values") -> plotly.graph_objects.Figure:
-        """Singular values by number, a line for each block and pair, on a logarithmic axis."""
-        from ..reporting.curves import spectra
-
-        if field != "singular_values":
-            return super().plot(field)
-        labels = [f"{block}, {pair}" for block in self.blocks for pair in self.pairs]
-        return spectra(self.singular_values.flatten(0, 1).numpy(), labels)
-
-    def headline(self) -> dict[str, float]:
-        return {"largest singular value": float(self.singular_values.max())}
-
-
-@typed
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class CouplingMatrices(Result):
-    """Coupling of connections of one prompt: a connection is a block, a token that is varied and one that is read.
-
-    Tensors are float64; the row's Jacobian stands in the singular vectors of the column's.
-
-    Attributes:
-        values: `connection other`, mis-coupling m~ of each matrix; NaN where the other has not k vectors beyond rounding.
-        coupling: `connection other`, 1 - values.
-        null: `connection other`, as `values` for random orthonormal vectors in place of the column's.
-        matrices: `connection other left right`, A = U' J V themselves.
-        singular_values: `connection left`.
-        residual: `connection`, of krylov: |J'u - s v| / s_1.
-        step_error: `connection`, of finite differences.
-        connections: `block: t_in > t_out` of each.
-        method: what was used.
-        tokens: the prompt's tokens as text.
-    """
-
-    values_name = "miscoupling"
-    values: Float64[Tensor, "connection other"] = axes("connection", "other")
-    coupling: Float64[Tensor, "connection other"] = axes("connection", "other")
-    null: Float64[Tensor, "connection other"] = axes("connection", "other")
-    matrices: Float64[Tensor, "connection other left right"] = axes("connection", "other", "left", "right")
-    singular_values: Float64[Tensor, "connection left"] = axes("connection", "left")
-    residual: Float64[Tensor, " connection"] = axes("connection")
-    step_error: Float64[Tensor, " connection"] = axes("connection")
-    connections: tuple[str, ...]
-    method: str
-    tokens: tuple[str, ...]
-
-    pictures = (
-        Picture(
-            "matrices",
-            "Coupling matrices",
-            "|A| of each pair, each divided by its largest entry: a diagonal where two Jacobians share their singular vectors "
-            "(Aubry et al. 2025, figures 2 to 4).",
-        ),
-    )
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """Labels of the columns."""
-        return self.connections
-
-    @property
-    def lefts(self) -> tuple[int, ...]:
-        """Numbers of the singular vectors, from 1."""
-        return tuple(range(1, self.matrices.shape[2] + 1))
-
-    @property
-    def rights(self) -> tuple[int, ...]:
-        """Numbers of the singular vectors, from 1."""
-        return self.lefts
-
-    def plot(self, field: str = "matrices") -> plotly.graph_objects.Figure:
-        """All |A| in one picture, a tile for each pair."""
-        from ..reporting.matrix import matrix_tiles
-
-        if field != "matrices":
-            return super().plot(field)
-        return matrix_tiles(self.matrices.abs().numpy(), self.connections, "Coupling matrices")
-
-    def headline(self) -> dict[str, float]:
-        other = ~torch.eye(len(self.values), dtype=torch.bool)
-        if not other.any():
-            return {"largest singular value": float(self.singular_values.max())}
-        return {
-            "coupling, mean over different connections": float(self.coupling[other].nanmean()),
-            "the same of random vectors": 1.0 - float(self.null[other].nanmean()),
-        }
 
 
 @typed
@@ -165,23 +36,26 @@ def block_jacobians(
     tokenizer: Any = None,
     prepend_bos: bool = True,
 ) -> BlockJacobians:
-    """The Jacobians of blocks, without their skip connection, between tokens of one prompt.
+    r"""Compute the Jacobians of blocks, without their skip connection, between tokens of one prompt.
 
-    Computed in float32 whatever the weights are, float64 if the model is.
+    $$J_{t_{in} t_{out}} = \frac{\partial (\mathrm{block}(X) - X)_{t_{out}}}{\partial x_{t_{in}}}$$
+
+    Computed in float64 for a model in float64, else in float32.
 
     Args:
         model: as in `analyze`.
         prompt: a text, or token ids `pos`.
-        layers: numbers of blocks, negative ones from the end; or as in `analyze`, paths of all blocks. Default: all.
-        positions: "last", a token t for t_in = t_out = t, a pair (t_in, t_out), or a list of these; negative ones from the end.
-        method: "dense", or "finite-difference" where nothing can be differentiated.
+        layers: numbers of blocks, negative numbers from the end; or as in `analyze`, paths of all blocks. Default: all.
+        positions: "last", a token t for t_in = t_out = t, a pair (t_in, t_out), or a list of these; negative numbers from the
+            end.
+        method: "dense", or "finite-difference" for blocks that cannot be differentiated.
         memory_mb: megabytes for products with many directions at once.
-        remote: as in `analyze`. Whole Jacobians come back: 4 d_model^2 bytes each.
+        remote: as in `analyze`. The server returns whole Jacobians of 4 d_model^2 bytes each.
         tokenizer: as in `analyze`.
         prepend_bos: as in `analyze`.
 
     Raises:
-        LayersimError: there is no such block or token, or blocks cannot be differentiated.
+        LayersimError: a block or token does not exist, or blocks cannot be differentiated.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), equation 8.
@@ -192,22 +66,22 @@ def block_jacobians(
         >>> found.values.shape, found.pairs
         (torch.Size([2, 2, 128, 128]), ('0 > 2', '4 > 4'))
     """
-    source = _open(model, layers, remote)
+    source = _open_layers(model, layers, remote)
     chosen = numbers_of(layers, len(source.model.layers) - 1)
-    asked = positions if isinstance(positions, list) else [positions]
+    requested = positions if isinstance(positions, list) else [positions]
     pairs: list[tuple[int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
-        pairs[:] = different([pair_of(one, tokens) for one in asked])
+        pairs[:] = different([pair_of(one, tokens) for one in requested])
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
-    options = {"blocks": list(chosen), "positions": asked, "method": method}
+    options = {"blocks": list(chosen), "positions": requested, "method": method}
     need_memory(memory_mb)
-    check = partial(_check, what="block_jacobians", differences=method == "finite-difference", k=None)
+    check = partial(_check_model, what="block_jacobians", differences=method == "finite-difference", k=None)
     needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
     out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
     layers_of = tuple(source.model.layers[1 + block] for block in chosen)
-    refuse_trouble(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
+    refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], ("", *layers_of))
     values = out["jacobians"].double()
     return BlockJacobians(
         values=values,
@@ -239,18 +113,23 @@ def coupling_matrices(
     tokenizer: Any = None,
     prepend_bos: bool = True,
 ) -> CouplingMatrices:
-    """How Jacobians of one prompt couple: across blocks at one token, or across tokens.
+    r"""Compute the coupling of Jacobians on one prompt, across blocks at one token or across tokens.
+
+    $$A = U^\top J V, \qquad \tilde m(A) = \frac{\lVert A - \operatorname{diag} A \rVert_F}{\lVert A \rVert_F}$$
+
+    J is the Jacobian of one connection, U and V are the k top singular vectors of another connection's Jacobian.
 
     Args:
         model: as in `analyze`.
         prompt: a text, or token ids `pos`.
-        along: "depth" relates the chosen blocks at one token; "self" the tokens' effect on themselves (t > t); "fixed-input"
-            one token's effect on later ones (token > t); "fixed-output" earlier tokens' effect on one (t > token).
-        layers: numbers of blocks, negative ones from the end; or as in `analyze`, paths of all blocks. Default: all for
-            "depth", the middle one otherwise. Several blocks are related across tokens as well.
-        token: the one token; the last by default, the first for "fixed-input". Not for "self".
-        positions: the tokens that vary; by default all that there can be. Not for "depth".
-        k: how many singular vectors.
+        along: "depth" compares the chosen blocks at one token; "self" the effects of tokens on themselves (t > t);
+            "fixed-input" the effects of one token on later tokens (token > t); "fixed-output" the effects of earlier tokens on
+            one token (t > token).
+        layers: numbers of blocks, negative numbers from the end; or as in `analyze`, paths of all blocks. Default: all for
+            "depth", the middle block otherwise. Several blocks are compared across tokens as well.
+        token: the fixed token; the last by default, the first for "fixed-input". Not for "self".
+        positions: the other tokens; by default all possible tokens. Not for "depth".
+        k: number of singular vectors.
         method: as in `BlockCoupling`.
         diagonal: as in `BlockCoupling`.
         memory_mb: as in `BlockCoupling`.
@@ -260,7 +139,7 @@ def coupling_matrices(
         prepend_bos: as in `analyze`.
 
     Raises:
-        LayersimError: there is no such block or token, or blocks cannot be differentiated.
+        LayersimError: a block or token does not exist, or blocks cannot be differentiated.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), equations 9 to 14, figures 2 to 4.
@@ -271,23 +150,21 @@ def coupling_matrices(
         >>> found.connections[:2], found.matrices.shape
         (('3: 0 > 6', '3: 1 > 6'), torch.Size([7, 7, 4, 4]))
     """
-    source = _open(model, layers, remote)
+    _refuse_unused(along, token, positions)
+    need_memory(memory_mb)
+    source = _open_layers(model, layers, remote)
     blocks = len(source.model.layers) - 1
     chosen = numbers_of(layers, blocks) if along == "depth" or layers is not None else ((blocks - 1) // 2,)
-    if (along == "self" and token is not None) or (along == "depth" and positions is not None):
-        raise LayersimError(
-            f"along={along!r} has no {'one token' if along == 'self' else 'tokens that vary'}.",
-            given=f"token={token}, positions={positions}",
-            expected="positions=[...]" if along == "self" else "token=...",
-            do="leave the other out",
-        )
     where: list[tuple[int, int, int]] = []
 
     def kernel(tokens: int) -> Kernel:
         where[:] = different(connections_of(along, chosen, token, positions, tokens))
         picked = pick_method(source.model.d_model or 0, len(where), k) if method == "auto" else method
-        decided = Options((k,), picked, diagonal, float(memory_mb), seed)
-        return partial(matrices_kernel, where=tuple(where), options=decided)
+        return partial(
+            matrices_kernel,
+            where=tuple(where),
+            options=CouplingOptions((k,), picked, diagonal, float(memory_mb), seed),
+        )
 
     options: dict[str, Any] = {
         "along": along,
@@ -299,11 +176,11 @@ def coupling_matrices(
     }
     options |= {"diagonal": diagonal, "seed": seed}
     need_memory(memory_mb)
-    check = partial(_check, what="coupling_matrices", differences=method == "finite-difference", k=k)
+    check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
     needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
     out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
     of_each = ("", *(source.model.layers[1 + block] for block, _, _ in where))
-    refuse_trouble(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
+    refuse_failed_replay(out["differs"] & 1, out["differs"] & 2, out["step_error"], of_each)
     values, null = out["values"].double(), out["null"].double()
     return CouplingMatrices(
         values=values,
@@ -321,17 +198,33 @@ def coupling_matrices(
     )
 
 
-def _open(model: Any, layers: Sequence[Any] | None, remote: bool | str) -> Any:
+def _refuse_unused(along: str, token: int | None, positions: list[int] | None) -> None:
+    """Refuse the argument that `along` does not use."""
+    unused = (
+        "token" if along == "self" and token is not None else "positions" if along == "depth" and positions is not None else ""
+    )
+    if unused:
+        raise LayersimError(
+            f"`{unused}` has no meaning with along={along!r}.",
+            given=f"token={token}, positions={positions}",
+            expected="positions=[...]" if unused == "token" else "token=...",
+            do=f"leave {unused}= out",
+        )
+
+
+def _open_layers(model: Any, layers: Sequence[Any] | None, remote: bool | str) -> Any:
+    """The source of a model, with the modules that `layers` names by path."""
     paths = [path for path in layers or [] if isinstance(path, str)]
     return open_source(model, layers=paths or None, remote=remote)
 
 
-def _check(model: Model, what: str, differences: bool, k: int | None) -> None:
+def _check_model(model: Model, what: str, differences: bool, k: int | None) -> None:
+    """Refuse a model whose blocks have no Jacobian, or one with fewer than k dimensions."""
     need_calls(model, what, differences)
     if k is not None and not 2 <= k <= (model.d_model or k):
         raise LayersimError(
-            "This is no number of singular vectors.",
-            given=f"k={k} and {model.name} with d_model {model.d_model}",
+            "`k` must be at least 2 and at most d_model.",
+            given=f"k={k}, and {model.name} with d_model {model.d_model}",
             expected=f"k from 2 to {model.d_model or 'd_model'}",
             do="k=10",
         )
@@ -340,43 +233,62 @@ def _check(model: Model, what: str, differences: bool, k: int | None) -> None:
 def jacobians_kernel(
     view: View, *, blocks: tuple[int, ...], pairs: tuple[tuple[int, int], ...], method: str, memory_mb: float
 ) -> dict[str, Tensor]:
-    """`block pair d_model d_model`."""
+    """Jacobians of blocks on one prompt, `block pair d_model d_model`.
+
+    Args:
+        view: of one row of tokens, with the calls of the blocks.
+        blocks: numbers of the blocks.
+        pairs: t_in and t_out of each pair.
+        method: "dense" or "finite-difference".
+        memory_mb: megabytes for products with many directions at once.
+    """
     calls = view.calls
     assert calls is not None
     device, d = calls[0].hidden.device, view.residual.shape[-1]
-    options = Options((1,), method, "signed", memory_mb, 0)
+    options = CouplingOptions((1,), method, "signed", memory_mb, 0)
     out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.residual.dtype, device=device)
     step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
     for number, block in enumerate(blocks):
         which = connections([(block, *pair) for pair in pairs], device)
-        for row, sample, connection in pieces_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
-            with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
+        for row, sample, connection in chunks_of(which, max(1, int(memory_mb * 1e6 / (24 * d * d)))):
+            with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
                 out[number, connection] = jacobian.dense().to(out)
                 step_error[number] = torch.maximum(step_error[number], jacobian.step_error.max())
-                differs[number] |= jacobian.trouble
+                differs[number] |= jacobian.failures
     return {"jacobians": out, "step_error": step_error, "differs": differs}
 
 
-def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: Options) -> dict[str, Tensor]:
-    """The couplings of one prompt's connections: block, t_in and t_out of each."""
+def matrices_kernel(view: View, *, where: tuple[tuple[int, int, int], ...], options: CouplingOptions) -> dict[str, Tensor]:
+    """Couplings of the connections of one prompt.
+
+    Args:
+        view: of one row of tokens, with the calls of the blocks.
+        where: block, t_in and t_out of each connection.
+        options: how the Jacobians are decomposed.
+    """
     calls = view.calls
     assert calls is not None
     found = couple(calls, connections(list(where), calls[0].hidden.device), options, matrices=True)
     assert found.matrices is not None
     defined = found.defined[0, 0]
     return {
-        "values": share(found.off[0, 0], found.norm[0, 0]).where(defined, torch.nan),
-        "null": found.null_share[0, 0].where(defined, torch.nan),
+        "values": miscoupling(found.off[0, 0], found.norm[0, 0]).where(defined, torch.nan),
+        "null": found.null_miscoupling[0, 0].where(defined, torch.nan),
         "matrices": found.matrices[0],
         "singular_values": found.singular_values[0],
         "residual": found.residual[0],
         "step_error": found.step_error[0],
-        "differs": found.differs,
+        "differs": found.failures,
     }
 
 
 def connections(where: list[tuple[int, int, int]], device: torch.device) -> Connections:
-    """Connections of one prompt, from block, t_in and t_out of each."""
+    """The `Connections` of one prompt.
+
+    Args:
+        where: block, t_in and t_out of each connection.
+        device: of the activations.
+    """
     ends = torch.tensor([[a, b] for _, a, b in where], device=device)
     row = torch.zeros(1, dtype=torch.int64, device=device)
     return Connections(row, tuple(block for block, _, _ in where), ends[None, :, 0], ends[None, :, 1])

@@ -84,8 +84,8 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
 
     Args:
         results: `BlockCoupling` results by model name, or mean couplings as numbers.
-        scores: the score of each.
-        confidence: of the band around the line.
+        scores: benchmark scores by model name.
+        confidence: level of the confidence band, between 0 and 1.
 
     Raises:
         LayersimError: there are fewer than three models, names differ, or all couplings or all scores are the same.
@@ -96,8 +96,8 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
 
     Example:
         >>> import tl_layersim as lsim
-        >>> found = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
-        >>> round(found.slope), round(found.r_squared, 3)
+        >>> fit = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
+        >>> round(fit.slope), round(fit.r_squared, 3)
         (96, 0.985)
     """
     from statsmodels.api import OLS, add_constant
@@ -120,7 +120,7 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
             do=as_fraction("confidence", confidence) or "confidence=0.95",
         )
     _same_options([result for result in results.values() if isinstance(result, BlockCouplingResult)])
-    x = np.array([_mean(result) for result in results.values()], dtype=np.float64)
+    x = np.array([_mean_coupling(result) for result in results.values()], dtype=np.float64)
     y = np.array([float(scores[name]) for name in results], dtype=np.float64)
     flat = [bool(np.ptp(v) <= 1e-9 * np.abs(v).max()) for v in (x, y)]
     if not (np.isfinite(x).all() and np.isfinite(y).all()) or any(flat):
@@ -147,7 +147,7 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
     )
 
 
-def _mean(result: Any) -> float:
+def _mean_coupling(result: Any) -> float:
     if isinstance(result, BlockCouplingResult):
         return result.mean()
     if isinstance(result, int | float) and not isinstance(result, bool):
@@ -220,7 +220,7 @@ def plot_adjacency(
 ) -> Figure:
     """A figure of blocks on a circle with an edge between each two, the more opaque the more they are coupled beyond chance.
 
-    An edge is the mean of both directions, from 0 at the null to 1 at full coupling.
+    The strength of an edge is the mean of both directions, from 0 at the null to 1 at full coupling.
 
     Args:
         result: of `BlockCoupling` with `normalize=True`.

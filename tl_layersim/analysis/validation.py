@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError, LayersimWarning
-from ..core.typed import brief
+from ..core.wording import brief
 from ..data.options import DATA_OPTIONS
 from ..models.model_info import Model
 

@@ -1,4 +1,13 @@
-"""Every analyzer: one file each, found by looking; installed packages may add more by entry point."""
+"""Analyzers: the measures of how layers relate, one file each.
+
+Analyzers are discovered in this folder and in installed packages with the entry point `tl_layersim.analyzers`.
+
+Other packages may import `find_analyzers` from here, and from these modules:
+
+* `base`: `Analyzer`, `Exchange`, `Run`, `check_memory`, `code_digest`, `need_head`, `need_tokens`
+* `options`: `with_options`
+* `block_coupling`, `cosine`, `exit_curve`, `logit_lens`, `neural_collapse`, `saturation`: analyzers and their results
+"""
 
 from __future__ import annotations
 
@@ -13,27 +22,27 @@ from .base import Analyzer, Exchange, Run, need_head, need_tokens
 
 __all__ = ["Analyzer", "Exchange", "Run", "find_analyzers", "need_head", "need_tokens"]
 
-GROUP = "tl_layersim.analyzers"
+ENTRY_POINT_GROUP = "tl_layersim.analyzers"
 
 
 @typed
 def find_analyzers() -> dict[str, type[Analyzer]]:
-    """All analyzers by name: those of this folder, then those that installed packages offer as `tl_layersim.analyzers`.
+    """All analyzers by name: those of this package, then those that installed packages declare as entry points.
 
     >>> sorted(find_analyzers())[:2]
     ['block_coupling', 'cka']
     """
-    found: dict[str, type[Analyzer]] = {}
+    analyzers: dict[str, type[Analyzer]] = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if issubclass(cls, Analyzer) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
-                found[cls.name] = cls
-    for entry in entry_points(group=GROUP):
+                analyzers[cls.name] = cls
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             cls = entry.load()
-        except Exception as error:  # anything may be wrong in another package, and none of it is a reason to fail here
+        except Exception as error:  # an error in another package must not break this one
             warnings.warn(f"The analyzer {entry.name!r} of {entry.value!r} could not be loaded: {error}", stacklevel=2)
             continue
-        found.setdefault(cls.name, cls)
-    return found
+        analyzers.setdefault(cls.name, cls)
+    return analyzers

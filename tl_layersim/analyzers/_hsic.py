@@ -1,6 +1,6 @@
-"""HSIC, the numerator and the denominators of CKA: from Gram matrices of a minibatch, or from moments of all samples.
+"""Hilbert-Schmidt independence criterion (HSIC), of which CKA is made: from Gram matrices, or from moments of all samples.
 
-Plain functions of torch: they travel with the kernels that call them.
+Plain functions of torch: they are serialised by value with the kernels that call them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+# Names of the sums that `moments` returns.
 MOMENTS = ("x", "y", "cross", "r_x", "r_y", "r_x r_y", "r_x y", "r_y x")
 
 
 def grams(x: Tensor) -> Tensor:
-    """`layer n n`, in the dtype of `x`: the Gram matrix of each layer of `layer n d_model`, about the samples' mean.
+    """Gram matrices of the centred samples, `layer n n`, in the dtype of the samples.
 
-    Exactly 0 at a layer whose samples are all the same up to rounding.
+    The matrix of a layer is exactly 0 if its samples are equal up to rounding.
+
+    Args:
+        x: `layer n d_model`, n samples.
     """
-    # Translation changes no HSIC; without it a large common vector would eat float32 digits.
+    # Centring does not change HSIC. Without it, a large common vector would use up the digits of float32.
     mean = x.mean(1, keepdim=True)
     x = x - mean
     same = ~beyond_rounding(x, mean).any(1)
@@ -26,25 +30,35 @@ def grams(x: Tensor) -> Tensor:
 
 
 def beyond_rounding(centred: Tensor, mean: Tensor) -> Tensor:
-    """`layer sample`, whether `centred`, `layer sample d_model`, is more than what rounding leaves of `mean`.
+    """Whether centred samples differ from zero by more than the rounding error of the subtraction, `layer sample`.
 
-    A difference that rounding explains has no direction: its cosine, or its share in CKA, would be arbitrary.
+    A difference within rounding error has no direction: its cosine, or its weight in CKA, would be arbitrary.
+
+    Args:
+        centred: `layer sample d_model`, samples minus their mean.
+        mean: the mean, in a shape that broadcasts to `centred`.
     """
     allowed = 16 * torch.finfo(centred.dtype).eps
-    # The norms tell for almost all; dimension by dimension where they do not.
-    found: Tensor = centred.norm(dim=-1) > allowed * mean.norm(dim=-1)
-    layers, samples = (~found).nonzero(as_tuple=True)
+    # Norms decide almost all samples; the others are compared dimension by dimension.
+    beyond: Tensor = centred.norm(dim=-1) > allowed * mean.norm(dim=-1)
+    layers, samples = (~beyond).nonzero(as_tuple=True)
     if len(layers):
         mean = mean.expand_as(centred)[layers, samples]
-        found[layers, samples] = (centred[layers, samples].abs() > allowed * mean.abs()).any(-1)
-    return found
+        beyond[layers, samples] = (centred[layers, samples].abs() > allowed * mean.abs()).any(-1)
+    return beyond
 
 
 def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
-    """`layer (n n)`, float64: Gram matrices `layer n n`, doubly centred (biased) or U-centred with a zero diagonal.
+    """Centre Gram matrices for HSIC, in float64.
 
-    The product of two U-centred Grams, summed, is n(n-3) HSIC_1 (Szekely and Rizzo 2014). Beside it `layer n`, the squared
-    distance of each sample from the mean.
+    The sum of the product of two U-centred Gram matrices is n(n-3) HSIC_1 (Szekely and Rizzo 2014).
+
+    Args:
+        gram: `layer n n`.
+        biased: double centring, for HSIC_0; else U-centring with a zero diagonal, for HSIC_1.
+
+    Returns:
+        `layer (n n)`, the centred matrices, and `layer n`, the squared distance of each sample from the mean.
     """
     gram = gram.double()
     n = gram.shape[-1]
@@ -62,7 +76,15 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
 
 
 def moments(x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Uncentred sums over samples of x, y, r = |row|^2 and their products; x, y are `layer sample d_model`."""
+    """Uncentred sums over samples of x, y, r = |row|^2 and their products.
+
+    Args:
+        x: `layer sample d_model`.
+        y: `layer sample d_model` of the same samples; layers and width may differ from those of `x`.
+
+    Returns:
+        The sums by the names in `MOMENTS`.
+    """
     r_x, r_y = x.square().sum(-1), y.square().sum(-1)
     return {
         "x": x.sum(1),
@@ -77,9 +99,16 @@ def moments(x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 
 def hsic_from_moments(m: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC_1 of all pairs, sum r^x of each row layer, and sum r^x r^y of all pairs.
+    """HSIC_1 of all pairs of layers from moments.
 
     n(n-3) HSIC_1 = |X'Y|_F^2 - n/(n-2) sum r^x r^y + sum r^x sum r^y / ((n-1)(n-2)), X and Y centred over all samples.
+
+    Args:
+        m: sums over all samples, as from `moments`.
+        n: number of samples.
+
+    Returns:
+        HSIC_1 `row column`, sum r^x of each row layer, and sum r^x r^y `row column`, all centred.
     """
     mu, nu = m["x"] / n, m["y"] / n
     mu2, nu2 = mu.square().sum(-1), nu.square().sum(-1)

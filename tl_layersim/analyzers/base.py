@@ -29,14 +29,14 @@ from ..models.view import Kernel
 @named
 @dataclass(frozen=True)
 class Run:
-    """What `compute` may know of the run: the residual layers, and the record that goes into the result.
+    """The finished run, as `Analyzer.compute` sees it.
 
     Attributes:
         layers: residual layer names of the (first) model.
-        column_layers: those of the second model, or the same again.
-        provenance: to be stored in the result.
-        first: the sums of the first pass, empty where there was none.
-        head: what stands between the last block and the logits, None where that is not known.
+        column_layers: of the second model, or of the first again.
+        provenance: for the result.
+        first: sums of the first pass, empty without one.
+        head: final norm and unembedding, None if the model has none that is known.
         stream: of the (first) model, see `Model`.
     """
 
@@ -51,12 +51,12 @@ class Run:
 @named
 @dataclass(frozen=True)
 class Exchange:
-    """How two models that are in different places are related: each gives something small, and the two are joined here.
+    """Cross-model statistics: how two models on different machines are compared by small statistics of each.
 
     Attributes:
-        kernel: takes the view of one model and gives what crosses, which may depend on the batch.
-        join: takes what both gave on one batch and gives what the analyzer's kernel gives on both views.
-        size: bytes that cross from one model: of a batch of so many counted tokens, in so many rows, and of so many layers.
+        kernel: takes the view of one model and returns its statistics of the batch, which are transferred.
+        join: takes the statistics of both models on one batch and returns the output of the analyzer's kernel on both views.
+        size: bytes of the statistics of one model, from numbers of counted tokens, rows and layers of a batch.
     """
 
     kernel: Kernel
@@ -65,23 +65,22 @@ class Exchange:
 
 
 class Analyzer(ABC):
-    """A measure of how layers relate. Subclasses are frozen dataclasses; their fields are the options.
+    """Base class of all measures of how layers relate. Subclasses are frozen dataclasses; their fields are the options.
 
-    The data flow is one way: `kernel` returns a function of a `View` that gives a few small tensors; these are added up
-    over batches; `compute` makes the result from the sums. A kernel is a module-level function (with
-    `functools.partial` for options), uses torch and nothing else of this package but plain helpers of its own file, and
-    keeps no state: it may run on a server that has never heard of tl_layersim.
+    Data flows one way. `kernel` returns a function of a `View` that returns a few small tensors; these are added over
+    batches; `compute` returns the result of the sums. A kernel is a module-level function, with `functools.partial` for
+    options. It uses torch and plain helper functions and has no state, because it may run on a server without tl_layersim.
 
     Class attributes:
         name: key in a report and on the command line.
-        compares: whether its kernel also takes two views of the same tokens, from two models.
-        one_pass: for an analyzer with a first pass, the call that asks for a variant without it.
-        first_without_model: whether that first pass reads tokens and labels only, so that the model need not run.
-        needs_unembed: whether its kernel calls `view.unembed`; the lens is then checked against the model's logits first.
-        needs_stream: whether its layers must be the residual stream, and not what other modules give.
-        needs_every_block: whether no block may be left out between these layers.
-        needs_calls: whether its kernel calls blocks again, through `view.calls`.
-        prompts: whether each row has to be a text of its own, so that packed rows are refused.
+        compares: whether the kernel also takes two views of the same tokens, from two models.
+        one_pass: for an analyzer with a first pass, the call of its variant without a first pass.
+        first_without_model: whether the first pass reads tokens and labels only, so that the model does not run.
+        needs_unembed: whether the kernel calls `view.unembed`; the logit lens is then checked against the model's logits.
+        needs_stream: whether the layers must be the residual stream, not the outputs of other modules.
+        needs_every_block: whether every block between the layers must be included.
+        needs_calls: whether the kernel replays blocks, through `view.calls`.
+        prompts: whether each row must be a text of its own, so that packed rows are refused.
     """
 
     name: ClassVar[str]
@@ -96,67 +95,89 @@ class Analyzer(ABC):
 
     @property
     def whole_rows(self) -> bool:
-        """Whether samples are rows, which single steps of cached generation are not."""
+        """Whether samples are rows of tokens; single steps of cached generation are then refused."""
         return False
 
     @property
     def label_source(self) -> str:
-        """Where it has labels from: "" for nowhere, "data" for a column of the data, "rows" for a table by row of the data."""
+        """Source of the labels: "" for none, "data" for a column of the data, "rows" for a tensor by row of the data."""
         return ""
 
     def first_kernel(self) -> Kernel | None:
-        """The kernel of a first pass over the same data, where the main one needs its sums; None where one pass will do."""
+        """The kernel of a first pass over the data, whose sums the main kernel needs; None if one pass is enough."""
         return None
 
     @abstractmethod
     def kernel(self, first: Sums) -> Kernel:
-        """The kernel of the main pass. `first` holds the sums of the first pass, empty where there was none."""
+        """The kernel of the main pass.
+
+        Args:
+            first: sums of the first pass, empty without one.
+        """
 
     def exchange(self) -> Exchange | None:
-        """For an analyzer that compares: how, where the two models are in different places; None where it cannot."""
+        """Cross-model statistics for two models on different machines; None if the analyzer cannot compare such models."""
         return None
 
     @abstractmethod
     def compute(self, sums: Sums, run: Run) -> Result:
-        """The result that the sums of all batches give.
+        """Compute the result.
+
+        Args:
+            sums: of all batches.
+            run: the finished run.
 
         Raises:
-            LayersimError: there are too few tokens for the statistic, or it is not defined on them.
+            LayersimError: the statistic is not defined on the data, such as on too few tokens.
         """
 
     def check_sites(self, *models: Model) -> None:
-        """Refuse models whose layers are other sites than it needs.
+        """Refuse models whose layers are not the sites that this analyzer needs.
+
+        Args:
+            *models: one model, or two that are compared.
 
         Raises:
-            LayersimError: with the modules that are no blocks.
+            LayersimError: names the modules that are not blocks.
         """
         for model in models:
             if self.needs_stream or self.needs_every_block:
                 need_stream(model, type(self).__name__, parts=not self.needs_every_block)
 
     def check(self, *models: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
-        """Refuse, before anything runs, what cannot be done on these models.
+        """Refuse options that do not fit the models, before the run.
+
+        Args:
+            *models: one model, or two that are compared.
 
         Raises:
-            LayersimError: with the setting to change.
+            LayersimError: names the setting to change.
         """
 
     def cost(self, model: Model) -> str:
-        """A sentence on what it asks beyond forward passes, said before a run; "" where that is nothing to speak of."""
+        """A sentence on the cost beyond forward passes, printed before a run; "" if that cost is small.
+
+        Args:
+            model: to be analyzed.
+        """
         return ""
 
     def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
-        """Refuse, before the model runs on it, a batch that lacks what the analyzer needs.
+        """Refuse a batch that lacks the inputs of this analyzer, before the model runs on the batch.
+
+        Args:
+            batch: of the data.
+            model: to be analyzed.
 
         Raises:
-            LayersimError: with what the data should have.
+            LayersimError: names what the data lack.
         """
 
     def options(self) -> dict[str, Any]:
-        """The options as plain data for the result's provenance; tensors become a digest.
+        """The options as plain data for the result's provenance; tensors are replaced by a digest.
 
         Raises:
-            LayersimError: an option is of a kind that no file can keep.
+            LayersimError: an option is of a type that cannot be written to a file.
         """
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
 
@@ -167,9 +188,15 @@ class Analyzer(ABC):
 
 
 def code_digest(analyzer: Analyzer) -> str:
-    """12 hex digits of the code of an analyzer that is not of this package, and of what it calls in its own module.
+    """A digest of the bytecode of an analyzer and of the functions of its module that it calls, 12 hex digits.
 
-    Sums of two kernels must not meet; for the analyzers of this package its version says which they are.
+    Sums of different kernels must not be added. Analyzers of this package are identified by its version instead.
+
+    Args:
+        analyzer: of this package, or of a user.
+
+    Returns:
+        The digest; "" for an analyzer of this package.
     """
     cls = type(analyzer)
     if cls.__module__.split(".")[0] == __name__.split(".")[0]:
@@ -200,7 +227,17 @@ def _plain(value: Any) -> Any:
 
 @named
 def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") -> None:
-    """Refuse a statistic that so few samples do not define."""
+    """Refuse a statistic that is not defined on so few samples.
+
+    Args:
+        given: number of samples.
+        needed: smallest number of samples.
+        analyzer: its name, for the message.
+        unit: what a sample is, for the message.
+
+    Raises:
+        LayersimError: there are too few samples.
+    """
     if given < needed:
         raise LayersimError(
             f"{analyzer} is not defined on so few {unit}.",
@@ -212,13 +249,16 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
 
 @named
 def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:
-    """Refuse a model that has nothing to read logits with, or one whose logits are no answer to the labels.
+    """Refuse a model without a known unembedding, or one whose logits do not predict the targets.
 
     Args:
-        model: what is known of it.
+        model: to be analyzed.
         analyzer: its name, for the message.
-        targets: whether what the layers say is compared with what they should say.
-        own_labels: whether that is labels, and not the next token.
+        targets: whether predictions are compared with targets.
+        own_labels: whether the targets are labels instead of next tokens.
+
+    Raises:
+        LayersimError: the unembedding is not known, or the head classifies rows and the targets are next tokens.
     """
     if model.head is None:
         raise LayersimError(
@@ -229,14 +269,14 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         )
     if targets and not own_labels and "MaskedLM" in model.source:
         warnings.warn(
-            f"{model.name} was trained to say the token at a masked position, not the next one, and it has seen the next one. "
-            f"{analyzer}(labels=...) takes what it should say.",
+            f"{model.name} was trained to predict the token at a masked position, and its input contains the next token: the "
+            f"next token is not a meaningful target. {analyzer}(labels=...) takes other targets.",
             LayersimWarning,
             stacklevel=2,
         )
     if targets and not own_labels and model.head.reads != "every":
         raise LayersimError(
-            f"The head of {model.name} classifies whole rows, so it has no next token to say.",
+            f"The head of {model.name} classifies whole rows, so it does not predict a next token.",
             given="labels='next_token'",
             expected="a class for each row",
             do=f"{analyzer}(labels='data'), with a column `label` beside the texts; or {analyzer}(labels=tensor)",
@@ -244,12 +284,19 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
 
 
 def check_memory(lens_memory_mb: float) -> None:
-    """Refuse a budget that is none."""
+    """Validate `lens_memory_mb`.
+
+    Args:
+        lens_memory_mb: megabytes for logits.
+
+    Raises:
+        LayersimError: it is not a finite number above 0.
+    """
     if not 0 < lens_memory_mb < float("inf"):
         raise LayersimError(
-            "Logits need some memory.",
+            "`lens_memory_mb` must be above 0.",
             given=f"lens_memory_mb={lens_memory_mb}",
-            expected="megabytes, above 0",
+            expected="a finite number of megabytes",
             do="lens_memory_mb=128",
         )
 

@@ -1,9 +1,8 @@
-"""Centred kernel alignment between residual layers, of one model or of two."""
+"""Linear centred kernel alignment (CKA) between residual layers of one model or of two."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -17,29 +16,32 @@ from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
 from ..core.typed import typed
 from ..models.model_info import Model
-from ..models.view import Kernel, View, row_ends
-from ._hsic import MOMENTS, centred, grams, hsic_from_moments, moments
+from ..models.view import Kernel
+from ._exact_hsic import exact_hsic, exact_kernel, is_above_rounding
+from ._minibatch_hsic import gram_kernel, minibatch_kernel, sums_from_grams
+from ._samples import samples
 from .base import Analyzer, Exchange, Run, need_tokens
 
-# Below this share of effective samples CKA is that of a few: measured in docs/traps.md.
-FEW = 0.2
+# A warning is issued below this fraction of effective samples; docs/traps.md has the measurements.
+LEAST_EFFECTIVE_FRACTION = 0.2
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CKAResult(LayerMatrix):
-    """What `CKA` measures.
+    """CKA between residual layers, with the number of samples that it effectively rests on.
 
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models; float64. Unbiased estimates of unrelated
-            layers scatter about 0 and may be slightly negative. NaN in the row and column of a layer at which all samples are
-            the same, which a `LayersimWarning` names.
-        effective_samples: `residual`, how many samples of equal weight would carry as much: (sum r)^2 / sum r^2 with r a
-            sample's squared distance from its minibatch's mean. CKA weighs samples by r; where a few tokens have massive
-            activations it is a statement about those few, and below a fifth of all samples a `LayersimWarning` says so.
-        column_effective_samples: `column`, the same for the second model, or the same again.
-        samples: how many tokens (or sequences) went into it.
-        minibatches: how many minibatches; 1 for the exact estimator.
+            layers scatter about 0 and may be slightly negative. NaN in the row and column of a layer whose samples are all
+            equal; a `LayersimWarning` names such layers.
+        effective_samples: `residual`, number of equally weighted samples that would carry as much information:
+            (sum r)^2 / sum r^2, with r the squared distance of a sample from the mean of its minibatch. CKA weights samples by
+            r. If a few tokens have massive activations, CKA describes these tokens; below a fifth of all samples a
+            `LayersimWarning` is issued.
+        column_effective_samples: `column`, the same for the second model, or for the first again.
+        samples: number of tokens (or sequences).
+        minibatches: number of minibatches; 1 for the exact estimator.
     """
 
     effective_samples: Float64[Tensor, " row"] = axes("residual")
@@ -51,20 +53,20 @@ class CKAResult(LayerMatrix):
         Picture(
             "values",
             "Linear CKA between layers",
-            "Whether two layers place the same tokens in the same geometry, up to rotation and scale: 1 the same, 0 unrelated "
+            "Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for unrelated "
             "(Kornblith et al. 2019; unbiased HSIC of Song et al. 2012, minibatches of Nguyen et al. 2021).",
         ),
         Picture(
             "effective_samples",
             "Effective samples behind CKA",
-            "How many tokens of equal weight would carry as much; a handful means that CKA there speaks of a few tokens with "
-            "massive activations (Sun et al. 2024), and that they should be left out.",
+            "Number of equally weighted tokens that would carry as much information. At a handful, CKA describes a few tokens "
+            "with massive activations (Sun et al. 2024), which should be left out.",
         ),
     )
 
     @property
     def mean_minibatch(self) -> float:
-        """Samples per minibatch, on average."""
+        """Mean number of samples in a minibatch."""
         return self.samples / self.minibatches
 
     def distance(self) -> float:
@@ -72,9 +74,9 @@ class CKAResult(LayerMatrix):
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
-        CKA is clipped to [-1, 1] inside the arccos only. 0 for the same model up to rotation and scale at each layer; a pair of
-        unrelated layers adds (pi / 2)^2 under the root, so that unrelated models of L blocks are about pi / 2 sqrt(L) apart.
-        NaN where the CKA of one of the pairs is not defined: a sum with a pair left out would not be comparable.
+        CKA is clipped to [-1, 1] inside the arccos only. The distance is 0 for models that are equal up to rotation and scale
+        at each layer. A pair of unrelated layers adds (pi / 2)^2 under the root, so unrelated models of L blocks are about
+        pi / 2 sqrt(L) apart. NaN if the CKA of a pair is not defined: a sum without that pair would not be comparable.
 
         Raises:
             LayersimError: the models have different numbers of blocks.
@@ -85,7 +87,7 @@ class CKAResult(LayerMatrix):
         rows, columns = self.values.shape
         if rows != columns:
             raise LayersimError(
-                "The arccos distance pairs layer with layer.",
+                "The arccos distance is defined for models of equal depth.",
                 given=f"models of {rows - 1} and {columns - 1} blocks",
                 expected="two models of equal depth",
                 do="read .values, or compare models with the same number of blocks",
@@ -100,7 +102,7 @@ class CKAResult(LayerMatrix):
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
             "samples in a minibatch": self.mean_minibatch,
-            "effective share of samples, at the layer where it is least": float(
+            "smallest effective fraction of samples of any layer": float(
                 self.effective_samples.nan_to_num(math.inf).min() / self.samples
             ),
         }
@@ -109,7 +111,7 @@ class CKAResult(LayerMatrix):
 @typed
 @dataclass(frozen=True)
 class CKA(Analyzer):
-    r"""Linear CKA between all pairs of layers, within a model or between two.
+    r"""Linear CKA between all pairs of layers, within a model or between two models.
 
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
 
@@ -119,29 +121,31 @@ class CKA(Analyzer):
     - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$
 
     Args:
-        estimator: "minibatch" averages HSIC_1 over minibatches and divides the averages (not the mean of ratios); the tokens
-            of a forward batch are shuffled first, because neighbours in a text are not independent. "exact" takes HSIC_1
-            over all samples at once, streamed through cross-products: (layers x d_model)^2 numbers of memory. "biased" is
-            "minibatch" with the classical HSIC_0: it does not go to 0 for unrelated layers (0.5 for independent Gaussians
-            with n = d) and is there to compare with published figures only.
-        minibatch: n. A forward batch of fewer samples is one smaller minibatch, whose HSIC weighs n(n-3) in the average;
-            samples left over are dropped at random. The result's `mean_minibatch` says what n really was.
-        level: "token" takes each token as a sample; "sequence" each row of tokens, so that n is at most `batch_size`: prefer
-            the exact estimator there.
-        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" one, or the "first", such as [CLS].
-        seed: of the shuffle. The order also depends on the batch's own tokens and on nothing else, so that neither the order
-            of batches nor padding changes a value. A different batch_size draws other minibatches.
-        max_memory_gb: what "exact" may need; more is refused before the run.
+        estimator: "minibatch" averages HSIC_1 over minibatches and divides the averages, which is not the mean of the ratios.
+            The tokens of a forward batch are shuffled first, because neighbours in a text are not independent. "exact" takes
+            HSIC_1 over all samples in one pass without a Gram matrix; it needs (layers d)^2 float64 numbers. "biased" takes
+            HSIC_0 of minibatches, which is far from 0 for unrelated layers (0.5 for independent Gaussians with n = d); it is
+            for comparison with published figures only.
+        minibatch: n. A forward batch of fewer samples is one smaller minibatch, whose HSIC has weight n(n-3) in the average;
+            remaining samples are dropped at random. The result's `mean_minibatch` is the mean n.
+        level: "token" takes each token as a sample; "sequence" each row of tokens. Then n is at most `batch_size`, and the
+            exact estimator is preferable.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
+        seed: of the shuffle, which otherwise depends on the batch's own tokens alone. The order of batches and padding do not
+            change a value. Another batch_size draws other minibatches.
+        max_memory_gb: limit for "exact"; a larger requirement is refused before the run.
 
     Source:
         Kornblith et al. 2019; Song et al. 2012, equation 5; Nguyen et al. 2021, equations 2 and 3; Brown et al. 2023,
         appendix C.1, whose printed S_ij lacks the square root.
 
     Example:
+        The CKA of a layer with itself is 1.
+
         >>> import tl_layersim as lsim
-        >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.CKA(minibatch=64)])
-        >>> report["cka"].values.shape
-        torch.Size([9, 9])
+        >>> cka = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.CKA(minibatch=64)])["cka"]
+        >>> cka.values.shape, round(float(cka.values[4, 4]), 9)
+        (torch.Size([9, 9]), 1.0)
     """
 
     name: ClassVar[str] = "cka"
@@ -161,7 +165,7 @@ class CKA(Analyzer):
     def __post_init__(self) -> None:
         if self.minibatch < 4:
             raise LayersimError(
-                "The unbiased HSIC needs four samples.",
+                "`minibatch` must be at least 4: the unbiased HSIC is not defined on fewer samples.",
                 given=f"minibatch={self.minibatch}",
                 expected="4 or more",
                 do="CKA(minibatch=256)",
@@ -171,11 +175,11 @@ class CKA(Analyzer):
         if self.estimator != "exact" or any(model.d_model is None for model in models):
             return
         widths = [len(model.layers) * (model.d_model or 0) for model in (models[0], models[-1])]
-        # The batch's cross-product, the running sum, and their sum while it is made.
+        # The batch's cross-product, the running sum, and the new sum while the two are added.
         need = 3 * 8 * widths[0] * widths[1] / 1e9
         if not need <= self.max_memory_gb:
             raise LayersimError(
-                "The exact estimator needs more memory than it may take.",
+                "The exact estimator needs more memory than `max_memory_gb`.",
                 given=f"{widths[0]} x {widths[1]} cross-products: {need:.1f} GB",
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f'CKA(estimator="minibatch"), or CKA(estimator="exact", max_memory_gb={math.ceil(need)})',
@@ -191,8 +195,8 @@ class CKA(Analyzer):
         if self.estimator == "exact":
             return None
         rows = partial(samples, level=self.level, pool=self.pool)
-        kernel = partial(side_kernel, rows=rows, size=self.minibatch, seed=self.seed)
-        return Exchange(kernel, partial(join_sides, biased=self.estimator == "biased"), self._crossing)
+        kernel = partial(gram_kernel, rows=rows, size=self.minibatch, seed=self.seed)
+        return Exchange(kernel, partial(sums_from_grams, biased=self.estimator == "biased"), self._crossing)
 
     def _crossing(self, tokens: int, rows: int, layers: int) -> int:
         count = tokens if self.level == "token" else rows
@@ -203,7 +207,7 @@ class CKA(Analyzer):
         unit = "tokens" if self.level == "token" else "sequences"
         if self.estimator != "exact" and int(sums["samples"]) == 0:
             raise LayersimError(
-                "CKA needs four samples in one forward batch, and no batch had them.",
+                "CKA needs four samples in one forward batch, and no batch had that many.",
                 given=f"{run.provenance.tokens} tokens in {run.provenance.batches} batches, level={self.level!r}",
                 expected=f"at least 4 {unit} in one batch",
                 do='pass more data, a larger batch_size=, or CKA(estimator="exact")',
@@ -211,7 +215,7 @@ class CKA(Analyzer):
         need_tokens(int(sums["samples"]), 4, "CKA", unit)
         if self.estimator == "exact":
             cross, own_x, own_y, effective_x, effective_y = exact_hsic(sums)
-            defined_x, defined_y = (_has_digits(sums, own, f"xy.r_{z}") for own, z in ((own_x, "x"), (own_y, "y")))
+            defined_x, defined_y = (is_above_rounding(sums, own, f"xy.r_{z}") for own, z in ((own_x, "x"), (own_y, "y")))
         else:
             cross, own_x, own_y = sums["xy"], sums["xx"], sums["yy"]
             effective_x, effective_y = (sums[f"r_{z}"].square() / sums[f"r_{z}^2"] for z in "xy")
@@ -232,173 +236,42 @@ class CKA(Analyzer):
         )
 
     def _undefined(self, defined_x: Tensor, defined_y: Tensor, run: Run, count: str) -> None:
-        """Name the layers whose samples are all the same; refuse a run where that leaves nothing."""
+        """Warn of layers whose samples are all equal; refuse a run in which all layers are of this kind."""
         sides = ((run.layers, defined_x), (run.column_layers, defined_y))
-        where = list(dict.fromkeys(name for names, fine in sides for name, one in zip(names, fine, strict=True) if not one))
+        equal = list(
+            dict.fromkeys(name for names, defined in sides for name, one in zip(names, defined, strict=True) if not one)
+        )
         exact = self.estimator == "exact"
         if not bool(defined_x.any() and defined_y.any()):
             raise LayersimError(
                 "CKA is not defined at any layer: the samples do not differ"
-                + (", or their differences are lost in the digits of sums over all samples." if exact else "."),
-                given=f"{count}, all the same at {', '.join(where[:4])}",
+                + (", or the sums over all samples have too few digits for their differences." if exact else "."),
+                given=f"{count}, all equal at {', '.join(equal[:4])}",
                 expected="activations that differ from sample to sample",
                 do='CKA(estimator="minibatch"), which centres each minibatch' if exact else "pass more varied data",
             )
-        if where:
-            why = "the mean there is so much larger than the spread that sums over all samples have lost their digits, or "
+        if equal:
+            digits = "the mean is so much larger than the spread that sums over all samples have too few digits, or "
             warn(
-                f"CKA is not defined at {', '.join(where[:4])}{' and others' if len(where) > 4 else ''}, and NaN there: "
-                + (why if exact else "")
-                + f"all of {count} are the same, as a first token or [CLS] is before the first attention."
+                f"CKA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: "
+                + (digits if exact else "")
+                + f"all of {count} are equal, as first tokens or [CLS] tokens are before the first attention."
                 + (' CKA(estimator="minibatch") keeps the digits.' if exact else "")
             )
 
 
 def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int, level: str) -> None:
-    """Say where few samples decide the result."""
+    """Warn of results that rest on few samples."""
     layers = [*zip(run.layers, effective_x, strict=True), *zip(run.column_layers, effective_y, strict=True)]
-    few = dict.fromkeys(name for name, effective in layers if effective < FEW * count)
+    few = dict.fromkeys(name for name, effective in layers if effective < LEAST_EFFECTIVE_FRACTION * count)
     if count < 100:
-        warn(f"CKA rests on {count} samples here; of so few it scatters by tenths. Pass more data.")
+        warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
     if few and count >= 200:
         least = min(value for _, effective in layers if not math.isnan(value := float(effective)))
         skipped = int(run.provenance.options.get("skip_first") or 0)
-        remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if level == "token" else "look at these rows"
+        remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if level == "token" else "inspect these rows"
         warn(
             f"CKA is decided by a few samples with massive activations at {len(few)} layers, {next(iter(few))} among them: "
-            f"as if there were {least:.1f} samples, of {count} ({least / count:.1%}). These are often the first tokens of a "
-            f"row: {remedy}, and see result.effective_samples."
+            f"{least:.1f} effective samples of {count} ({least / count:.1%}). These are often the first tokens of a row: "
+            f"{remedy}, and see result.effective_samples."
         )
-
-
-def samples(view: View, *, level: str, pool: str) -> Tensor:
-    """`layer sample d_model`: every token, or one vector for each row of tokens."""
-    if level == "token":
-        return view.residual
-    ends = row_ends(view)
-    if pool == "last":
-        return view.residual[:, ends]
-    lengths = torch.diff(ends, prepend=ends.new_tensor([-1]))
-    if pool == "first":
-        return view.residual[:, ends - lengths + 1]
-    return torch.stack([rows.mean(1) for rows in torch.split(view.residual, lengths.tolist(), dim=1)], dim=1)
-
-
-def draw(tokens: Tensor, total: int, size: int, seed: int) -> list[Tensor]:
-    """Which samples form each minibatch.
-
-    Shuffled by what the batch says, not by its number: then neither the order of batches nor padding matters.
-    """
-    size = min(size, total)
-    if size < 4:
-        return []
-    tokens = tokens.cpu()
-    weight = torch.arange(1, 2 * len(tokens), 2) * 0x9E3779B1
-    key = int(((tokens + 1) * weight).sum()) & 0x7FFFFFFFFFFF
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 0x9E3779B1 + key & 0x7FFFFFFFFFFFFFFF))
-    return list(torch.split(order[: total // size * size], size))
-
-
-def minibatch_kernel(*views: View, rows: partial[Tensor], size: int, seed: int, biased: bool) -> dict[str, Tensor]:
-    """Sums over minibatches of HSIC between all pairs of layers."""
-    x, y = rows(views[0]), rows(views[-1])
-    parts = draw(views[0].tokens, x.shape[1], size, seed)
-    total = no_minibatch(x.shape[0], y.shape[0], x.device)
-    for part in parts:
-        a = grams(x[:, part.to(x.device)])
-        add_minibatch(total, a, a if len(views) == 1 else grams(y[:, part.to(y.device)]), biased)
-    return total
-
-
-def no_minibatch(rows: int, columns: int, device: torch.device) -> dict[str, Tensor]:
-    """The sums before the first minibatch."""
-    lengths = {"xx": rows, "yy": columns, "r_x": rows, "r_x^2": rows, "r_y": columns, "r_y^2": columns}
-    zeros = {name: torch.zeros(length, dtype=torch.float64, device=device) for name, length in lengths.items()}
-    count = {name: torch.tensor(0) for name in ("minibatches", "samples")}
-    return {"xy": torch.zeros(rows, columns, dtype=torch.float64, device=device)} | zeros | count
-
-
-def add_minibatch(total: dict[str, Tensor], gram_x: Tensor, gram_y: Tensor, biased: bool) -> None:
-    """Add what the Gram matrices `layer n n` of one minibatch say; they may be the same."""
-    a, r_x = centred(gram_x, biased)
-    b, r_y = (a, r_x) if gram_y is gram_x else (z.to(a.device) for z in centred(gram_y, biased))
-    for name, values in (("r_x", r_x), ("r_y", r_y)):
-        total[name] += values.sum(1)
-        total[f"{name}^2"] += values.square().sum(1)
-    # Every pair of layers at once. Each entry is n(n-3) HSIC_1, or (n-1)^2 HSIC_0: left so, a batch too small for a whole
-    # minibatch weighs as little as it knows, and among minibatches of one size the factor cancels.
-    total["xy"] += a @ b.T
-    total["xx"] += a.square().sum(1)
-    total["yy"] += b.square().sum(1)
-    total["minibatches"] += 1
-    total["samples"] += gram_x.shape[-1]
-
-
-def side_kernel(view: View, *, rows: partial[Tensor], size: int, seed: int) -> dict[str, Tensor]:
-    """What crosses where the two models are apart: the Gram matrices' upper triangles, `minibatch layer pair`."""
-    x = rows(view)
-    parts = draw(view.tokens, x.shape[1], size, seed)
-    if not parts:
-        return {"grams": x.new_zeros(0, len(x), 0)}
-    upper = torch.triu_indices(len(parts[0]), len(parts[0]), device=x.device)
-    return {"grams": torch.stack([grams(x[:, part.to(x.device)])[:, upper[0], upper[1]] for part in parts])}
-
-
-def join_sides(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, biased: bool) -> dict[str, Tensor]:
-    """What `minibatch_kernel` gives on both views, from what `side_kernel` gave on each."""
-    x, y = a["grams"], b["grams"]
-    total = no_minibatch(x.shape[1], y.shape[1], x.device)
-    for gram_x, gram_y in zip(x, y, strict=True):
-        add_minibatch(total, whole_grams(gram_x), whole_grams(gram_y), biased)
-    return total
-
-
-def whole_grams(upper: Tensor) -> Tensor:
-    """`layer n n` symmetric, from upper triangles `layer pair`."""
-    n = math.isqrt(2 * upper.shape[1])
-    rows, columns = torch.triu_indices(n, n)
-    gram = upper.new_empty(len(upper), n, n)
-    gram[:, rows, columns] = upper
-    gram[:, columns, rows] = upper
-    return gram
-
-
-def exact_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
-    """Cross-products and moments from which HSIC_1 over all samples follows, float64 throughout, one pass.
-
-    Fields `xy.*` belong to all pairs of layers; with two views, `xx.*` and `yy.*` to each layer with itself.
-    """
-    x = rows(views[0]).double()
-    y = x if len(views) == 1 else rows(views[-1]).to(x.device).double()
-    out = {f"xy.{name}": value for name, value in moments(x, y).items()}
-    if len(views) == 2:
-        for own, z in (("xx", x), ("yy", y)):
-            per_layer = [moments(layer[None], layer[None]) for layer in z]
-            out |= {f"{own}.{name}": torch.stack([m[name] for m in per_layer]) for name in per_layer[0]}
-    return out | {"samples": torch.tensor(x.shape[1])}
-
-
-def exact_hsic(sums: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """HSIC_1 of all pairs `row column`, of each row layer and each column layer with itself, and both effective samples."""
-    n = int(sums["samples"])
-
-    def of(which: str, layer: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        found = {name: sums[f"{which}.{name}"] for name in MOMENTS}
-        return hsic_from_moments(found if layer is None else {name: value[layer] for name, value in found.items()}, n)
-
-    cross, r, r_r = of("xy")
-    if "xx.x" not in sums.fields:
-        effective = r.square() / r_r.diagonal()
-        return cross, cross.diagonal(), cross.diagonal(), effective, effective
-    own, effective_samples = [], []
-    for which in ("xx", "yy"):
-        layers = [of(which, layer) for layer in range(len(sums[f"{which}.x"]))]
-        own.append(torch.stack([hsic[0, 0] for hsic, _, _ in layers]))
-        effective_samples.append(torch.stack([r[0].square() / r_r[0, 0] for _, r, r_r in layers]))
-    return cross, own[0], own[1], effective_samples[0], effective_samples[1]
-
-
-def _has_digits(sums: Sums, own: Tensor, r: str) -> Tensor:
-    """`layer`, whether the HSIC with itself is more than rounding: a mean far larger than the spread takes all 16 digits."""
-    n = int(sums["samples"])
-    return own * n * (n - 3) > 1e4 * torch.finfo(torch.float64).eps * sums[r].square()

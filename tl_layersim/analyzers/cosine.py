@@ -1,4 +1,4 @@
-"""Cosine similarity between the residual layers of one model, token by token."""
+"""Cosine similarity between the residual layers of one model, averaged over tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
-from ..core.histogram import quantiles_from_histogram
+from ..core.histogram import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
 from ..core.typed import typed
@@ -23,28 +23,26 @@ from ..models.view import Kernel, View
 from ._hsic import beyond_rounding
 from .base import Analyzer, Run, need_head, need_tokens
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CosineResult(LayerMatrix):
-    """What `Cosine` measures. All tensors are float64.
+    """Cosine similarity between residual layers, with its distribution over tokens. All tensors are float64.
 
     Attributes:
         values: `residual residual`, mean over tokens of COS(l, l'); symmetric, 1 on the diagonal. A token whose residual is
-            zero (after centring: the mean itself, up to rounding) has no cosine there and is left out at that layer; NaN in the
-            row and column of a layer where that is every token. A `LayersimWarning` names the layers.
+            zero (with centring: equal to the mean, up to rounding) has no cosine and is omitted at that layer. If that holds
+            for every token, the row and column of the layer are NaN. A `LayersimWarning` names such layers.
         std: `residual residual`, standard deviation over tokens (divided by N).
-        below_zero: `residual residual`, share of tokens whose cosine is negative.
+        below_zero: `residual residual`, fraction of tokens with a negative cosine.
         to_last: `quantile residual`, quantiles over tokens of COS(l, L), to within one histogram bin.
         adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), to within one histogram bin.
-        norm_ratio: `layer`, mean over tokens of |x| / |f(x)| of each block, x what enters it, f(x) what it adds; infinite if
-            a block adds nothing to some token; NaN where `layers=` leaves out blocks before it, or names modules that are none.
-        monotone_share: share of tokens for which COS(l, L) rises strictly at every l, l = 0 included; of those that have a
-            cosine at every layer.
-        mean: `residual d_model`, what was subtracted (no columns for center="none"). Give it to `Cosine(center=...)`.
-        quantiles: the levels of the two quantile fields.
+        norm_ratio: `layer`, mean over tokens of |x| / |f(x)| of each block with input x and update f(x); infinite if the
+            update of a token is 0; NaN where `layers=` omits blocks before this one, or names modules that are not blocks.
+        monotone_share: fraction of tokens for which COS(l, L) rises strictly at every l from 0 on, among the tokens that have
+            a cosine at every layer.
+        mean: `residual d_model`, the subtracted mean (no columns for center="none"), for use in `Cosine(center=...)`.
+        quantiles: levels of the two quantile fields.
     """
 
     std: Float64[Tensor, "row column"] = axes("row", "column")
@@ -60,25 +58,25 @@ class CosineResult(LayerMatrix):
         Picture(
             "values",
             "Cosine similarity between layers",
-            "Mean over tokens of the cosine between a token's residual at two layers; a plateau of high values at the end "
-            "marks layers that change little (Jiang, Zhou and Zhu 2024, section 2.1, figure 2 c-d).",
+            "Mean over tokens of the cosine between a token's residuals at two layers. A plateau of high values at the end "
+            "marks layers that change the residual little (Jiang, Zhou and Zhu 2024, section 2.1, figure 2 c-d).",
         ),
         Picture(
             "to_last",
             "Cosine similarity to the last layer",
-            "How far each layer already points where the last layer will point, as quantiles over tokens; theorem 2.1 "
-            "expects a rise with depth (Jiang, Zhou and Zhu 2024, figure 2 a-b).",
+            "Cosine between a token's residual at each layer and at the last layer, as quantiles over tokens. Theorem 2.1 "
+            "predicts a rise with depth (Jiang, Zhou and Zhu 2024, figure 2 a-b).",
         ),
         Picture(
             "adjacent",
             "Cosine of adjacent layers",
-            "How little each block turns a token's residual, as quantiles over tokens "
+            "Cosine between a token's residuals before and after each block, as quantiles over tokens "
             "(Jiang, Zhou and Zhu 2024, appendix, figure 11 left).",
         ),
         Picture(
             "norm_ratio",
-            "Stream norm over update norm",
-            "High values say that the residual stream passes a block almost unchanged "
+            "Residual norm over update norm",
+            "At high values the residual stream passes a block almost unchanged "
             "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
         ),
     )
@@ -95,38 +93,40 @@ class CosineResult(LayerMatrix):
         return {
             f"COS({self.first_layer()}, last)": float(to_last[0]),
             "COS(last but one, last)": float(to_last[-2]),
-            "share of steps at which mean COS to the last layer rises": float(
+            "fraction of steps at which mean COS to the last layer rises": float(
                 (steps > 0).double().mean() if len(steps) else math.nan
             ),
-            "share of tokens whose COS to the last layer rises at every step": float(self.monotone_share),
+            "fraction of tokens whose COS to the last layer rises at every step": float(self.monotone_share),
         }
 
 
 @typed
 @dataclass(frozen=True, eq=False)
 class Cosine(Analyzer):
-    r"""Cosine similarity of a token's residual at every pair of layers, with its spread over tokens.
+    r"""Cosine similarity between a token's residuals at every pair of layers, averaged over tokens.
 
     $$\mathrm{COS}(l, l') = \frac{1}{N} \sum_t \frac{\langle x_t^l - \mu^l, x_t^{l'} - \mu^{l'} \rangle}
     {|x_t^l - \mu^l| \, |x_t^{l'} - \mu^{l'}|}$$
 
-    The norm ratio of figure 11 is of raw residuals whatever the centring.
+    The norm ratio of figure 11 is computed from raw residuals, independently of the centring.
 
     Args:
-        center: "dataset" subtracts each layer's mean over all counted tokens (the paper's footnote 2; a first pass over the
-            data sums it); "none" subtracts nothing; a tensor `residual d_model` is subtracted as it is.
-        histogram_bins: bins over [-1, 1] of the histograms that quantiles are read from; their error is below 2 / bins.
-        positions: "every" counted token; "head" only those that the model's head reads: [CLS] or the last token of a row
-            classifier, as in the paper's figures of classifiers, and every token of a language model.
+        center: "dataset" subtracts each layer's mean over all counted tokens (the paper's footnote 2), which takes a first pass
+            over the data; "none" subtracts nothing; a tensor `residual d_model` is subtracted as given.
+        histogram_bins: bins over [-1, 1] of the histograms behind the quantiles, whose error is below 2 / bins.
+        positions: "every" counted token, or "head" for the positions that the model's head reads: [CLS] or the last token of
+            a row classifier, as in the paper's figures of classifiers; every token of a language model.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11.
 
     Example:
+        The cosine of a layer with itself is 1.
+
         >>> import tl_layersim as lsim
-        >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Cosine()])
-        >>> report["cosine"].values.shape
-        torch.Size([9, 9])
+        >>> cosine = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Cosine()])["cosine"]
+        >>> cosine.values.shape, bool((cosine.values.diagonal() == 1).all())
+        (torch.Size([9, 9]), True)
     """
 
     name: ClassVar[str] = "cosine"
@@ -139,14 +139,14 @@ class Cosine(Analyzer):
     def __post_init__(self) -> None:
         if isinstance(self.center, Tensor) and (self.center.dim() != 2 or not bool(self.center.isfinite().all())):
             raise LayersimError(
-                "A mean to subtract has a finite number for each layer and dimension.",
+                "`center` must have a finite number for each layer and dimension.",
                 given=f"a tensor of shape {tuple(self.center.shape)}, {int((~self.center.isfinite()).sum())} not finite",
                 expected="residual x d_model, finite",
                 do='Cosine(center=report["cosine"].mean)',
             )
         if self.histogram_bins < 2:
             raise LayersimError(
-                "Cosine needs bins to count in.",
+                "`histogram_bins` must be at least 2.",
                 given=f"histogram_bins={self.histogram_bins}",
                 expected="2 or more",
                 do="Cosine(histogram_bins=2000)",
@@ -160,7 +160,7 @@ class Cosine(Analyzer):
             wrong_width = model.d_model is not None and self.center.shape[-1] != model.d_model
             if self.center.shape[0] != len(model.layers) or wrong_width:
                 raise LayersimError(
-                    "The given mean does not fit the model.",
+                    "`center` does not fit the model.",
                     given=f"center of shape {tuple(self.center.shape)}",
                     expected=f"({len(model.layers)}, {model.d_model or 'd_model'}): residual layers x d_model",
                     do='Cosine(center=report["cosine"].mean), from a run of Cosine(center="dataset") on the same model',
@@ -184,12 +184,12 @@ class Cosine(Analyzer):
         count = int(sums["count"])
         offset = self._mean(run.first)
         need_tokens(count, 2 if run.first else 1, "Cosine")
-        # How many tokens have a cosine at both layers; 0 / 0 is NaN.
+        # Number of tokens that have a cosine at both layers; 0 / 0 is NaN.
         pairs = sums["pairs"].double()
         warn_of_zeros(count - sums["pairs"].diagonal(), count, run.layers, offset is not None)
         mean = sums["sum"] / pairs
         itself = torch.eye(len(pairs), dtype=torch.bool) & (pairs > 0)
-        # Rounding may carry a cosine past 1 and a variance below 0; with itself a layer's cosine is 1, without spread.
+        # Rounding can yield cosines above 1 and variances below 0. The cosine of a layer with itself is exactly 1.
         std = (sums["square"] / pairs - mean**2).clamp(min=0).sqrt().masked_fill(itself, 0)
         to_last = quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES)
         to_last[:, -1] = to_last[:, -1].masked_fill(itself[-1, -1], 1)
@@ -209,62 +209,82 @@ class Cosine(Analyzer):
 
 
 def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
-    """`layer`, whether what stands between a site and the one before it is one block."""
+    """Whether exactly one block is between each site and the site before it, `layer`.
+
+    Args:
+        layers: names of the sites, the input of block 0 first.
+        stream: see `Model`.
+    """
     if stream != "parts":
         return torch.full((len(layers) - 1,), stream == "whole")
     number = [int(name.split(".")[1]) for name in layers]
-    # What enters a block has that block's number.
+    # The input of a block has that block's number.
     return torch.tensor([True, *(b - a == 1 for a, b in itertools.pairwise(number[1:]))])
 
 
 def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bool) -> None:
-    """Name the layers at which tokens have no cosine; refuse a run where no token has one.
+    """Warn of layers at which tokens have no cosine; refuse a run in which no token has one.
 
     Args:
-        zero: `layer`, how many tokens.
-        count: of all tokens.
+        zero: `layer`, number of tokens without a cosine.
+        count: number of all tokens.
         layers: names of the layers.
         centred: whether a mean was subtracted.
     """
-    where = [f"{name}: {int(n)} of {count}" for name, n in zip(layers, zero, strict=True) if n]
+    affected = [f"{name}: {int(n)} of {count}" for name, n in zip(layers, zero, strict=True) if n]
     what = "is the mean itself" if centred else "is zero"
     if bool((zero == count).all()):
         raise LayersimError(
-            "The cosine of a zero vector is not defined, and there is no other.",
+            "The cosine is not defined at any layer: every residual is a zero vector.",
             given=f"{count} tokens whose residual {what} at every layer",
             expected="residuals that differ from " + ("their mean" if centred else "zero"),
             do="pass more varied data" + (', or Cosine(center="none")' if centred else ""),
         )
-    if where:
+    if affected:
         warn(
-            f"Cosines of tokens whose residual {what} up to rounding are not defined, and left out: "
-            f"{', '.join(where[:4])}{' and at other layers' if len(where) > 4 else ''}. Where that is every token, as at a "
-            "first token or [CLS] before the first attention, values are NaN."
+            f"Cosines of tokens whose residual {what} up to rounding are not defined, and omitted: "
+            f"{', '.join(affected[:4])}{' and at other layers' if len(affected) > 4 else ''}. Values are NaN at a layer where "
+            "this holds for every token, as for first tokens or [CLS] before the first attention."
         )
 
 
 def mean_kernel(view: View, *, at_head: bool = False) -> dict[str, Tensor]:
-    """Sum of the residual over tokens, and how many there are."""
-    x = lens_positions(view) if at_head else view.residual
+    """Sum of the residual over tokens, and the number of tokens.
+
+    Args:
+        view: activations of one batch.
+        at_head: whether to take the positions that the head reads only.
+    """
+    x = at_head_positions(view) if at_head else view.residual
     return {
-        # Layer by layer: a sum with another dtype first makes a copy of all that it sums.
+        # Layer by layer, because a sum in another dtype first copies all its terms.
         "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in x]),
         "count": torch.tensor(x.shape[1]),
     }
 
 
-def lens_positions(view: View) -> Tensor:
-    """`layer token d_model`: the residual at the positions that the head reads."""
+def at_head_positions(view: View) -> Tensor:
+    """The residual at the positions that the model's head reads, `layer token d_model`.
+
+    Args:
+        view: activations of one batch.
+    """
     index = read_positions(view)
     return view.residual if index is None else view.residual[:, index]
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int, at_head: bool = False) -> dict[str, Tensor]:
-    """Sums over tokens of cosines between all layers, their squares, signs and histograms.
+    """Sums over tokens of the cosines between all layers, of their squares, signs and histograms.
 
-    Tokens go through in chunks so that the working copy stays small beside the residual itself.
+    Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
+
+    Args:
+        view: activations of one batch.
+        mean: `residual d_model` to subtract, None for no centring.
+        bins: of each histogram.
+        at_head: whether to take the positions that the head reads only.
     """
-    x = lens_positions(view) if at_head else view.residual
+    x = at_head_positions(view) if at_head else view.residual
     layers, tokens, _ = x.shape
     device = x.device
     out = {
@@ -292,24 +312,24 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int, at_head: bool =
         unit = (centred / norm.clamp(min=torch.finfo(x.dtype).tiny)).transpose(0, 1)
         cosine = torch.bmm(unit, unit.transpose(1, 2)).clamp(-1, 1)
         if not whole:
-            # Zero adds nothing to the sums, and is counted nowhere.
+            # A zero adds nothing to the sums and is not counted.
             cosine = cosine * (known[:, :, None] & known[:, None, :])
-        seen = known.double()
-        out["pairs"] += (seen.T @ seen).long()
+        counted = known.double()
+        out["pairs"] += (counted.T @ counted).long()
         out["whole"] += known.all(1).sum()
         out["sum"] += cosine.sum(0, dtype=torch.float64)
-        # Squared in float64: near 1 the spread would be lost in the rounding of float32 squares.
+        # Squared in float64: near 1, rounding of float32 squares would exceed the spread.
         out["square"] += cosine.double().square().sum(0)
         out["negative"] += (cosine < 0).sum(0)
         last = cosine[:, :, -1]
         out["monotone"] += ((last[:, 1:] > last[:, :-1]).all(1) & known.all(1)).sum()
-        out["to_last"] += _count(last, known & known[:, -1:], bins)
-        out["adjacent"] += _count(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1], bins)
+        out["to_last"] += _histogram(last, known & known[:, -1:], bins)
+        out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1], bins)
     return out
 
 
-def _count(values: Tensor, known: Tensor, bins: int) -> Tensor:
-    """Histogram over [-1, 1] of the known ones in each column of `values` (token series): series bin."""
+def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
+    """Histograms over [-1, 1] of the known values in each column of `values`, `token series`; returns `series bin`."""
     index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
     series = values.shape[1]
     index = index + bins * torch.arange(series, device=values.device)

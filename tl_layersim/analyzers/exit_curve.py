@@ -1,4 +1,4 @@
-"""Early exit: what stopping at the first confident layer would say, and what it would save, for many thresholds at once."""
+"""Early exit at a confidence threshold: accuracy, agreement and speed-up for many thresholds in one pass."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.validation import refuse_bad_logits
 from ..models.view import Kernel, View
+from ._citations import JIANG
 from .base import Analyzer, Run, check_memory, need_head, need_tokens
 from .logit_lens import unembedding
 
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
-SOURCE = "(Jiang, Zhou and Zhu 2024, section 3 and figure 7)."
+EXITS_SOURCE = JIANG.format("section 3 and figure 7")
 
 
 @named
@@ -36,11 +37,11 @@ class ExitPoint:
 
     Attributes:
         threshold: of the top probability.
-        exits: `layer`, how many positions exit after each block.
-        accuracy: share of what is emitted that is right.
-        agreement: share of what is emitted that the whole model would have said.
+        exits: `layer`, number of positions that exit after each block.
+        accuracy: fraction of predictions at the exits that are correct.
+        agreement: fraction of predictions at the exits that equal the full model's.
         perplexity: exp of the mean cross-entropy at the exits.
-        speedup: blocks of the whole model over blocks run; the cost of asking is not in it.
+        speedup: blocks of the full model over blocks run; the cost of the exit checks is not included.
     """
 
     threshold: float
@@ -54,18 +55,18 @@ class ExitPoint:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ExitCurveResult(Result):
-    """What `ExitCurve` measures. All tensors are float64.
+    """Exits, accuracy, agreement and speed-up of early exit at each threshold. All tensors are float64.
 
     Attributes:
-        values: `threshold layer`, the same as `exits`: how many positions exit after each block.
-        accuracy: `threshold`, share of positions with a target at which what is emitted is the target.
-        agreement: `threshold`, share of all positions at which it is what the last layer says; 1 at threshold 1.
+        values: `threshold layer`, the same as `exits`: number of positions that exit after each block.
+        accuracy: `threshold`, fraction of positions with a target whose prediction at the exit is the target.
+        agreement: `threshold`, fraction of all positions whose prediction at the exit is the last layer's; 1 at threshold 1.
         perplexity: `threshold`, exp of the mean cross-entropy at the exits.
         speedup: `threshold`, L N / sum of blocks run.
-        thresholds: ascending.
-        positions: how many positions were read.
-        targets: how many of them have a target.
-        unembedding: what turned x into logits.
+        thresholds: in ascending order.
+        positions: number of positions.
+        targets: number of positions with a target.
+        unembedding: the map from the residual x to logits.
     """
 
     values_name: ClassVar[str] = "exits"
@@ -80,18 +81,18 @@ class ExitCurveResult(Result):
     unembedding: str
 
     pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture("exits", "Positions that exit at each block", "For each threshold of the top probability " + SOURCE),
-        Picture("accuracy", "Accuracy of what is emitted", "By threshold " + SOURCE),
+        Picture("exits", "Positions that exit at each block", "For each threshold of the top probability " + EXITS_SOURCE),
+        Picture("accuracy", "Accuracy at the exits", "By threshold " + EXITS_SOURCE),
         Picture(
             "agreement",
-            "Agreement with the whole model",
-            "Share of emitted predictions that the last layer would make too " + SOURCE,
+            "Agreement with the full model",
+            "Fraction of predictions at the exits that equal the last layer's " + EXITS_SOURCE,
         ),
         Picture(
             "speedup",
             "Speed-up in blocks",
-            "Blocks of the whole model over blocks run. An exit check is an unembedding, which in a small model costs more "
-            "than a block; the paper's ratio leaves it out " + SOURCE,
+            "Blocks of the full model over blocks run. An exit check is an unembedding, which in a small model costs more "
+            "than a block; the paper's ratio does not include it " + EXITS_SOURCE,
         ),
     )
 
@@ -102,10 +103,13 @@ class ExitCurveResult(Result):
 
     @typed
     def at(self, threshold: int | float) -> ExitPoint:
-        """Everything at one of the thresholds that were measured.
+        """All numbers at one of the measured thresholds.
+
+        Args:
+            threshold: one of `thresholds`.
 
         Raises:
-            LayersimError: it was not among them; the error names the nearest.
+            LayersimError: the threshold was not measured; the message names the nearest one.
         """
         if not 0 <= threshold <= 1:
             raise LayersimError(
@@ -116,13 +120,13 @@ class ExitCurveResult(Result):
             )
         near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
         if abs(self.thresholds[near] - threshold) > 1e-9:
-            place = bisect.bisect(self.thresholds, threshold)
+            index = bisect.bisect(self.thresholds, threshold)
             raise LayersimError(
-                "This threshold was not measured.",
+                "`threshold` was not measured.",
                 given=f"at({threshold})",
                 expected=f"one of {', '.join(f'{t:g}' for t in self.thresholds)}",
                 do=f"at({self.thresholds[near]:g}), or ExitCurve(thresholds="
-                f"{tuple(round(t, 7) for t in (*self.thresholds[:place], threshold, *self.thresholds[place:]))})",
+                f"{tuple(round(t, 7) for t in (*self.thresholds[:index], threshold, *self.thresholds[index:]))})",
             )
         return ExitPoint(
             threshold=self.thresholds[near],
@@ -135,39 +139,43 @@ class ExitCurveResult(Result):
 
     @typed
     def threshold_for(self, *, agreement: int | float | None = None, accuracy: int | float | None = None) -> float:
-        """The lowest measured threshold, and so the fastest, from which on both are at least this.
+        """The lowest, and thus fastest, measured threshold from which on agreement and accuracy reach the given values.
 
-        At threshold 1 no position exits early: where that is the answer, no lower one that was measured is enough; measure more
-        of them close to 1.
+        At threshold 1 no position exits early. If this threshold is returned, no lower measured threshold is sufficient, and
+        more thresholds close to 1 should be measured.
+
+        Args:
+            agreement: least agreement with the full model, 0 to 1; None for any.
+            accuracy: least accuracy, 0 to 1; None for any.
 
         Raises:
-            LayersimError: neither was asked for, or no threshold gives it.
+            LayersimError: neither value was given, or no measured threshold reaches them.
         """
         if agreement is None and accuracy is None:
             raise LayersimError(
-                "What the threshold is for was not said.",
+                "`agreement` and `accuracy` are both missing.",
                 given="threshold_for()",
                 expected="agreement= or accuracy=",
                 do="threshold_for(agreement=0.95)",
             )
-        for name, share in (("agreement", agreement), ("accuracy", accuracy)):
-            if share is not None and not 0 <= share <= 1:
+        for name, value in (("agreement", agreement), ("accuracy", accuracy)):
+            if value is not None and not 0 <= value <= 1:
                 raise LayersimError(
                     f"`{name}` must be between 0 and 1.",
-                    given=f"{name}={share:g}",
+                    given=f"{name}={value:g}",
                     expected="a fraction of positions, 0 to 1",
-                    do=as_fraction(name, share) or f"threshold_for({name}=0.95)",
+                    do=as_fraction(name, value) or f"threshold_for({name}=0.95)",
                 )
         enough = (self.agreement >= (agreement or 0)) & (self.accuracy >= (accuracy or 0))
-        # From there on: a single lucky threshold below a bad one is no basis for a choice.
+        # From this threshold on: a single threshold may reach the values by chance, with worse ones above it.
         holds = enough.flip(0).long().cumprod(0).flip(0).nonzero()[:, 0]
         if not len(holds):
             best = f"agreement {float(self.agreement[-1]):.4g} and accuracy {float(self.accuracy[-1]):.4g}"
             raise LayersimError(
-                "No measured threshold gives this.",
+                "No measured threshold reaches these values.",
                 given=f"agreement={agreement}, accuracy={accuracy}",
                 expected=f"at most what the highest threshold, {self.thresholds[-1]:g}, gives: {best}",
-                do="ask for less, or measure with thresholds=(..., 1.0): at 1 no position exits early",
+                do="lower values, or measure with thresholds=(..., 1.0): at 1 no position exits early",
             )
         return self.thresholds[int(holds[0])]
 
@@ -190,23 +198,25 @@ class ExitCurveResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class ExitCurve(Analyzer):
-    r"""What early exit at a confidence threshold would emit and save, for many thresholds in one pass.
+    r"""Early exit at a confidence threshold: accuracy, agreement and speed-up for many thresholds in one pass.
 
-    A position exits after the first block whose top softmax probability exceeds the threshold, else after the last. With m_i
-    positions that exit after block i, the speed-up in blocks is
+    A position exits after the first block whose top softmax probability exceeds the threshold, otherwise after the last block.
+    With m_i positions that exit after block i, the speed-up in blocks is
 
     $$\frac{\sum_{i=1}^{L} L \, m_i}{\sum_{i=1}^{L} i \, m_i}.$$
 
     Args:
-        thresholds: each between 0 and 1. At 0 everything exits after the first block, at 1 nothing exits early.
-        norm: "final" applies the model's final norm to every layer, "none" to the last alone; see `LogitLens`.
-        labels: what counts as right; see `LogitLens`.
-        lens_memory_mb: for the logits of one chunk, at least those of one token at all layers.
+        thresholds: each between 0 and 1. At 0 every position exits after the first block, at 1 no position exits early.
+        norm: "final" applies the model's final norm to every layer, "none" to the last layer only; see `LogitLens`.
+        labels: the targets; see `LogitLens`.
+        lens_memory_mb: megabytes for the logits of one chunk of tokens.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3, figure 7.
 
     Example:
+        At threshold 1 every position runs through the full model. At 0 it runs through one of 8 blocks.
+
         >>> import tl_layersim as lsim
         >>> curve = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.ExitCurve()])["exit_curve"]
         >>> curve.at(1.0).agreement, curve.at(1.0).speedup, curve.at(0).speedup
@@ -283,7 +293,15 @@ class ExitCurve(Analyzer):
 
 
 def exit_kernel(view: View, *, thresholds: Tensor, normed: bool, labels: str | Tensor, memory_mb: float) -> dict[str, Tensor]:
-    """Sums over positions of where they exit at each threshold, and of what they then say."""
+    """Sums over positions of exits at each threshold, and of the predictions at the exits.
+
+    Args:
+        view: activations of one batch.
+        thresholds: of the top probability.
+        normed: whether the final norm is applied to every layer.
+        labels: the targets.
+        memory_mb: megabytes for logits.
+    """
     target = with_labels(view, labels, read_positions(view))
     lens = read_lens(view, target, normed, memory_mb, RANKED, label_key(labels))
     top, best = lens["best_prob"], lens["best"]
@@ -291,13 +309,13 @@ def exit_kernel(view: View, *, thresholds: Tensor, normed: bool, labels: str | T
     known = target != NO_LABEL
     out: dict[str, list[Tensor]] = {"exits": [], "correct": [], "agree": [], "log_prob": []}
     for threshold in thresholds.to(top.device):
-        sure = top > threshold
-        sure[-1] = True
-        layer = sure.int().argmax(0, keepdim=True)
-        said = best.gather(0, layer)[0]
+        confident = top > threshold
+        confident[-1] = True
+        layer = confident.int().argmax(0, keepdim=True)
+        prediction = best.gather(0, layer)[0]
         out["exits"].append(torch.bincount(layer[0], minlength=layers))
         out["correct"].append((lens["before"].gather(0, layer)[0][known] == 0).sum())
-        out["agree"].append((said == best[-1]).sum())
+        out["agree"].append((prediction == best[-1]).sum())
         out["log_prob"].append(lens["target_log_prob"].gather(0, layer)[0][known].sum())
     return {
         **{name: torch.stack(values) for name, values in out.items()},

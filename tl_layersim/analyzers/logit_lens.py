@@ -1,4 +1,4 @@
-"""The logit lens: what each layer would say if it were the last, against the truth and against the last layer."""
+"""The logit lens: predictions of each layer by the final norm and unembedding, against targets and against the last layer."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.validation import refuse_bad_logits
 from ..models.view import Kernel, View
+from ._citations import JIANG
 from .base import Analyzer, Run, check_memory, need_head, need_tokens
-
-JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LogitLensResult(Result):
-    """What `LogitLens` measures. All tensors are float64, one number for each block unless said; natural logarithms.
+    """Loss, accuracy, agreement and entropy of the logit lens at each block, in float64 and nats.
 
     Attributes:
         values: `layer`, the same as `cross_entropy`: mean of -ln p(target), over positions that have a target.
-        perplexity: `layer`, exp of it.
-        accuracy: `layer`, share of positions with a target whose first choice is the target.
-        top_k_accuracy: `k layer`, share whose target is among the first k choices; of equal logits the lower id comes first.
+        perplexity: `layer`, exp of the cross-entropy.
+        accuracy: `layer`, fraction of positions with a target whose most likely token is the target.
+        top_k_accuracy: `k layer`, fraction whose target is among the k most likely tokens; of equal logits the lower id is
+            first.
         target_probability: `layer`, mean p(target).
-        agreement: `layer`, share of all positions whose first choice is the last layer's.
-        kl_to_final: `layer`, mean KL(last layer || this layer); exactly 0 at the last.
-        entropy: `layer`, mean entropy of what the layer says.
-        monotone_share: share of positions with a target whose p(target) rises strictly at every block after the first.
+        agreement: `layer`, fraction of all positions whose most likely token is the last layer's.
+        kl_to_final: `layer`, mean KL(last layer || this layer); exactly 0 at the last layer.
+        entropy: `layer`, mean entropy of the predicted distribution.
+        monotone_share: fraction of positions with a target whose p(target) rises strictly at every block after the first.
         ks: the k of `top_k_accuracy`.
-        positions: how many positions were read.
-        targets: how many of them have a target.
-        unembedding: what turned x into logits; with `norm="none"`, below the last layer.
+        positions: number of positions.
+        targets: number of positions with a target.
+        unembedding: the map from the residual x to logits; with `norm="none"`, the map below the last layer.
     """
 
     values_name: ClassVar[str] = "cross_entropy"
@@ -66,34 +66,35 @@ class LogitLensResult(Result):
         Picture(
             "cross_entropy",
             "Cross-entropy of each layer's prediction",
-            "In nats, against the right answer, if the model stopped after that block " + JIANG.format("figure 9 b"),
+            "In nats, against the target, with the final norm and unembedding applied after that block "
+            + JIANG.format("figure 9 b"),
         ),
         Picture(
             "top_k_accuracy",
             "Accuracy of each layer's prediction",
-            "Share of positions whose right answer is among the layer's first choices "
+            "Fraction of positions whose target is among the layer's k most likely tokens "
             + JIANG.format("equation 2 and figure 2 a-b"),
         ),
         Picture(
             "agreement",
             "Agreement with the final prediction",
-            "Share of positions at which the layer's first choice is already the last layer's " + JIANG.format("section 2.2"),
+            "Fraction of positions at which the layer's most likely token is the last layer's " + JIANG.format("section 2.2"),
         ),
         Picture(
             "kl_to_final",
             "KL divergence from the last layer",
-            "KL(last layer || this layer) in nats; the logit lens is nostalgebraist's (2020), this measure of it that of "
+            "KL(last layer || this layer) in nats. The logit lens is by nostalgebraist (2020), this measure by "
             "Belrose et al. 2023.",
         ),
         Picture(
             "entropy",
             "Entropy of each layer's prediction",
-            "In nats; a layer that is sure of something, right or wrong, reads low (Aubry et al. 2025, figure 24, row 4).",
+            "In nats; low where a layer is confident, whether it is right or wrong (Aubry et al. 2025, figure 24, row 4).",
         ),
         Picture(
             "target_probability",
-            "Probability of the right answer",
-            "Theorem 2.2 expects it to rise at every layer " + JIANG.format("section 2.2"),
+            "Probability of the target",
+            "Theorem 2.2 predicts a rise at every layer " + JIANG.format("section 2.2"),
         ),
     )
 
@@ -103,15 +104,20 @@ class LogitLensResult(Result):
         return self.values
 
     def effective_depth(self, eps: float) -> int:
-        r"""The least number of blocks l, from 1 on, with accuracy at least 1 - eps; L if there is none.
+        r"""The least number of blocks l with accuracy at least 1 - eps; L if no layer reaches it.
 
         $$d^\epsilon = \min \{ l : \mathrm{Acc}^{(l)} \ge 1 - \epsilon \}$$
+
+        Args:
+            eps: largest error rate, 0 to 1.
 
         Source:
             Jiang, Zhou and Zhu 2024, definition 3.1.
         """
         if not 0 <= eps <= 1:
-            raise LayersimError("eps is a share.", given=f"eps={eps}", expected="0 to 1", do="effective_depth(0.1)")
+            raise LayersimError(
+                "`eps` must be between 0 and 1.", given=f"eps={eps}", expected="a fraction", do="effective_depth(0.1)"
+            )
         reached = (self.accuracy >= 1 - eps).nonzero()[:, 0]
         return int(reached[0]) + 1 if len(reached) else len(self.accuracy)
 
@@ -123,39 +129,41 @@ class LogitLensResult(Result):
             f"accuracy after block {block}": float(self.accuracy[middle]),
             "perplexity of the last layer": float(self.perplexity[-1]),
             f"agreement of block {block} with the last": float(self.agreement[middle]),
-            "share of positions whose target probability rises at every block": float(self.monotone_share),
+            "fraction of positions whose target probability rises at every block": float(self.monotone_share),
         }
 
 
 @typed
 @dataclass(frozen=True, eq=False)
 class LogitLens(Analyzer):
-    r"""What each layer would say if the model stopped there: loss, accuracy, agreement, entropy.
+    r"""Logit lens: loss, accuracy, agreement and entropy of each layer's predictions by the final norm and unembedding.
 
     $$\mathrm{logits}^{(l)} = W_U \, \mathrm{norm}(x^l), \qquad
     \mathrm{CE}^{(l)} = -\frac{1}{N} \sum_t \ln \mathrm{softmax}(\mathrm{logits}^{(l)}_t)_{y_t}$$
 
-    with the model's own final norm, unembedding, logit scaling and soft-cap. That this gives the model's own logits at the
-    last layer is checked on the first row of a run. Logits are computed in the model's dtype and reduced in float64; they
-    are never held: all blocks of a few tokens at a time.
+    with the model's own final norm, unembedding, logit scaling and soft-cap. On the first row of a run, the lens at the last
+    layer is checked against the model's own logits. Logits are computed in the model's dtype, for all blocks of a few tokens
+    at a time, and reduced in float64.
 
     Args:
-        norm: "final" applies the model's final norm to every layer (Geva et al. 2022, and what is usually meant); "none" to the
-            last alone, where the model has it (Jiang, Zhou and Zhu's code). The choice changes everything: see the docs.
+        norm: "final" applies the model's final norm to every layer (Geva et al. 2022, the usual definition); "none" to the last
+            layer only (Jiang, Zhou and Zhu's code). The choice changes all results, see docs/lens.md.
         top_k: the k of top-k accuracy.
-        labels: "next_token"; "data" for the data's own column `labels` or `label`; or labels themselves, `row` or `row pos`. A
-            label is what the model should say at that position: nothing is shifted. -100 has no target.
-        lens_memory_mb: for the logits of one chunk, at least those of one token at all layers.
+        labels: the targets. "next_token"; "data" for the data's own column `labels` or `label`; or labels, `row` or `row pos`.
+            A label is the target at its own position and is not shifted. -100 marks a position without target.
+        lens_memory_mb: megabytes for the logits of one chunk of tokens; at least one token at all layers is computed.
 
     Source:
         nostalgebraist 2020; Geva et al. 2022; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 2, theorem 2.2,
         definition 3.1, figures 2 and 9.
 
     Example:
+        The last layer's predictions are the model's own.
+
         >>> import tl_layersim as lsim
-        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.LogitLens()])["logit_lens"]
-        >>> bool(found.accuracy[-1] > found.accuracy[0]), int((found.kl_to_final == 0).sum())
-        (True, 1)
+        >>> lens = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.LogitLens()])["logit_lens"]
+        >>> float(lens.agreement[-1]), float(lens.kl_to_final[-1]), bool(lens.accuracy[-1] > lens.accuracy[0])
+        (1.0, 0.0, True)
     """
 
     name: ClassVar[str] = "logit_lens"
@@ -174,7 +182,10 @@ class LogitLens(Analyzer):
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
             raise LayersimError(
-                "k counts from 1.", given=f"top_k={self.top_k}", expected="one or more, each above 0", do="top_k=(1, 5)"
+                "`top_k` must be at least 1.",
+                given=f"top_k={self.top_k}",
+                expected="one or more, each above 0",
+                do="top_k=(1, 5)",
             )
 
     @property
@@ -226,13 +237,26 @@ class LogitLens(Analyzer):
 
 
 def unembedding(run: Run, norm: str) -> str:
-    """What turned a residual into logits, in words."""
+    """The map from the residual x to logits as text.
+
+    Args:
+        run: the finished run.
+        norm: "final" or "none".
+    """
     text = str(run.head) if run.head is not None else ""
     return text.replace(f"{run.head.norm}(x)", "x") if run.head and run.head.norm and norm == "none" else text
 
 
 def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | Tensor, memory_mb: float) -> dict[str, Tensor]:
-    """Sums over positions of what every layer says."""
+    """Sums over positions of the loss, ranks and entropy of every layer's predictions.
+
+    Args:
+        view: activations of one batch.
+        normed: whether the final norm is applied to every layer.
+        ks: of top-k accuracy.
+        labels: the targets.
+        memory_mb: megabytes for logits.
+    """
     target = with_labels(view, labels, read_positions(view))
     lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels))
     known = target != NO_LABEL

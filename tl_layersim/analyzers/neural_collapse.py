@@ -1,4 +1,4 @@
-"""Neural collapse: how tightly the samples of a class gather around their mean, layer by layer."""
+"""Neural collapse (NC1): variability within classes relative to variability between classes, at each layer."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, row_ends
+from ._samples import samples
 from .base import Analyzer, Run
-from .cka import samples
 
-COUNTED = 2**19  # ids that are counted to find the most frequent; no vocabulary is larger
+# Ids that are counted to determine the most frequent classes; no vocabulary is larger.
+COUNTED_IDS = 2**19
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NeuralCollapseResult(Result):
-    """What `NeuralCollapse` measures. All tensors are float64.
+    """NC1 of each layer, with the variability within and between classes. All tensors are float64.
 
     Attributes:
-        values: `residual`, the same as `nc1`; 0 where every class is a single point, NaN where all classes have the same mean,
-            as at the embedding where all samples end in the same token; a `LayersimWarning` names such layers.
-        within: `residual`, tr(S_W), the mean squared distance of a sample from its class's mean.
-        between: `residual`, tr(S_B), the mean over classes of their mean's squared distance from the mean of all samples.
-        samples: `label`, how many of each class.
+        values: `residual`, the same as `nc1`; 0 if every class is a single point, NaN if all classes have the same mean, as at
+            the embedding if all samples end in the same token. A `LayersimWarning` names such layers.
+        within: `residual`, tr(S_W), the mean squared distance of a sample from its class mean.
+        between: `residual`, tr(S_B), the mean over classes of the squared distance of the class mean from the global mean.
+        samples: `label`, number of samples in each class.
         labels: the classes, most frequent first.
     """
 
@@ -51,7 +52,7 @@ class NeuralCollapseResult(Result):
         Picture(
             "nc1",
             "Within-class variability collapse",
-            "NC1 of each layer: low where samples of a class have become one point, seen from the other classes "
+            "NC1 of each layer: low where samples of a class are close together relative to the distances between classes "
             "(Jiang, Zhou and Zhu 2024, appendix B.3, figure 16; Papyan, Han and Donoho 2020).",
         ),
     )
@@ -62,39 +63,41 @@ class NeuralCollapseResult(Result):
         return self.values
 
     def headline(self) -> dict[str, float]:
-        found = {"NC1 of the embedding": float(self.values[0]), "NC1 of the last layer": float(self.values[-1])}
-        return {name: v for name, v in found.items() if not math.isnan(v)} | {"classes": float(len(self.labels))}
+        nc1 = {"NC1 of the embedding": float(self.values[0]), "NC1 of the last layer": float(self.values[-1])}
+        return {name: v for name, v in nc1.items() if not math.isnan(v)} | {"classes": float(len(self.labels))}
 
 
 @typed
 @dataclass(frozen=True, eq=False)
 class NeuralCollapse(Analyzer):
-    r"""NC1: how small the spread within classes is beside the spread between them, at each layer.
+    r"""Within-class variability collapse (NC1): covariance within classes relative to that between classes, at each layer.
 
     $$\mathrm{NC}_1 = \frac{1}{K} \mathrm{tr}(\Sigma_W \Sigma_B^{+}), \quad
     \Sigma_W = \frac{1}{N} \sum_{k, i} (h_{k i} - \bar h_k)(h_{k i} - \bar h_k)', \quad
     \Sigma_B = \frac{1}{K} \sum_k (\bar h_k - \bar h)(\bar h_k - \bar h)'$$
 
-    with N samples in K classes, $\bar h_k$ a class's mean and $\bar h$ the mean of all samples. In classes of equal size this
-    is the paper's; in others, as in common implementations, every sample weighs the same in the first and every class in the
-    second.
+    with N samples in K classes, $\bar h_k$ the mean of a class and $\bar h$ the mean of all samples. For classes of equal size
+    this is the paper's definition. For other sizes, as in common implementations, all samples have equal weight in the first
+    matrix and all classes have equal weight in the second.
 
     Args:
-        labels: "next_token" takes the token that follows as the class of a position; "data" the data's own column `labels`
-            or `label`; or labels themselves, `row` or `row pos`. -100 is no class.
-        classes: how many, the most frequent ones, which a first look at the data (without the model) finds; or their ids.
-        level: what a sample is: each "token", or each row ("sequence"); "auto" is "token" for next tokens, else "sequence".
-        pool: for rows, the "last" counted token, the "first", or the "mean" of all.
-        max_memory_gb: for the second moments, layers x d_model^2 numbers; more is refused before the run.
+        labels: the classes. "next_token" takes the following token as the class of a position; "data" the data's own column
+            `labels` or `label`; or labels, `row` or `row pos`. -100 marks a position without class.
+        classes: number of classes, the most frequent ones, which a first pass over the data (without the model) determines; or
+            their ids.
+        level: a sample is each "token" or each row ("sequence"); "auto" is "token" for next tokens, else "sequence".
+        pool: for level="sequence", the row's "last" counted token, its "first", or the "mean" of all.
+        max_memory_gb: limit for the second moments, layers x d_model^2 numbers; a larger requirement is refused before the
+            run.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, footnote 5 and figure 16; Papyan, Han and Donoho 2020.
 
     Example:
         >>> import tl_layersim as lsim
-        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:8], [lsim.NeuralCollapse()])["neural_collapse"]
-        >>> found.nc1.shape, len(found.labels)
-        (torch.Size([9]), 10)
+        >>> collapse = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:8], [lsim.NeuralCollapse()])["neural_collapse"]
+        >>> collapse.nc1.shape, len(collapse.labels), bool((collapse.nc1 > 0).all())
+        (torch.Size([9]), 10, True)
     """
 
     name: ClassVar[str] = "neural_collapse"
@@ -114,7 +117,10 @@ class NeuralCollapse(Analyzer):
         least = self.classes if isinstance(self.classes, int) else len(set(self.classes))
         if least < 2:
             raise LayersimError(
-                "Collapse is seen between classes.", given=f"classes={self.classes}", expected="two or more", do="classes=10"
+                "`classes` must be at least 2.",
+                given=f"classes={self.classes}",
+                expected="two or more classes",
+                do="classes=10",
             )
 
     @property
@@ -134,11 +140,11 @@ class NeuralCollapse(Analyzer):
         model = models[0]
         if model.d_model is None:
             return
-        # The batch's second moments, the running sum, and their sum while it is made.
+        # The batch's second moments, the running sum, and the new sum while the two are added.
         need = 3 * 8 * len(model.layers) * model.d_model**2 / 1e9
         if not need <= self.max_memory_gb:
             raise LayersimError(
-                "The second moments of all layers need more memory than they may take.",
+                "The second moments of all layers need more memory than `max_memory_gb`.",
                 given=f"{len(model.layers)} layers x {model.d_model}^2 numbers: {need:.1f} GB",
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f"NeuralCollapse(max_memory_gb={math.ceil(need)})",
@@ -159,7 +165,7 @@ class NeuralCollapse(Analyzer):
         if isinstance(self.classes, tuple):
             return torch.tensor(list(dict.fromkeys(self.classes)))
         counts = first["labels"] if first else torch.zeros(0, dtype=torch.int64)
-        # Stable: of equally frequent classes the lowest ids, on every machine.
+        # A stable sort takes the lowest ids of equally frequent classes, on every machine.
         order = counts.argsort(descending=True, stable=True)[: self.classes]
         return order[counts[order] > 0]
 
@@ -177,11 +183,11 @@ class NeuralCollapse(Analyzer):
         nc1, within, between = zip(
             *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True
         )
-        where = [name for name, value in zip(run.layers, nc1, strict=True) if math.isnan(value)]
-        if where:
+        undefined = [name for name, value in zip(run.layers, nc1, strict=True) if math.isnan(value)]
+        if undefined:
             warn(
-                f"NC1 is not defined at {', '.join(where[:4])}{' and other layers' if len(where) > 4 else ''}, and NaN there: "
-                "all classes have the same mean, as where all samples end, or begin, in the same token."
+                f"NC1 is not defined at {', '.join(undefined[:4])}{' and other layers' if len(undefined) > 4 else ''}, and NaN "
+                "there: all classes have the same mean, as they do if all samples end, or begin, in the same token."
             )
         return NeuralCollapseResult(
             values=torch.stack(nc1),
@@ -195,18 +201,25 @@ class NeuralCollapse(Analyzer):
 
 
 def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """NC1, tr(S_W) and tr(S_B) of one layer, from class sums `class d_model` and the second moments `d_model d_model`."""
+    """NC1, tr(S_W) and tr(S_B) of one layer.
+
+    Args:
+        counts: `class`, number of samples.
+        total: `class d_model`, sums over the samples of each class.
+        second: `d_model d_model`, second moments of all samples.
+    """
     n, k = counts.sum(), len(counts)
     means = total / counts[:, None]
     away = means - total.sum(0) / n
     within = (second - (means * counts[:, None]).T @ means) / n
-    # S_B = away' away / K has the rank of `away`: its pseudo-inverse follows from a small singular value decomposition.
+    # S_B = away' away / K, so its pseudo-inverse follows from a singular value decomposition of the small matrix `away`.
     _, sigma, basis = torch.linalg.svd(away / math.sqrt(k), full_matrices=False)
-    # Means less the mean of all samples span k - 1 directions; what rounding of the means themselves leaves is none of them.
+    # Class means minus the mean of all samples span k - 1 directions. Directions within the rounding error of the means are
+    # not among them.
     floor = max(float(sigma.max()), float(means.norm(dim=1).max())) * max(away.shape) * torch.finfo(torch.float64).eps
     kept = (sigma > floor) & (torch.arange(len(sigma)) < k - 1)
     if not bool(kept.any()):
-        # All classes have one mean: nothing is between them.
+        # All classes have the same mean.
         undefined = torch.tensor(math.nan, dtype=torch.float64)
         return undefined, within.diagonal().sum().clamp(min=0), torch.zeros((), dtype=torch.float64)
     basis, sigma = basis[kept], sigma[kept]
@@ -215,24 +228,38 @@ def collapse(counts: Tensor, total: Tensor, second: Tensor) -> tuple[Tensor, Ten
 
 
 def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> dict[str, Tensor]:
-    """How often each class stands in the data."""
-    found = targets(view, labels)
+    """Number of samples of each class.
+
+    Args:
+        view: activations of one batch.
+        labels: the classes.
+        by_row: whether a sample is a row of tokens.
+    """
+    classes = targets(view, labels)
     if by_row:
-        found = found[row_ends(view)]
-    found = found[found != NO_LABEL]
-    if len(found) and not 0 <= int(found.min()) <= int(found.max()) < COUNTED:
+        classes = classes[row_ends(view)]
+    classes = classes[classes != NO_LABEL]
+    if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < COUNTED_IDS:
         raise ValueError(
-            f"labels go from {int(found.min())} to {int(found.max())}; classes are numbered from 0, below {COUNTED}"
+            f"labels go from {int(classes.min())} to {int(classes.max())}; classes are numbered from 0, below {COUNTED_IDS}"
         )
-    return {"labels": torch.bincount(found, minlength=COUNTED)}
+    return {"labels": torch.bincount(classes, minlength=COUNTED_IDS)}
 
 
 def collapse_kernel(view: View, *, labels: str | Tensor, classes: Tensor, level: str, pool: str) -> dict[str, Tensor]:
-    """Class sizes, class sums and second moments, float64."""
-    found = targets(view, labels)
+    """Class sizes, class sums and second moments, float64.
+
+    Args:
+        view: activations of one batch.
+        labels: the class of each position.
+        classes: ids of the classes to include.
+        level: "token" or "sequence".
+        pool: for "sequence", "last", "first" or "mean".
+    """
+    target = targets(view, labels)
     if level == "sequence":
-        found = found[row_ends(view)]
-    match = found[:, None] == classes.to(found.device)
+        target = target[row_ends(view)]
+    match = target[:, None] == classes.to(target.device)
     member = match.any(1)
     x = samples(view, level=level, pool=pool)[:, member]
     match = match[member].double()

@@ -1,4 +1,4 @@
-"""Saturation: from which layer on a token's prediction stays what it will be in the end."""
+"""Saturation: the first layer from which on a token's most likely next token no longer changes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from .base import Analyzer, Run, check_memory, need_head, need_tokens
 from .cosine import mean_kernel
 from .logit_lens import unembedding
 
-SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events are Geva et al.'s, 2022)."
+SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SaturationResult(Result):
-    """What `Saturation` measures. All tensors are float64.
+    """Saturation events at each block, with the cosine to the last layer. All tensors are float64.
 
     Attributes:
-        values: `layer`, the same as `counts`: how many tokens saturate at each block.
-        cumulative: `layer`, share of tokens that have saturated by then; 1 at the last block.
-        early_share: share of tokens that saturate before the last block.
-        cosine_to_last: `layer`, mean over the tokens that saturate at a block of the cosine between their residual there and
-            at the last block; NaN where none do, or none has a residual other than zero (with a centre: than the mean).
-        correlation: Pearson correlation over blocks, the last left out, of `counts` and `cosine_to_last`; NaN if fewer than
-            three blocks have events or all are alike.
-        unembedding: what turned x into logits.
+        values: `layer`, the same as `counts`: number of tokens that saturate at each block.
+        cumulative: `layer`, fraction of tokens that saturate at this block or below; 1 at the last block.
+        early_share: fraction of tokens that saturate before the last block.
+        cosine_to_last: `layer`, mean over the tokens that saturate at a block of the cosine between their residuals at this
+            block and at the last block; NaN without such tokens, or if all their residuals are zero (with centring: equal to
+            the mean).
+        correlation: Pearson correlation of `counts` and `cosine_to_last` over all blocks but the last; NaN if fewer than three
+            blocks have events or all have equal values.
+        unembedding: the map from the residual x to logits.
     """
 
     values_name: ClassVar[str] = "counts"
@@ -55,18 +56,19 @@ class SaturationResult(Result):
         Picture(
             "counts",
             "Saturation events",
-            "How many tokens' predictions become final at each block " + SOURCE.format("figures 3 and 19"),
+            "Number of tokens whose most likely next token is final from each block on "
+            + SATURATION_SOURCE.format("figures 3 and 19"),
         ),
         Picture(
             "cumulative",
             "Cumulative saturation events",
-            "Share of tokens whose prediction is final by then " + SOURCE.format("figure 1 c"),
+            "Fraction of tokens that saturate at each block or below " + SATURATION_SOURCE.format("figure 1 c"),
         ),
         Picture(
             "cosine_to_last",
             "Cosine to last, by saturation layer",
-            "Of the tokens that saturate at a block, how near their residual already is to the last layer's "
-            + SOURCE.format("figures 3 and 6"),
+            "Mean cosine to the residual at the last layer, of the tokens that saturate at each block "
+            + SATURATION_SOURCE.format("figures 3 and 6"),
         ),
     )
 
@@ -77,39 +79,41 @@ class SaturationResult(Result):
 
     def headline(self) -> dict[str, float]:
         blocks = torch.arange(len(self.values), dtype=torch.float64)
-        found = {
-            "share of tokens that saturate before the last block": float(self.early_share),
+        numbers = {
+            "fraction of tokens that saturate before the last block": float(self.early_share),
             f"mean saturation block, of 0 to {len(self.values) - 1}": float((self.values * blocks).sum() / self.values.sum()),
         }
         if not math.isnan(self.correlation):
-            found["correlation of events with the cosine to the last layer"] = float(self.correlation)
-        return found
+            numbers["correlation of events with the cosine to the last layer"] = float(self.correlation)
+        return numbers
 
 
 @typed
 @dataclass(frozen=True, eq=False)
 class Saturation(Analyzer):
-    r"""From which block on the first choice of each layer is the final prediction, and how near the last layer that is.
+    r"""Saturation layer of each token: the first block from which on the most likely token is the final prediction.
 
     $$l_t = \min \{ l : \arg\max_v \mathrm{logits}^{(l)}_{t v} = \dots = \arg\max_v \mathrm{logits}^{(L)}_{t v} \}$$
 
-    Exact, and cheaper than the lens: from the last block down, only tokens that have agreed so far are asked. In one run with
-    a `LogitLens` or `ExitCurve` listed before it, with the same norm, it uses what they found. Of equal logits the lowest id
-    is the first choice.
+    The result is exact and cheaper than the logit lens: from the last block down, logits are computed only for tokens that
+    agree with the final prediction so far. In one run with a `LogitLens` or `ExitCurve` listed before it, with the same norm,
+    it reuses their logits. Of equal logits the lowest id counts as most likely.
 
     Args:
-        norm: "final" applies the model's final norm to every layer, "none" to the last alone; see `LogitLens`.
+        norm: "final" applies the model's final norm to every layer, "none" to the last layer only; see `LogitLens`.
         center: of the cosine to the last layer: "none" for raw residuals; "dataset" subtracts each layer's mean over all
-            counted tokens, as `Cosine()` does, for a first pass over the data.
-        lens_memory_mb: for the logits of one chunk of tokens.
+            counted tokens, as `Cosine()` does, which takes a first pass over the data.
+        lens_memory_mb: megabytes for the logits of one chunk of tokens.
 
     Source:
         Geva et al. 2022; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.2, figures 1 c, 3, 6 and 19.
 
     Example:
+        Every token saturates at the last block at the latest.
+
         >>> import tl_layersim as lsim
-        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Saturation()])["saturation"]
-        >>> int(found.counts.sum()) == found.provenance.tokens, float(found.cumulative[-1])
+        >>> saturation = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Saturation()])["saturation"]
+        >>> int(saturation.counts.sum()) == saturation.provenance.tokens, float(saturation.cumulative[-1])
         (True, 1.0)
     """
 
@@ -141,15 +145,15 @@ class Saturation(Analyzer):
         need_tokens(total, 1, "Saturation", "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)
         zero = sums["counts"] - sums["known"]
-        where = [f"{name}: {int(n)} of {int(of)}" for name, n, of in zip(run.layers[1:], zero, counts, strict=True) if n]
-        if where:
+        affected = [f"{name}: {int(n)} of {int(of)}" for name, n, of in zip(run.layers[1:], zero, counts, strict=True) if n]
+        if affected:
             warn(
                 f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine to the "
-                f"last layer, and are left out of it among those that saturate at {', '.join(where[:4])}."
+                f"last layer, and are omitted from its mean among the tokens that saturate at {', '.join(affected[:4])}."
             )
-        # NaN where no token is known: 0 / 0.
+        # 0 / 0 is NaN, at blocks without tokens that have a cosine.
         cosine = (sums["cosine"] / sums["known"]).clamp(-1, 1)
-        # A token that saturates at the last block is compared with itself.
+        # The cosine of the last block's residual with itself is exactly 1.
         cosine[-1] = 1.0 if sums["known"][-1] else math.nan
         return SaturationResult(
             values=counts,
@@ -164,6 +168,7 @@ class Saturation(Analyzer):
 
 
 def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
+    """Pearson correlation over the blocks that have a cosine; NaN for fewer than three of them or constant values."""
     known = ~cosine.isnan()
     x, y = counts[known], cosine[known]
     if len(x) < 3 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
@@ -172,7 +177,14 @@ def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
 
 
 def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_mb: float) -> dict[str, Tensor]:
-    """Tokens by saturation layer, and the sum of their cosines to the last layer."""
+    """Number of tokens by saturation layer, and the sum of their cosines to the last layer.
+
+    Args:
+        view: activations of one batch.
+        normed: whether the final norm is applied to every layer.
+        mean: `residual d_model` to subtract for the cosine, None for no centring.
+        memory_mb: megabytes for logits.
+    """
     layer, bad = saturation_layers(view, normed, memory_mb)
     index = read_positions(view)
     index = torch.arange(len(layer), device=layer.device) if index is None else index
@@ -180,12 +192,12 @@ def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_m
     x = view.residual
     mean = torch.zeros(len(x), x.shape[-1], dtype=torch.float64) if mean is None else mean
     mean = mean.to(x.device)
-    # At layer + 1 and at the last: `2 token d_model`.
+    # The mean at the saturation layer and at the last layer, `2 token d_model`.
     offset = torch.stack([mean[layer + 1], mean[-1].expand(len(layer), -1)])
     both = torch.stack([x[layer + 1, index], x[-1, index]]).double() - offset
     known = beyond_rounding(both.to(x), offset.to(x)).all(0)
-    here, last = both
-    cosine = ((here * last).sum(-1) / (here.norm(dim=-1) * last.norm(dim=-1)))[known]
+    saturated, last = both
+    cosine = ((saturated * last).sum(-1) / (saturated.norm(dim=-1) * last.norm(dim=-1)))[known]
     return {
         "counts": torch.bincount(layer, minlength=blocks),
         "cosine": torch.zeros(blocks, dtype=torch.float64, device=layer.device).index_add(0, layer[known], cosine),

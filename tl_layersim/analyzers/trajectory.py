@@ -1,4 +1,4 @@
-"""Trajectories: the shape of a token's path through the layers: how straight, how evenly spaced, how fast it grows."""
+"""Trajectories of tokens through the layers: line-shape score, expodistance, equidistance and norms."""
 
 from __future__ import annotations
 
@@ -11,23 +11,29 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
-from ..core.histogram import quantiles_from_histogram
+from ..core.histogram import QUANTILES, quantiles_from_histogram
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..core.typed import named, typed
 from ..models.model_info import Model
 from ..models.view import Kernel, View
+from ._citations import AUBRY
 from .base import Analyzer, Run, need_tokens
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-DECADES = (-6.0, 8.0)  # of the histograms of what has no upper bound
-SOURCE = "(Aubry et al. 2025, {})."
+# Range of the logarithmic histograms of unbounded quantities, in decades.
+DECADES = (-6.0, 8.0)
 
 
 @named
 @dataclass(frozen=True)
 class Spread:
-    """A number of each token: its mean over tokens, standard deviation (divided by N), and quantiles."""
+    """Distribution of a quantity over tokens.
+
+    Attributes:
+        mean: over tokens.
+        std: standard deviation over tokens (divided by N).
+        quantiles: over tokens.
+    """
 
     mean: Tensor
     std: Tensor
@@ -37,23 +43,23 @@ class Spread:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TrajectoryResult(Result):
-    """What `Trajectory` measures. All tensors are float64; `lss`, `expodistance` and `equidistance` gather theirs.
+    """Shape of the trajectories, as distributions over tokens. All tensors are float64.
 
     Attributes:
         values: `residual`, the same as `norm`: mean over tokens of |x^l|. A token with a residual or an update of zero has no
-            growth, score or expodistance there: it is left out of them, they are NaN where that is every token, and a
+            growth, line-shape score or expodistance and is omitted from them. They are NaN if that holds for every token. A
             `LayersimWarning` names the layers.
         norm_std: `residual`, its standard deviation over tokens.
         norm_quantiles: `quantile residual`.
-        update_norm: `layer`, mean over tokens of |x^l - x^{l-1}|, what block l adds.
+        update_norm: `layer`, mean over tokens of |x^l - x^{l-1}|, the norm of the update of block l.
         update_norm_std: `layer`.
         update_norm_quantiles: `quantile layer`.
         growth: `layer`, mean over tokens of alpha^l = ln(|x^l| / |x^{l-1}|).
         lss_mean: mean line-shape score, with `lss_std` and `lss_quantiles`.
         lss_std: see `lss_mean`.
         lss_quantiles: `quantile`.
-        expodistance_mean: mean expodistance, with `expodistance_std` and `expodistance_quantiles`. One token whose norm ends as
-            it began makes the mean huge: read the median.
+        expodistance_mean: mean expodistance, with `expodistance_std` and `expodistance_quantiles`. A single token with
+            almost equal norms at the first and last layer dominates the mean; the median is robust.
         expodistance_std: see `expodistance_mean`.
         expodistance_quantiles: `quantile`.
         equidistance_mean: mean coefficient of variation of the update norms, with its `std` and `quantiles`.
@@ -61,8 +67,9 @@ class TrajectoryResult(Result):
         equidistance_quantiles: `quantile`.
         windowed_lss: `centre`, mean line-shape score of the `window` steps around each layer; empty without a window.
         windowed_lss_std: `centre`.
-        window: how many steps, 0 for none.
-        quantiles: the levels of the quantile fields, which are read from histograms of 1 % width; what is below 1e-6 reads 0.
+        window: number of steps, 0 for none.
+        quantiles: levels of the quantile fields, computed from histograms with bins of a hundredth of a decade; values below
+            1e-6 are given as 0.
     """
 
     values_name: ClassVar[str] = "norm"
@@ -91,25 +98,25 @@ class TrajectoryResult(Result):
         Picture(
             "norm_quantiles",
             "Norm of the residual",
-            "How long a token's residual is at each layer, as quantiles over tokens " + SOURCE.format("figure 24, row 1"),
+            "Norm of a token's residual at each layer, as quantiles over tokens " + AUBRY.format("figure 24, row 1"),
         ),
         Picture(
             "update_norm_quantiles",
-            "Norm of what each block adds",
-            "Equal at every block where layers are equidistant, which trained language models' are not "
-            + SOURCE.format("figures 23 and 24, row 3"),
+            "Norm of each block's update",
+            "Equal at every block if layers are equidistant, which they are not in trained language models "
+            + AUBRY.format("figures 23 and 24, row 3"),
         ),
         Picture(
             "growth",
             "Growth of the residual",
-            "ln(|x| after / |x| before) of each block; the same at every block where norms grow exponentially "
-            + SOURCE.format("section 3.3"),
+            "ln(|x| after / |x| before) of each block; equal at every block if norms grow exponentially "
+            + AUBRY.format("section 3.3"),
         ),
         Picture(
             "windowed_lss",
             "Line-shape score around each layer",
-            "1 for a straight line, larger for a path that bends; needs Trajectory(window=...) "
-            + SOURCE.format("figures 24 and 25"),
+            "1 for a straight line, larger for a curved path; needs Trajectory(window=...) "
+            + AUBRY.format("figures 24 and 25"),
         ),
     )
 
@@ -120,22 +127,22 @@ class TrajectoryResult(Result):
 
     @property
     def lss(self) -> Spread:
-        """The line-shape score over tokens."""
+        """Distribution of the line-shape score over tokens."""
         return Spread(self.lss_mean, self.lss_std, self.lss_quantiles)
 
     @property
     def expodistance(self) -> Spread:
-        """The expodistance over tokens."""
+        """Distribution of the expodistance over tokens."""
         return Spread(self.expodistance_mean, self.expodistance_std, self.expodistance_quantiles)
 
     @property
     def equidistance(self) -> Spread:
-        """The equidistance over tokens."""
+        """Distribution of the equidistance over tokens."""
         return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
 
     @property
     def centres(self) -> tuple[str, ...]:
-        """The layer in the middle of each window."""
+        """Labels of the `centre` axis: the layer in the middle of each window."""
         if not self.window:
             return ()
         start = self.window // 2
@@ -154,7 +161,7 @@ class TrajectoryResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class Trajectory(Analyzer):
-    r"""The shape of a token's path through the layers: line-shape score, expodistance, equidistance, norms.
+    r"""Shape of a token's trajectory through the layers: line-shape score, expodistance, equidistance and norms.
 
     With the steps $u^l = x^l - x^{l-1}$ of a token over L blocks and $\alpha^l = \ln(|x^l| / |x^{l-1}|)$:
 
@@ -162,11 +169,11 @@ class Trajectory(Analyzer):
     \mathrm{ED} = \frac{\mathrm{Var}_l \, \alpha^l}{(\mathrm{mean}_l \, \alpha^l)^2}, \qquad
     \mathrm{equidistance} = \frac{\mathrm{std}_l |u^l|}{\mathrm{mean}_l |u^l|}$$
 
-    with variances divided by L. LSS is 1 for a straight line; expodistance is 0 where norms grow exponentially, equidistance 0
-    where all steps are equally long.
+    with variances divided by L. LSS is at least 1, and 1 for a straight line. Expodistance is 0 if norms grow exponentially,
+    equidistance is 0 if all steps are equally long.
 
     Args:
-        window: steps of a windowed LSS as well, around each layer; None for the whole path alone.
+        window: number of steps of an additional windowed LSS around each layer; None for the LSS of the whole trajectory only.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), sections 3.2 and 3.3, equations 15 to 18, appendix A.3, figures 23 to 25; Gai and
@@ -174,8 +181,8 @@ class Trajectory(Analyzer):
 
     Example:
         >>> import tl_layersim as lsim
-        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Trajectory(window=4)])["trajectory"]
-        >>> bool(found.lss.mean > 1), found.windowed_lss.shape, found.centres[0]
+        >>> path = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Trajectory(window=4)])["trajectory"]
+        >>> bool(path.lss.mean > 1), path.windowed_lss.shape, path.centres[0]
         (True, torch.Size([5]), 'blocks.1.hook_resid_post')
     """
 
@@ -187,7 +194,7 @@ class Trajectory(Analyzer):
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 2:
             raise LayersimError(
-                "One step is always a straight line.",
+                "`window` must be at least 2: one step is always a straight line.",
                 given=f"window={self.window}",
                 expected="2 or more, or None",
                 do="window=8",
@@ -197,7 +204,7 @@ class Trajectory(Analyzer):
         blocks = len(models[0].layers) - 1
         if self.window is not None and self.window > blocks:
             raise LayersimError(
-                "The window is longer than the path.",
+                "`window` is longer than the trajectory.",
                 given=f"window={self.window}",
                 expected=f"at most {blocks}, the blocks of {models[0].name}",
                 do=f"Trajectory(window={blocks})" if blocks > 1 else "Trajectory()",
@@ -213,25 +220,26 @@ class Trajectory(Analyzer):
             zero = [f"{name}: {int(n)} of {count}" for name, n in zip(names, sums[f"zero_{what}"], strict=True) if n]
             if zero:
                 warn(
-                    f"A path has no shape where a token's {what} is zero: {', '.join(zero[:4])}"
-                    f"{' and at other layers' if len(zero) > 4 else ''}. These tokens are left out of what they do not define."
+                    f"A trajectory has no shape where a token's {what} is zero: {', '.join(zero[:4])}"
+                    f"{' and at other layers' if len(zero) > 4 else ''}. Such tokens are omitted from the quantities that are "
+                    "not defined for them."
                 )
         if int(sums["flat"]):
             warn(
-                f"{int(sums['flat'])} of {count} tokens have no expodistance, which divides by the mean growth: their norm "
-                "ends exactly as it began. They are left out of it."
+                f"{int(sums['flat'])} of {count} tokens have no expodistance and are omitted from it: their norm is the same "
+                "at the first and last layer, and expodistance divides by the mean growth."
             )
 
         def spread(name: str) -> dict[str, Tensor]:
-            # 0 / 0, where no token has it, is NaN.
+            # 0 / 0 is NaN, for a quantity that no token has.
             known = sums[f"{name} known"]
             mean = sums[name] / known
             std = (sums[f"{name}^2"] / known - mean**2).clamp(min=0).sqrt()
             return {"mean": mean, "std": std}
 
         def quantiles(name: str) -> Tensor:
-            found = 10 ** quantiles_from_histogram(sums[f"{name} bins"], *DECADES, QUANTILES)
-            return found.masked_fill(found <= 10 ** (DECADES[0] + 0.01), 0)
+            values = 10 ** quantiles_from_histogram(sums[f"{name} bins"], *DECADES, QUANTILES)
+            return values.masked_fill(values <= 10 ** (DECADES[0] + 0.01), 0)
 
         whole: dict[str, Any] = {
             f"{name}_{part}": value
@@ -257,9 +265,13 @@ class Trajectory(Analyzer):
 
 
 def trajectory_kernel(view: View, *, window: int) -> dict[str, Tensor]:
-    """Sums over tokens of the shape of their paths, of squares, and histograms over decades.
+    """Sums over tokens of the quantities of their trajectories and of their squares, and logarithmic histograms.
 
-    Tokens go through in chunks so that the working copy stays small beside the residual itself.
+    Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
+
+    Args:
+        view: activations of one batch.
+        window: steps of the windowed LSS, 0 for none.
     """
     x = view.residual
     tokens = x.shape[1]
@@ -284,15 +296,15 @@ def trajectory_kernel(view: View, *, window: int) -> dict[str, Tensor]:
 
 
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
-    """Of `layer token d_model`, float64: `layer token` or `token` each."""
+    """Quantities of each token's trajectory, float64, `layer token` or `token`, from residuals `layer token d_model`."""
     step = x[1:] - x[:-1]
     update = step.double().norm(dim=-1)
-    # Not a number where the step is zero: it has no direction.
+    # NaN for a step of zero, which has no direction.
     unit = step / update.where(update > 0, torch.nan).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)[..., None]
     norm = torch.stack([layer.double().norm(dim=-1) for layer in x])
     growth = (norm[1:] / norm[:-1]).log()
     growth = growth.where(growth.isfinite(), torch.nan)
-    # A running sum of unit steps in float64: any stretch of the path is the difference of two of them.
+    # Cumulative sums of unit steps in float64: the sum over any segment is the difference of two of them.
     travelled = torch.zeros(len(x), *x.shape[1:], dtype=torch.float64, device=x.device)
     torch.cumsum(unit.double().nan_to_num(0), 0, out=travelled[1:])
     still = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
@@ -300,10 +312,10 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     blocks = len(step)
 
     def score(steps: int) -> Tensor:
-        """LSS of each stretch of so many steps, NaN where one of them is zero."""
-        far = (travelled[steps:] - travelled[: len(x) - steps]).norm(dim=-1)
-        found: Tensor = (steps / far).where(still[steps:] == still[: len(x) - steps], torch.nan)
-        return found
+        """LSS of each segment of so many steps, NaN if a step is zero."""
+        distance = (travelled[steps:] - travelled[: len(x) - steps]).norm(dim=-1)
+        lss: Tensor = (steps / distance).where(still[steps:] == still[: len(x) - steps], torch.nan)
+        return lss
 
     return {
         "norm": norm,
@@ -317,7 +329,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
 
 
 def _log_histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Counts of the known ones of `... token` in bins of a hundredth of a decade."""
+    """Histograms of the known values of `... token` in bins of a hundredth of a decade, `... bin`."""
     low, high = DECADES
     bins = int((high - low) * 100)
     flat = values.reshape(-1, values.shape[-1])

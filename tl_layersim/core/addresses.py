@@ -1,4 +1,4 @@
-"""Addresses of servers as messages show them: without a login, without a key."""
+"""Server addresses, and how messages show them without logins and keys."""
 
 from __future__ import annotations
 
@@ -6,29 +6,39 @@ from urllib.parse import urlsplit, urlunsplit
 
 
 def is_address(text: str) -> bool:
-    """Whether a text is the address of a server, with nothing in it that could be a secret but a login."""
+    """Whether a text is an http address that contains no secret except a login.
+
+    Args:
+        text: any text.
+    """
     try:
         parts = urlsplit(text)
-        # A query or an @ further on may be part of a secret.
-        odd = parts.query or parts.fragment or "@" in parts.path or parts.port == 0
+        # A query, or an @ in the path, may be part of a secret.
+        suspicious = parts.query or parts.fragment or "@" in parts.path or parts.port == 0
     except ValueError:
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and not odd
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not suspicious
 
 
 def shown(remote: bool | str) -> str:
-    """What was given as remote=, for a message: an address without its login, and nothing of what is no address.
+    """The value of `remote` for a message: an address without its login; any other text is not shown.
+
+    Args:
+        remote: as a user passed it.
 
     >>> shown("https://me:secret@ndif.example:8001"), shown("secret"), shown(True)
-    ("'https://ndif.example:8001'", 'a text that is no address', 'True')
+    ("'https://ndif.example:8001'", 'a text that is not an address', 'True')
     """
     if isinstance(remote, bool) or remote == "local":
         return repr(remote)
-    return repr(without_login(remote)) if is_address(remote) else "a text that is no address"
+    return repr(without_login(remote)) if is_address(remote) else "a text that is not an address"
 
 
 def without_login(host: str) -> str:
-    """An address without a user's name and password in it.
+    """An address without user name and password.
+
+    Args:
+        host: the address.
 
     >>> without_login("https://me:secret@ndif.example:8001")
     'https://ndif.example:8001'

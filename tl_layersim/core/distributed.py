@@ -1,4 +1,4 @@
-"""Several processes: whole copies of the model take turns with the batches, and the sums are added over copies."""
+"""Data-parallel runs over several processes: batches are dealt to whole copies of the model, and sums are added over them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .sums import Sums
 
 @dataclass(frozen=True)
 class Deal:
-    """Which batches this process measures: every `copies`-th, from number `copy` on.
+    """The batches of this process: every `copies`-th batch, beginning with number `copy`.
 
     Attributes:
-        copy: which copy of the model this process holds, or holds a part of.
-        copies: how many copies there are.
-        leads: whether this process is the one of its copy whose sums count.
+        copy: number of the copy of the model that this process holds, whole or in part.
+        copies: number of copies.
+        leads: whether the sums of this process are counted; true for one process of each copy.
     """
 
     copy: int
@@ -32,17 +32,22 @@ ALONE = Deal(0, 1, True)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and how many there are; (0, 1) outside an initialised process group."""
+    """Rank of this process and number of processes; (0, 1) without an initialised process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def weight_peers(module: torch.nn.Module) -> frozenset[int]:
-    """Ranks among which the weights of a model are spread, this one included: they must run the same batches.
+    """Ranks over which the weights of a model are sharded, this rank included: they must run the same batches.
 
-    So it is under tensor parallelism (a `DeviceMesh`, transformers' `tp_plan`), and where FSDP shards weights. Empty where this
-    process holds them all.
+    Weights are sharded by tensor parallelism (a `DeviceMesh`, transformers' `tp_plan`) and by FSDP.
+
+    Args:
+        module: the model.
+
+    Returns:
+        The ranks; empty if this process holds all weights.
     """
     if rank_and_size()[1] == 1:
         return frozenset()
@@ -52,12 +57,12 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
         mesh: Any = getattr(parameter, "device_mesh", None)
         if placements is None or mesh is None or mesh.get_coordinate() is None:
             continue
-        here = [
+        slices = [
             own if placement.is_replicate() else slice(None)
             for own, placement in zip(mesh.get_coordinate(), placements, strict=True)
         ]
-        found = mesh.mesh[tuple(here)].reshape(-1).tolist()
-        peers |= set(found) if len(found) > 1 else set()
+        ranks = mesh.mesh[tuple(slices)].reshape(-1).tolist()
+        peers |= set(ranks) if len(ranks) > 1 else set()
     for part in module.modules():
         group = getattr(part, "process_group", None)
         if group is not None and type(part).__name__ == "FullyShardedDataParallel":
@@ -66,10 +71,13 @@ def weight_peers(module: torch.nn.Module) -> frozenset[int]:
 
 
 def refuse_parts(module: torch.nn.Module) -> None:
-    """Refuse to train a model whose weights are spread over processes: each would take other rows.
+    """Refuse to train a model whose weights are sharded over processes: each process would train on other rows.
+
+    Args:
+        module: the model.
 
     Raises:
-        LayersimError: they are.
+        LayersimError: the weights are sharded.
     """
     peers = weight_peers(module)
     if peers:
@@ -82,12 +90,12 @@ def refuse_parts(module: torch.nn.Module) -> None:
 
 
 def agree(peers: Iterable[frozenset[int]]) -> Deal:
-    """How batches are dealt: over copies of the model, not over the processes that hold one copy together.
+    """Deal batches to copies of the model; processes that hold one copy together get the same batches.
 
-    Every process of the group has to call it.
+    Every process of the group must call this function.
 
     Args:
-        peers: `weight_peers` of each model that is measured.
+        peers: `weight_peers` of each model of the run.
 
     Raises:
         LayersimError: the processes do not form whole copies.
@@ -96,25 +104,32 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
     if size == 1:
         return ALONE
     mine = sorted(frozenset({rank}).union(*peers))
-    said: list[Any] = [None] * size
-    dist.all_gather_object(said, mine)
-    groups = sorted({tuple(group) for group in said})
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, mine)
+    groups = sorted({tuple(group) for group in gathered})
     members = [member for group in groups for member in group]
     if sorted(members) != list(range(size)) or len({len(group) for group in groups}) > 1:
         raise LayersimError(
             "The processes do not form whole copies of the model, so batches cannot be dealt to them.",
-            given=f"weights spread over ranks {', '.join(str(list(group)) for group in groups)} of {size}",
-            expected="groups of ranks of one size, each with one copy of the model, and each rank in one group",
+            given=f"weights sharded over ranks {', '.join(str(list(group)) for group in groups)} of {size}",
+            expected="groups of equally many ranks, each group with one copy of the model, each rank in one group",
             do="one DeviceMesh for the whole model, and for both models of compare()",
         )
     return Deal(groups.index(tuple(mine)), len(groups), rank == mine[0])
 
 
 def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
-    """The same total on every rank. A rank that had no batch adds nothing, nor does one whose copy is counted by another."""
+    """Add sums over all ranks; every rank returns the same total.
+
+    Ranks without a batch add zero. So do ranks whose copy of the model is counted by another rank.
+
+    Args:
+        sums: of this rank, by analyzer.
+        deal: of this rank.
+    """
     if rank_and_size()[1] == 1:
         return dict(sums)
-    # NCCL moves tensors of GPUs only.
+    # NCCL communicates CUDA tensors only.
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     mine = {name: {key: (tuple(t.shape), t.dtype) for key, t in s.fields.items()} for name, s in sums.items()}
     shapes: list[Any] = [None] * dist.get_world_size()
@@ -125,8 +140,8 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
         fields = {}
         for key in sorted(known):
             shape, dtype = known[key]
-            none = torch.zeros(shape, dtype=dtype)
-            value = (sums[name].fields.get(key, none) if deal.leads else none).clone().to(device)
+            zero = torch.zeros(shape, dtype=dtype)
+            value = (sums[name].fields.get(key, zero) if deal.leads else zero).clone().to(device)
             dist.all_reduce(value)
             fields[key] = value.cpu()
         total[name] = Sums(fields)

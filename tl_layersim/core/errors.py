@@ -1,4 +1,4 @@
-"""Errors that say what was given, what was expected and what to do; warnings; and how sizes are said in words."""
+"""Errors and warnings of this package. Every error states what was given, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import re
 import sys
 import warnings
 
-# A login at the head of an address, a value in an address that opens a door, and an access token of the Hugging Face hub.
+# The login in an address, the value of a secret parameter in an address, and an access token of the Hugging Face hub.
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@|^[^/\s:@]+:[^/\s@]+@")
 _VALUE = re.compile(r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE)
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 
 
 class LayersimWarning(UserWarning):
-    """A number that is right and probably not what was meant."""
+    """Warning: the result is valid, but the settings are probably not what you intended."""
 
 
 class LayersimError(ValueError):
-    """A request that tl_layersim refuses, or numbers that it will not report.
+    """An error of a call, its arguments or its data. Numbers that are not defined are refused with it too.
 
-    The text always has three parts after the first sentence: what was given, what was expected, and what to do.
+    Args:
+        what: the first sentence, which begins with the argument or object that is wrong.
+        given: the value that was given.
+        expected: the values that are allowed.
+        do: the call or setting that helps.
 
-    >>> print(LayersimError("The mask does not fit.", given="2 x 3", expected="2 x 4", do="pass mask=tokens != pad"))
-    The mask does not fit.
+    >>> print(LayersimError("`mask` does not fit.", given="2 x 3", expected="2 x 4", do="pass mask=tokens != pad"))
+    `mask` does not fit.
       given:    2 x 3
       expected: 2 x 4
       do:       pass mask=tokens != pad
@@ -30,16 +34,19 @@ class LayersimError(ValueError):
 
     def __init__(self, what: str, *, given: object, expected: str, do: str) -> None:
         what, expected, do = without_secrets(what), without_secrets(expected), without_secrets(do)
-        # A whole story or a table would hide the other lines.
+        # A long text or a table would hide the other lines.
         text = without_secrets(" ".join(str(given).split()))
         given = text if len(text) <= 400 else f"{text[:380]} ... ({len(text)} characters)"
         self.what, self.given, self.expected, self.do = what, given, expected, do
-        # Not super(): a class that travelled to a server as source has lost what that looks up.
+        # Not super(): a class that was serialised as source for a server has no `__class__` cell.
         ValueError.__init__(self, f"{what}\n  given:    {given}\n  expected: {expected}\n  do:       {do}")
 
 
 def without_secrets(text: str) -> str:
-    """A text without the logins, access tokens and signatures of the addresses in it: they must not reach a file or a log.
+    """Remove logins, access tokens and signatures from the addresses in a text, before the text enters a file or a log.
+
+    Args:
+        text: any text.
 
     >>> without_secrets("https://me:secret@host/model?token=abc")
     'https://host/model?token=***'
@@ -48,20 +55,28 @@ def without_secrets(text: str) -> str:
 
 
 class LayersimTypeError(LayersimError, TypeError):
-    """A call with an argument that does not exist, that is missing, in another's place, or of the wrong type."""
+    """A call with an unknown, missing, swapped or wrongly typed argument."""
 
 
 def warn(text: str) -> None:
-    """A `LayersimWarning` that points to the line outside this package from which all of it was called."""
+    """Issue a `LayersimWarning` that points to the user's line outside this package.
+
+    Args:
+        text: the warning; secrets in it are removed.
+    """
     depth, frame = 2, sys._getframe(1)
-    ours = (__name__.split(".")[0], "jaxtyping", "beartype", "contextlib")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ours:
+    internal = (__name__.split(".")[0], "jaxtyping", "beartype", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in internal:
         depth, frame = depth + 1, frame.f_back
     warnings.warn(without_secrets(text), LayersimWarning, stacklevel=depth)
 
 
 def as_fraction(name: str, value: float) -> str:
-    """The question whether a number from 1 to 100 was meant in per cent; nothing where it cannot be.
+    """Suggest a fraction for a number above 1 and up to 100, which was probably meant in per cent; "" for other numbers.
+
+    Args:
+        name: of the argument.
+        value: of the argument.
 
     >>> as_fraction("threshold", 95)
     'did you mean threshold=0.95? it is a fraction, not per cent'
@@ -70,7 +85,10 @@ def as_fraction(name: str, value: float) -> str:
 
 
 def in_words(size: float) -> str:
-    """A number of bytes.
+    """A number of bytes as text with its unit.
+
+    Args:
+        size: in bytes.
 
     >>> in_words(1234567)
     '1.2 MB'

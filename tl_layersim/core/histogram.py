@@ -1,24 +1,23 @@
-"""Quantiles from histograms, which add up over batches as quantiles do not."""
+"""Quantiles from histograms: counts add up over batches, quantiles do not."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .typed import typed
 
-if TYPE_CHECKING:
-    pass
+# The quantiles that results report.
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @typed
 def quantiles_from_histogram(histogram: Tensor, low: float, high: float, quantiles: tuple[float, ...]) -> Tensor:
-    """Quantiles of values that were counted in equal bins between `low` and `high`.
+    """Compute quantiles of values that were counted in equal bins between `low` and `high`.
 
-    Linear within a bin, so the error is below one bin width.
+    Values are assumed to be uniform within a bin, so the error is below one bin width.
 
     Args:
         histogram: counts, `... bin`.
@@ -39,9 +38,9 @@ def quantiles_from_histogram(histogram: Tensor, low: float, high: float, quantil
     out = []
     for quantile in quantiles:
         target = quantile * total
-        # The first bin whose cumulative count reaches the target and that holds something.
+        # The first bin that is not empty and whose cumulative count reaches the target.
         index = ((cumulative < target) | (cumulative == 0)).sum(-1, keepdim=True).clamp(max=bins - 1)
         before = cumulative.gather(-1, index) - counts.gather(-1, index)
-        share = (target - before) / counts.gather(-1, index)
-        out.append((low + (index + share) * ((high - low) / bins)).squeeze(-1).masked_fill(total.squeeze(-1) == 0, math.nan))
+        fraction = (target - before) / counts.gather(-1, index)
+        out.append((low + (index + fraction) * ((high - low) / bins)).squeeze(-1).masked_fill(total.squeeze(-1) == 0, math.nan))
     return torch.stack(out)

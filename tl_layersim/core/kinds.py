@@ -1,4 +1,4 @@
-"""Names of result classes in files: they stay as they are when a class or its module is renamed."""
+"""Kinds of results: the names of result classes in files, which do not change when a class or its module is renamed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KINDS = {
     "trajectory": ("analyzers.trajectory.TrajectoryResult", "analyzers.trajectory.TrajectoryResult"),
     "prediction_grid": ("analysis.one_prompt.PredictionGrid", "prompt.PredictionGrid"),
     "trajectory_pca": ("analysis.one_prompt.TrajectoryPCA", "prompt.TrajectoryPCA"),
-    "block_jacobians": ("analysis.one_prompt_jacobians.BlockJacobians", "blocks.BlockJacobians"),
-    "coupling_matrices": ("analysis.one_prompt_jacobians.CouplingMatrices", "blocks.CouplingMatrices"),
+    "block_jacobians": ("analysis.one_prompt_jacobian_results.BlockJacobians", "blocks.BlockJacobians"),
+    "coupling_matrices": ("analysis.one_prompt_jacobian_results.CouplingMatrices", "blocks.CouplingMatrices"),
     "stitch": ("stitching.results.StitchResult", "stitching.results.StitchResult"),
     "stitch_grid": ("stitching.results.StitchGrid", "stitching.results.StitchGrid"),
     "aligned_adapters": ("training.adapters.AlignedAdapters", "training.adapters.AlignedAdapters"),
@@ -41,16 +41,16 @@ _OLD = {_full(old): kind for kind, (_, old) in KINDS.items()}
 
 
 def kind_of(cls: type[Any]) -> str:
-    """The name of a result class in files: a kind; for a class outside this package, or a new one, its module and name."""
+    """The name of a result class in files: its kind, or module and name for a class that has no kind."""
     return _KIND_OF.get(_path(cls), _path(cls))
 
 
 def class_of(kind: str, base: type[Any]) -> type[Any] | None:
-    """The class of a kind, None where nothing imported so far defines it: no class is imported because a file names it.
+    """The result class of a kind; None if no imported module defines it. A class is never imported because a file names it.
 
     Args:
-        kind: as `kind_of` gives it, or module and name of a class as in files of format 1.
-        base: of all result classes.
+        kind: as `kind_of` returns it, or module and name of a class as in files of format 1.
+        base: the base class of all results.
     """
     kind = _OLD.get(kind, kind)
     if kind in KINDS:
@@ -61,7 +61,7 @@ def class_of(kind: str, base: type[Any]) -> type[Any] | None:
 
 
 def below(cls: type[Any]) -> Iterator[type[Any]]:
-    """All subclasses that were imported, and theirs."""
+    """All imported subclasses, direct and indirect."""
     for sub in cls.__subclasses__():
         yield sub
         yield from below(sub)

@@ -1,10 +1,10 @@
-"""Adding in pairs: an order of additions that depends on how many terms there are, and not on how they came.
+"""Pairwise summation: an order of additions that depends on the number of terms alone, not on how they are grouped.
 
-One request may sum one batch or sixty-four, a request that took too long is cut in two, a run that was killed goes on
-elsewhere: floating-point sums are the same to the last bit only if the same terms meet in the same order. So terms meet as in a
-binary counter: first with second, third with fourth, then these two, up to a block of `BLOCK`.
+A request to a server may sum one batch or sixty-four, and an interrupted run continues in the middle. Floating-point sums
+are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as in a binary counter:
+the first to the second, the third to the fourth, then these two sums, up to groups of `BLOCK` terms.
 
-Plain functions that travel with a request.
+All functions are serialised by value and run on servers too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-T = TypeVar("T")
+Term = TypeVar("Term")
+# Terms that are added in pairs; the sums of such groups are added one after the other.
 BLOCK = 64
 
 
-def push(stack: list[tuple[int, T]], count: int, value: T, add: Callable[[T, T], T]) -> None:
-    """Put the sum of `count` terms, a power of two that follows in line, onto the stack, and add what has met its equal.
+def push(stack: list[tuple[int, Term]], count: int, value: Term, add: Callable[[Term, Term], Term]) -> None:
+    """Put the sum of the next terms onto a stack, and add neighbouring sums of equally many terms.
+
+    Args:
+        stack: number of terms and sum of each group so far, changed in place.
+        count: number of terms in `value`, a power of two.
+        value: their sum.
+        add: adds two sums.
 
     >>> stack = []
     >>> for term in "abcde":
@@ -31,8 +38,12 @@ def push(stack: list[tuple[int, T]], count: int, value: T, add: Callable[[T, T],
         stack[-1] = (2 * number, add(stack[-1][1], right))
 
 
-def fold(stack: list[tuple[int, T]], add: Callable[[T, T], T]) -> T:
-    """The sum of all that is on a stack, which must not be empty, from its end.
+def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Term:
+    """The sum of all groups on a stack, added from its end.
+
+    Args:
+        stack: as `push` leaves it; not empty.
+        add: adds two sums.
 
     >>> fold([(4, "x"), (2, "y"), (1, "z")], lambda a, b: f"({a}{b})")
     '(x(yz))'
@@ -44,7 +55,11 @@ def fold(stack: list[tuple[int, T]], add: Callable[[T, T], T]) -> T:
 
 
 def next_size(index: int, most: int) -> int:
-    """How many terms, at most `most`, a request may sum that starts at term `index`: a power of two that divides it.
+    """The number of terms that a request may sum without changing the order of additions: a power of two.
+
+    Args:
+        index: number of the request's first term; the result divides it.
+        most: upper limit.
 
     >>> [next_size(index, 8) for index in (0, 1, 2, 4, 6, 8)]
     [8, 1, 2, 4, 2, 8]

@@ -1,4 +1,4 @@
-"""Results: frozen tensors with named axes and a record of where they come from; tables, plots and files of them."""
+"""Results: frozen tensors with named axes and their provenance, with tables, figures and files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .kinds import below, class_of, kind_of
 from .storage import read as read_file
 from .storage import reading
 from .storage import write as write_file
-from .typed import brief, named, typed
+from .typed import named, typed
+from .wording import brief
 
 if TYPE_CHECKING:
     import pandas
@@ -30,7 +31,13 @@ from .provenance import Provenance
 @named
 @dataclass(frozen=True)
 class Picture:
-    """One plot that a result offers: the field it draws, a title, and what it means, with its source."""
+    """A figure that a report shows for a result.
+
+    Attributes:
+        field: the tensor field that it shows.
+        title: of the figure.
+        meaning: a sentence that explains the figure and names its source.
+    """
 
     field: str
     title: str
@@ -39,24 +46,33 @@ class Picture:
 
 @named
 def axes(*names: str, default: Any = MISSING) -> Any:
-    """A dataclass field that holds a float64 tensor over the named axes.
+    """Declare a dataclass field that holds a float64 tensor over the named axes.
 
-    `row` and `column` are the residual layers of the first and second model, `residual` those of the first, `layer` its
-    blocks (without what enters block 0), as do `row_block` and `column_block`. Any other axis `x` takes its labels from the
-    result's own field `xs` (`batches` for `batch`).
+    The axes `row` and `column` are the residual layers of the first and second model, `residual` those of the first model.
+    The axes `layer`, `row_block` and `column_block` are its blocks, one fewer than residual layers. Any other axis `x` takes
+    its labels from the result's field `xs` (`batches` for `batch`).
+
+    Args:
+        *names: of the axes, in order.
+        default: of the field; none by default.
     """
     return field(default=default, metadata={"axes": names}) if default is not MISSING else field(metadata={"axes": names})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Result(ABC):
-    """What an analyzer returns. Subclasses are frozen dataclasses whose tensor fields are declared with `axes(...)`.
+    """Base class of all results. Subclasses are frozen dataclasses whose tensor fields are declared with `axes(...)`.
 
-    `numpy.asarray(result)` is `values`. Equality is identity; compare `values`.
+    `numpy.asarray(result)` is `values`. Results are equal only if they are the same object; compare `values` instead.
+
+    Attributes:
+        layers: names of the residual layers; the input of block 0 first.
+        provenance: the model, data, options and versions of the run.
+        values: the main tensor.
 
     Class attributes:
-        values_name: what `values` is called in tables and plots.
-        pictures: what a report draws.
+        values_name: name of `values` in tables and figures.
+        pictures: figures that a report shows.
     """
 
     layers: tuple[str, ...]
@@ -99,7 +115,11 @@ class Result(ABC):
         return {f.name: f.metadata["axes"] for f in fields(cls) if "axes" in f.metadata}
 
     def coordinates(self, axis: str) -> tuple[Any, ...]:
-        """The labels along an axis."""
+        """The labels along an axis.
+
+        Args:
+            axis: its name, as in `axes(...)`.
+        """
         if axis in ("row", "residual"):
             return self.layers
         if axis in ("layer", "row_block", "column_block"):
@@ -109,12 +129,15 @@ class Result(ABC):
         return tuple(getattr(self, f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"))
 
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
-        """A tidy table: one line per entry of `field`, with every other field over the same axes as a further column.
+        """A tidy table with one line for each entry of a field; other fields over the same axes are further columns.
 
-        Layers are columns `layer`, or `row_layer` and `column_layer` for a matrix.
+        Layers are in column `layer`, or in `row_layer` and `column_layer` for a matrix.
+
+        Args:
+            field: name of a tensor field.
 
         Raises:
-            LayersimError: there is no such field.
+            LayersimError: the result has no such field.
         """
         import pandas
 
@@ -128,7 +151,7 @@ class Result(ABC):
         )
         for axis in axis_names:
             if axis in (*labels, "layer"):
-                # In the order of the model: sorted as text, block 10 would come before block 2, in a pivot for one.
+                # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
                 name = labels.get(axis, axis)
                 table[name] = pandas.Categorical(table[name], categories=list(self.coordinates(axis)), ordered=True)
         for name, names in self.tensor_fields().items():
@@ -137,47 +160,58 @@ class Result(ABC):
         return table
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
-        """A plotly figure of a field: a heatmap over two layer axes, lines over one; axes carry layer names."""
+        """A plotly figure of a field: a heatmap over two layer axes, lines over one, labelled with layer names.
+
+        Args:
+            field: name of a tensor field.
+        """
         from ..reporting.figures import figure
 
         return figure(self, self.values_name if field == "values" else field, self._axes_of(field))
 
     def headline(self) -> dict[str, float]:
-        """The few numbers that a summary table shows."""
+        """The numbers that a summary table shows, by description."""
         return {}
 
     def first_layer(self) -> str:
-        """What the first residual layer is, in words; a stitched model begins above its seam."""
+        """The first residual layer in words: "embedding", or a module's input for a model that begins above block 0."""
         first = self.layers[0]
         path = first.removesuffix(".hook_resid_pre").removesuffix(".input")
         return "embedding" if first.startswith("blocks.0.") else f"{path} input"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly."""
+        """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly.
+
+        Args:
+            path: of the file.
+        """
         header, tensors = _pack(self)
         return write_file(path, "result", header, tensors)
 
     def _axes_of(self, field: str) -> tuple[str, ...]:
-        known = {self.values_name if name == "values" else name: names for name, names in self.tensor_fields().items()}
+        axes_of = {self.values_name if name == "values" else name: names for name, names in self.tensor_fields().items()}
         if field == "values":
             field = self.values_name
-        if field not in known:
+        if field not in axes_of:
             raise LayersimError(
                 f"{type(self).__name__} has no tensor field {field!r}.",
                 given=field,
-                expected=f"one of {', '.join(known)}",
-                do=f"result.to_frame({next(iter(known))!r}) or result.plot({next(iter(known))!r})",
+                expected=f"one of {', '.join(axes_of)}",
+                do=f"result.to_frame({next(iter(axes_of))!r}) or result.plot({next(iter(axes_of))!r})",
             )
-        return known[field]
+        return axes_of[field]
 
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LayerMatrix(Result):
-    """One number for each pair of residual layers.
+    """A number for each pair of residual layers, of one model or of two.
 
-    `values[i, j]` belongs to `layers[i]` of the (first) model and `column_layers[j]` of the second, or of the same one.
-    An analyzer that has more to say extends this class with further fields.
+    Analyzers extend this class with further fields.
+
+    Attributes:
+        values: `row column`; `values[i, j]` is of `layers[i]` of the first model and `column_layers[j]` of the second.
+        column_layers: residual layers of the second model, or of the first again.
     """
 
     values: Float64[Tensor, "row column"] = axes("row", "column")
@@ -187,14 +221,21 @@ class LayerMatrix(Result):
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LayerCurve(Result):
-    """One number for each residual layer, what enters block 0 first. An analyzer may extend it with further fields."""
+    """A number for each residual layer, the input of block 0 first. Analyzers extend this class with further fields.
+
+    Attributes:
+        values: `residual`.
+    """
 
     values: Float64[Tensor, " residual"] = axes("residual")
 
 
 @named
 class Report(Mapping[str, Any]):
-    """The results of one run, by analyzer name.
+    """The results of one run, by name of the analyzer.
+
+    Args:
+        results: by name.
 
     >>> report = Report({})
     >>> len(report)
@@ -204,7 +245,7 @@ class Report(Mapping[str, Any]):
     def __init__(self, results: Mapping[str, Result]) -> None:
         if not isinstance(results, Mapping) or not all(isinstance(name, str) for name in results):
             raise LayersimError(
-                "`results` is no mapping from names to results.",
+                "`results` must be a mapping from names to results.",
                 given=f"results={brief(results)}",
                 expected="a mapping",
                 do="Report({'cka': result})",
@@ -213,7 +254,7 @@ class Report(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._results:
-            raise KeyError(f"no result {name!r} in this report; it has {', '.join(self._results) or 'none'}")
+            raise KeyError(f"The report has no result {name!r}; it has {', '.join(self._results) or 'none'}")
         return self._results[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -229,7 +270,11 @@ class Report(Mapping[str, Any]):
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write all results to one safetensors file, without pickle."""
+        """Write all results to one safetensors file, without pickle.
+
+        Args:
+            path: of the file.
+        """
         header: dict[str, Any] = {"results": {}}
         tensors: dict[str, Tensor] = {}
         for name, result in self._results.items():
@@ -239,11 +284,19 @@ class Report(Mapping[str, Any]):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
-        """Read a report written by `save`."""
+        """Read a report that `save` wrote.
+
+        Args:
+            path: of the file.
+        """
         return _load(path, ("report",))  # type: ignore[no-any-return]  # of this kind
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained HTML page with a table, every plot, and what each of them means."""
+        """Write one self-contained HTML page with a summary table and every figure with its explanation.
+
+        Args:
+            path: of the page.
+        """
         from ..reporting.html import write_html
 
         return write_html(self, path)
@@ -251,18 +304,25 @@ class Report(Mapping[str, Any]):
 
 @typed
 def load(path: str | os.PathLike[str]) -> Any:
-    """Read what `save` wrote: a `Result` or a `Report`, whichever the file holds.
+    """Read a `Result` or a `Report` from the file that its `save` wrote.
+
+    Args:
+        path: of the file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        LayersimError: it is truncated, changed since it was written, not one of ours, or of a newer version.
+        FileNotFoundError: the file does not exist.
+        LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version.
     """
     return _load(path, ("result", "report"))
 
 
 @typed
 def load_report(path: str | os.PathLike[str]) -> Report:
-    """Read a report that `Report.save` wrote; errors as in `load`."""
+    """Read a report that `Report.save` wrote; errors as in `load`.
+
+    Args:
+        path: of the file.
+    """
     return Report.load(path)
 
 
@@ -276,23 +336,24 @@ def _pack(result: Result) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _load(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
     header, tensors = read_file(path, kinds)
     with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
-        found = _unpack(path, header, tensors) if header["kind"] == "result" else _unpack_report(path, header, tensors)
-        # What is not checked by type fails here, and not in the user's hands.
-        repr(found)
-        return found
+        unpack = _unpack_result if header["kind"] == "result" else _unpack_report
+        loaded = unpack(path, header, tensors)
+        # Malformed values that pass the type check fail here, while the error can still name the file.
+        repr(loaded)
+        return loaded
 
 
-def _unpack(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
-    # Format 1 names module and class.
+def _unpack_result(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
+    # Format 1 names the module and the class.
     kind = f"{header['module']}:{header['class']}" if "module" in header else str(header["class"])
     cls = class_of(kind, Result)
     if cls is None:
-        # A class is never imported by a name that stands in a file.
+        # A class is never imported because a file names it.
         module, _, name = kind.rpartition(":")
         raise LayersimError(
-            f"{path} holds a {name}, a kind of result that nothing imported so far defines.",
+            f"{path} holds a {name}, a kind of result that no imported module defines.",
             given=kind,
-            expected=f"one of {', '.join(sorted({known.__qualname__ for known in below(Result)}))}",
+            expected=f"one of {', '.join(sorted({sub.__qualname__ for sub in below(Result)}))}",
             do=f"import {module} first, if you trust it, then load again",
         )
     plain = {name: _as_tuple(value) for name, value in header["fields"].items()}
@@ -308,7 +369,7 @@ def _unpack_report(path: str | os.PathLike[str], header: Mapping[str, Any], tens
     for key, tensor in tensors.items():
         name, _, field_name = key.partition("/")
         parts[name][field_name] = tensor
-    return Report({name: _unpack(path, own, parts[name]) for name, own in header["results"].items()})
+    return Report({name: _unpack_result(path, own, parts[name]) for name, own in header["results"].items()})
 
 
 def _as_tuple(value: Any) -> Any:

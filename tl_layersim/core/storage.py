@@ -1,4 +1,4 @@
-"""File format of results and checkpoints: safetensors with JSON and a checksum in its header, written whole or not at all."""
+"""File format of results and checkpoints: safetensors with JSON and a checksum in its header, written atomically."""
 
 from __future__ import annotations
 
@@ -35,20 +35,26 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Unfinished files of this age belong to no process that still writes them.
+# Seconds after which an unfinished file counts as left behind by a killed process.
 ABANDONED = 3600.0
-# What reading a header raises that is not what a writer of this package makes of it.
+# Exceptions that a malformed header raises while it is parsed.
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError, OverflowError)
 
 
 def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
-    """Write one file with its checksum; an interrupted write leaves the old file.
+    """Write one file with its checksum; an interrupted write leaves the old file unchanged.
+
+    Args:
+        path: of the file.
+        kind: of the file, such as "result" or "checkpoint".
+        header: plain data, stored as JSON.
+        tensors: by name.
 
     Raises:
-        OSError: the file cannot be written (no such folder, disk full); an older file at `path` is untouched.
+        OSError: the file cannot be written (missing folder, full disk); an older file at `path` is unchanged.
     """
     text = json.dumps({"format": FORMAT, "kind": kind, **header}, allow_nan=True)
-    # Wide numbers first, so that each tensor begins where its dtype can be read.
+    # Wide dtypes first, so that each tensor is aligned to its dtype.
     held = {name: tensors[name].detach().cpu() for name in sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))}
     entries: dict[str, Any] = {"__metadata__": {HEADER: text, CHECKSUM: checksum(text, held)}}
     end = 0
@@ -57,7 +63,7 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     front = json.dumps(entries).encode()
     front += b" " * (-len(front) % 8)
-    # Not safetensors' own writer: what it leaves beside the file when it is killed has a name that nobody can tell.
+    # Not safetensors' own writer: when killed, it leaves a temporary file whose name is unknown.
     with replacing(path) as file:
         file.write(len(front).to_bytes(8, "little") + front)
         for tensor in held.values():
@@ -66,7 +72,12 @@ def write(path: str | os.PathLike[str], kind: str, header: Mapping[str, Any], te
 
 
 def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256, in hex digits, of a header and of names, dtypes, shapes and bytes of all tensors."""
+    """SHA-256 in hex digits of a header and of the names, dtypes, shapes and bytes of all tensors.
+
+    Args:
+        text: the header.
+        tensors: by name.
+    """
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -82,55 +93,60 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """An empty file to write to, which takes the place of `path` in one step when the block ends without an error.
+    """Context manager: an empty file that replaces `path` atomically when the block ends without an error.
 
-    Where the system can, the file has no name in the folder until it is whole, so that a killed process leaves nothing. A link
-    at `path` is replaced; the file that it leads to is not written to.
+    Where the system supports it, the file has no name until it is complete, so a killed process leaves nothing behind. A link
+    at `path` is replaced; its target is not written to.
+
+    Args:
+        path: of the file.
 
     Raises:
-        OSError: the file cannot be written; what stood at `path` is untouched.
+        OSError: the file cannot be written; an older file at `path` is unchanged.
     """
     path = Path(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"No folder {path.parent} to write {path.name} to: make it first, or pass another path.")
+        raise FileNotFoundError(
+            f"The folder {path.parent} for {path.name} does not exist: make it first, or pass another path."
+        )
     if not _replaceable(path):
-        raise OSError(f"Could not write {path}: what is there is no file. Pass another path.")
-    named = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
+        raise OSError(f"Could not write {path}: it exists and is not a file. Pass another path.")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        handle, nameless = _open(named)
+        handle, nameless = _new_file(temporary)
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(handle)
             if nameless:
-                # Given a folder, os.link follows the link to the nameless file.
+                # os.link follows the link to the nameless file only if a folder is given.
                 folder = os.open(path.parent, os.O_RDONLY)
                 try:
-                    os.link(f"/proc/self/fd/{handle}", named.name, dst_dir_fd=folder, follow_symlinks=True)
+                    os.link(f"/proc/self/fd/{handle}", temporary.name, dst_dir_fd=folder, follow_symlinks=True)
                 finally:
                     os.close(folder)
-        os.replace(named, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise OSError(
-            f"Could not write {path}: {error}. What stood there before is unchanged; free some space or pass another path.",
+            f"Could not write {path}: {error}. An older file at this path is unchanged; free some space or pass another path.",
         ) from error
     finally:
         with suppress(OSError):
-            named.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
     _remove_abandoned(path)
 
 
-def _open(named: Path) -> tuple[int, bool]:
+def _new_file(temporary: Path) -> tuple[int, bool]:
     """A new file, open for writing, and whether it has no name."""
-    # macOS and Windows have no nameless files, some file systems of Linux have none either.
+    # macOS, Windows and some file systems of Linux have no nameless files.
     if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
         with suppress(OSError):
-            return os.open(named.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), True
-    return os.open(named, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666), False
+            return os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY, 0o666), True
+    return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666), False
 
 
 def _replaceable(path: Path) -> bool:
-    """Whether there is nothing, a file or a link; a device such as /dev/null must not be replaced."""
+    """Whether `path` is free, a file or a link; a device such as /dev/null must not be replaced."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -139,7 +155,7 @@ def _replaceable(path: Path) -> bool:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left beside `path`."""
+    """Remove the temporary files that killed processes left beside `path`."""
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with suppress(OSError):
             if time.time() - part.stat().st_mtime > ABANDONED:
@@ -147,14 +163,14 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> None:
-    """Refuse, before anything is computed, a file that cannot be written at its end.
+    """Refuse a path that cannot be written to, before a run begins.
 
     Args:
-        path: of the file, None where there is none to write.
-        argument: that named it.
+        path: of the file; None is accepted.
+        argument: name of the argument that holds the path, for messages.
 
     Raises:
-        LayersimError: there is no such folder, or no file can be made in it, or something else stands at `path`.
+        LayersimError: the folder does not exist or is not writable, or `path` is not a file.
     """
     if path is None:
         return
@@ -168,7 +184,7 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
         )
     if not _replaceable(path):
         raise LayersimError(
-            f"`{argument}` names something that is no file.",
+            f"`{argument}` names something that is not a file.",
             given=str(path),
             expected="the path of a file, new or old",
             do=f"{argument}={str(path / 'run.safetensors')!r}" if path.is_dir() else "another path",
@@ -177,10 +193,14 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
 
 
 def refuse_unwritable_folder(folder: Path, argument: str) -> None:
-    """Refuse, before anything is computed, a folder in which no file can be made.
+    """Refuse a folder that cannot be written to, before a run begins.
+
+    Args:
+        folder: the folder.
+        argument: name of the argument that holds the path, for messages.
 
     Raises:
-        LayersimError: it does not exist, or the system's reason.
+        LayersimError: the folder does not exist or is not writable; the message gives the system's reason.
     """
     if not folder.is_dir():
         raise LayersimError(
@@ -191,7 +211,7 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
         )
     probe = folder / f".tl_layersim.{uuid.uuid4().hex[:12]}.part"
     try:
-        handle, nameless = _open(probe)
+        handle, nameless = _new_file(probe)
         os.close(handle)
         if not nameless:
             probe.unlink(missing_ok=True)
@@ -205,18 +225,22 @@ def refuse_unwritable_folder(folder: Path, argument: str) -> None:
 
 
 def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Header and tensors of a file of one of `kinds`.
+    """Read header and tensors of a file.
+
+    Args:
+        path: of the file.
+        kinds: the kinds of file that are accepted.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        LayersimError: it is truncated, changed since it was written, not ours, of another kind, or of a newer format.
+        FileNotFoundError: the file does not exist.
+        LayersimError: the file is truncated, changed since it was written, of another program or kind, or of a newer format.
 
     Warns:
-        LayersimWarning: it is of format 1, which has no checksum.
+        LayersimWarning: the file is of format 1, which has no checksum.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"No file {path}: pass the path that was given to save().")
+        raise FileNotFoundError(f"The file {path} does not exist: pass the path that was given to save().")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -247,9 +271,9 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     old = header["format"] == 1 and CHECKSUM not in metadata
     if not old and metadata.get(CHECKSUM) != checksum(text, tensors):
         raise LayersimError(
-            f"{path} is not as it was written: its checksum is another one.",
+            f"{path} has changed since it was written: its checksum differs.",
             given=f"SHA-256 {checksum(text, tensors)[:12]}...",
-            expected=f"{str(metadata.get(CHECKSUM))[:12]}..., as the file says",
+            expected=f"{str(metadata.get(CHECKSUM))[:12]}..., the checksum in the file",
             do="copy the file again, or run the analysis again; delete it if it is a checkpoint",
         )
     if header["kind"] not in kinds:
@@ -257,27 +281,27 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             f"{path} holds another kind of data.",
             given=header["kind"],
             expected=" or ".join(kinds),
-            do="lsim.load() for results and reports, lsim.load_run() for runs that were sent off, checkpoint= for checkpoints",
+            do="lsim.load() for results and reports, lsim.load_run() for non-blocking remote runs, checkpoint= for checkpoints",
         )
     if old:
         warn(
-            f"{path} was written by tl_layersim 0.1, without a checksum: a bit that changed since then would not be noticed. "
-            "What is saved now has one."
+            f"{path} was written by tl_layersim 0.1, without a checksum, so a change of the file cannot be detected. "
+            "Files written now have one."
         )
     return header, tensors
 
 
 @contextmanager
 def reading(path: str | os.PathLike[str], what: str, do: str) -> Iterator[None]:
-    """Turn what a malformed header raises while it is taken apart into a refusal that names the file.
+    """Context manager: translate the exceptions of a malformed file into a `LayersimError` that names the file.
 
     Args:
         path: of the file.
-        what: the file ought to be, such as "a whole checkpoint".
-        do: what helps.
+        what: the expected content, such as "a whole checkpoint".
+        do: the remedy.
 
     Raises:
-        LayersimError: something is missing in the file, or of another type.
+        LayersimError: a part of the file is missing, or of another type.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Sums: named tensors with `+`, the only state that a run keeps."""
+"""Sums over batches: named tensors with `+`, the only state of a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Named tensors that add field by field: whole numbers as int64, the rest as float64, on the CPU.
+    """Sums over batches: named tensors on the CPU that are added field by field, integers as int64, other numbers as float64.
 
-    `Sums()` is neutral. Merging batches, machines, ranks and resumed runs is all the same `a + b`.
+    `Sums()` is the neutral element. Batches, machines, ranks and resumed runs are all merged by `a + b`.
 
     >>> a = Sums.of({"count": torch.tensor(2), "total": torch.tensor([1.0, 2.0])})
     >>> (a + a + Sums())["total"]
@@ -28,7 +28,14 @@ class Sums:
 
     @staticmethod
     def of(output: Mapping[str, Tensor]) -> Sums:
-        """What a kernel returned, moved to the CPU and widened."""
+        """The sums of one batch.
+
+        Args:
+            output: tensors that a kernel returned; they are moved to the CPU and converted to int64 or float64.
+
+        Raises:
+            ValueError: a value is not a tensor.
+        """
         for name, value in output.items():
             if not isinstance(value, Tensor):
                 raise ValueError(f"{name!r} is a {type(value).__name__}, not a tensor")
@@ -43,7 +50,7 @@ class Sums:
             raise KeyError(f"cannot add sums of {sorted(self.fields)} and {sorted(other.fields)}")
         for name, value in self.fields.items():
             if value.shape != other.fields[name].shape:
-                # Broadcasting would hide a kernel whose output depends on the batch.
+                # Broadcasting would hide a kernel whose output shape depends on the batch.
                 raise ValueError(f"sum {name!r} has shape {tuple(value.shape)} and {tuple(other.fields[name].shape)}")
         return Sums({name: value + other.fields[name] for name, value in self.fields.items()})
 
@@ -55,5 +62,5 @@ class Sums:
 
 
 def _widen(value: Tensor) -> Tensor:
-    whole = not value.is_floating_point()
-    return value.detach().cpu().to(torch.int64 if whole else torch.float64)
+    is_integer = not value.is_floating_point()
+    return value.detach().cpu().to(torch.int64 if is_integer else torch.float64)

@@ -1,4 +1,12 @@
-"""Data of any accepted kind as rows of tokens, batches and labels."""
+"""Data of any accepted kind as rows of tokens, batches and labels.
+
+Other packages may import from these modules:
+
+* `options`: `DataOptions`, the settings of reading; `batches`: `Batch`, `Batches`; `cached_batches`: `CachedBatches`
+* `readers`: `Row`; `columns`: names of columns, and the refusal of columns that would not reach the model
+* `labels`: `NO_LABEL`, classes of tokens and rows; `padding`: masks from padding ids
+* `digest`: the SHA-256 of rows
+"""
 
 from .batches import Batch
 

@@ -1,4 +1,4 @@
-"""A small trained model and some text, so that everything can be tried without a network."""
+"""A small trained language model and texts that ship with the package; users and other packages may import both functions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..core.typed import typed
 
 @typed
 def demo_model(aligned: bool = False) -> Any:
-    """The model that ships with the package: a Llama of 8 blocks and d_model 128, with its tokenizer as `.tokenizer`.
+    """Load the demo model: a Llama of 8 blocks and d_model 128, with its tokenizer as `.tokenizer`.
 
-    Trained from scratch on simple stories and a little other text; `demo/README.md` says how, and how good it is.
+    It was trained from scratch on simple stories and a little other text; `demo/README.md` has the data and its perplexity.
 
     Args:
-        aligned: the fine-tune of it by aligned training, whose shallow layers are of use.
+        aligned: load the model after aligned training, whose shallow layers predict tokens well too.
 
     >>> demo_model().config.num_hidden_layers
     8
@@ -33,7 +33,7 @@ def demo_model(aligned: bool = False) -> Any:
 
 @typed
 def demo_text() -> list[str]:
-    """Short stories and notes that were written for this package, one text each.
+    """Texts for the demo model: short stories and notes that were written for this package.
 
     >>> len(demo_text()) > 20
     True

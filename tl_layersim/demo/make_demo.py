@@ -4,9 +4,8 @@
     python -m tl_layersim.demo.make_demo train --text stories.txt --text other.txt --out FOLDER
     python -m tl_layersim.demo.make_demo align --text stories.txt --text other.txt --out FOLDER
 
-`sample` draws text from a local story model; `train` needs nothing but plain text files; `align` fine-tunes the model that
-ships so that its shallow layers are of use. The runs that made the models in this folder, their diet and their held-out
-perplexity are in README.md beside this file.
+`sample` draws text from a local story model; `train` needs plain text files; `align` fine-tunes the shipped model by aligned
+training. README.md in this folder records the runs, data and held-out perplexity of the shipped models.
 """
 
 import argparse
@@ -56,7 +55,7 @@ def sample(teacher: Path, out: Path, stories: int, seed: int) -> None:
 
 
 def read_documents(paths: list[Path]) -> list[tuple[str, str]]:
-    """The documents of each file with the file's stem: split at END where it stands, else at blank lines into pieces."""
+    """The documents of each file with the file's stem, split at END, or at blank lines in files without END."""
     documents = []
     for path in paths:
         text = path.read_text(encoding="utf-8")
@@ -70,12 +69,12 @@ def read_documents(paths: list[Path]) -> list[tuple[str, str]]:
 
 
 def every_25th(documents: list[tuple[str, str]]) -> set[int]:
-    """The documents that are never trained on."""
+    """Indices of the held-out documents."""
     return {index for index in range(len(documents)) if index % 25 == 7}
 
 
 def to_rows(bpe: Any, documents: list[tuple[str, str]], held_out: set[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Documents joined and cut, `row pos`: those to train on, and by file those that are held out."""
+    """Rows of tokens `row pos` of concatenated documents: for training, and held-out rows by file."""
     encoded = [[0, *encoding.ids] for encoding in bpe.encode_batch([text for _, text in documents])]
 
     def rows(which: list[int]) -> torch.Tensor:
@@ -139,7 +138,7 @@ def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr:
         [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=peak_lr, betas=(0.9, 0.95)
     )
 
-    # A budget in minutes: the schedule follows whichever of steps and time is further along.
+    # The schedule follows steps or minutes, whichever is further along.
     start, curve, step = time.perf_counter(), [], 0
     while True:
         order = torch.randperm(len(train_rows))
@@ -177,7 +176,7 @@ def train(paths: list[Path], out: Path, minutes: float, max_steps: int, peak_lr:
 
 
 def write_perplexity(shipped: torch.nn.Module, test_rows: dict[str, torch.Tensor], out: Path) -> None:
-    """Write and print how well held-out text of each file is foreseen."""
+    """Write and print the perplexity on the held-out text of each file."""
     with (out / "perplexity.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["held_out_text", "tokens", "perplexity"])
@@ -187,7 +186,7 @@ def write_perplexity(shipped: torch.nn.Module, test_rows: dict[str, torch.Tensor
 
 
 def align(paths: list[Path], out: Path, steps: int, lr: float, seed: int) -> None:
-    """Fine-tune the model that ships by aligned training, by turns with standard; write weights, curve and perplexity."""
+    """Fine-tune the shipped model by aligned training, alternating with standard steps; write weights, curve and perplexity."""
     import tl_layersim as lsim
 
     model = lsim.demo_model()
@@ -224,7 +223,7 @@ def main() -> None:
     training.add_argument("--max-steps", type=int, default=6000)
     training.add_argument("--peak-lr", type=float, default=3e-3)
     training.add_argument("--seed", type=int, default=0)
-    aligning = commands.add_parser("align", help="fine-tune the model that ships, so that shallow layers are of use")
+    aligning = commands.add_parser("align", help="fine-tune the shipped model by aligned training")
     aligning.add_argument("--text", dest="paths", type=Path, action="append", required=True)
     aligning.add_argument("--out", type=Path, required=True)
     aligning.add_argument("--steps", type=int, default=1200)

@@ -1,6 +1,6 @@
 """Early exit: each token leaves the model at the first layer whose exit rule it meets; the layers above it do not run.
 
-Other packages import `EarlyExit` from `api`. Exit rules are in `rules`, one class per file, found by name.
+Exit rules are in `rules`, one class per file. Other packages may import `EarlyExit` from `api`.
 """
 
 from .costs import ExitPlan

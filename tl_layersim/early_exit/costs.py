@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError, warn
-from ..core.typed import brief, named, typed
+from ..core.typed import named, typed
+from ..core.wording import brief
 from .rules import exit_rule
 from .supported_models import open_for_early_exit
 from .timing import timed_costs

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError
-from ..core.typed import brief, typed
+from ..core.typed import typed
+from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.options import DataOptions
 from .supported_models import open_for_early_exit

@@ -1,4 +1,10 @@
-"""Jacobians of blocks: products, singular vectors, coupling."""
+"""Jacobians of blocks: products with them, their singular vectors, and their coupling.
+
+Other packages may import:
+
+* `coupling`: `couple`, `Connections`, `CouplingOptions`, `DRAWS`, `chunks_of`, `jacobian_of`, `miscoupling`, `pick_method`
+* `validation`: `need_calls`, `need_memory`, `refuse_failed_replay`
+"""
 
 from .products import Jacobian
 

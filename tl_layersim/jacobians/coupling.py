@@ -1,6 +1,6 @@
-"""Coupling of Jacobians: their singular vectors, each one in the others' basis, and how far from diagonal that is.
+"""Coupling of Jacobians: the singular vectors of each, every Jacobian in the singular bases of the others, and the null.
 
-All of it travels to NDIF servers by value, as source, see `calls.py`.
+All of it is serialised by value and runs on NDIF servers too.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ..models.block_call import BlockCall
 from .products import Jacobian
 from .singular_vectors import krylov, top_of
 
-# Draws of the null: their mean is then as steady as what it stands beside.
+# Draws of random vectors behind the null: with eight, its mean scatters as little as a measured coupling.
 DRAWS = 8
 
 
 @dataclass(frozen=True)
 class Connections:
-    """Which Jacobians are related to each other: for each sample the same number, in the same blocks.
+    """The Jacobians that are compared with each other: for each sample the same number, in the same blocks.
 
     Attributes:
-        row: `sample`, which row of the batch each sample stands in.
+        row: `sample`, the row of the batch that holds each sample.
         block: `connection`, index of the block of each.
         t_in: `sample connection`, the token that is varied.
         t_out: `sample connection`, the token whose change is measured; not before `t_in`.
@@ -36,14 +36,14 @@ class Connections:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How Jacobians are taken apart.
+class CouplingOptions:
+    """How Jacobians are decomposed and compared.
 
     Attributes:
-        ks: numbers of singular vectors; the largest is computed, the others are nested in it.
+        ks: numbers of singular vectors; the largest is computed, the others take the first of these.
         method: "dense", "krylov" or "finite-difference".
         diagonal: "signed" for A - diag A; "positive" for |A| - diag A, where negative entries of the diagonal count twice.
-        memory_mb: megabytes for products with many directions at once, and for Jacobians that are kept.
+        memory_mb: megabytes for products with many directions at once, and for kept Jacobians.
         seed: of random vectors.
     """
 
@@ -56,67 +56,157 @@ class Options:
 
 @dataclass(frozen=True)
 class Coupled:
-    """What `couple` gives, all on the device of the activations.
+    """Result of `couple`, on the device of the activations.
 
     Attributes:
         off: `k sample connection connection`, m(A^{ab}) = |A - diag A|_F of Jacobian a in the basis of b; float64.
         norm: `k sample connection connection`, |A^{ab}|_F.
-        null_off: the same as `off` of random orthonormal vectors in place of b's, in the mean over draws; 0 for a = b.
-        null_share: as `null_off`, each draw divided by its own norm.
-        defined: `k sample connection connection`, whether a is more than rounding and b has k singular vectors.
+        null_off: as `off` with random orthonormal vectors in place of b's singular vectors, mean over draws; 0 for a = b.
+        null_miscoupling: as `null_off`, each draw divided by its own |A|_F.
+        defined: `k sample connection connection`, whether a is above rounding error and b has k singular values that are.
         singular_values: `sample connection k`.
-        residual: `sample connection`, of `krylov`, see `jacobian.Top`.
+        residual: `sample connection`, of `krylov`, see `singular_vectors.Top`.
         step_error: `sample connection`, of finite differences, see `Jacobian`.
-        general: `connection`, whether whole rows had to run through the block.
-        differs: `connection`, 1 where the block, called again, did not give what it gave, 2 where it has no skip connection.
-        matrices: `sample connection connection k k`, A itself for the largest k; None unless asked for.
+        whole_rows: `connection`, whether the block was replayed on whole rows.
+        failures: `connection`, failed checks of the replay as bits, see `Jacobian.failures`.
+        matrices: `sample connection connection k k`, A itself for the largest k; None unless requested.
     """
 
     off: Tensor
     norm: Tensor
     null_off: Tensor
-    null_share: Tensor
+    null_miscoupling: Tensor
     defined: Tensor
     singular_values: Tensor
     residual: Tensor
     step_error: Tensor
-    general: Tensor
-    differs: Tensor
+    whole_rows: Tensor
+    failures: Tensor
     matrices: Tensor | None
 
 
 def pick_method(d_model: int, connections: int, k: int) -> str:
-    """Which of the two exact methods is the faster one; both are measured in benchmarks/bench_coupling.py.
+    """The faster of the two exact methods, "dense" or "krylov", as measured by benchmarks/bench_coupling.py.
 
-    Krylov takes 0.1 to 0.3 d_model products for its singular vectors and `(connections + DRAWS) * k` for the other bases,
-    where dense takes d_model and a full decomposition.
+    Krylov needs 0.1 to 0.3 d_model products for its singular vectors and `(connections + DRAWS) * k` for the other bases.
+    Dense needs d_model products and a full singular value decomposition.
+
+    Args:
+        d_model: width of the residual stream.
+        connections: number of Jacobians for each sample.
+        k: largest number of singular vectors.
     """
     return "krylov" if d_model >= 1024 and (connections + DRAWS) * k < 0.4 * d_model else "dense"
 
 
-def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, matrices: bool = False) -> Coupled:
-    """Each connection's Jacobian in the bases of all connections of its sample.
+def couple(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, matrices: bool = False) -> Coupled:
+    """Express the Jacobian of each connection in the singular bases of all connections of its sample.
 
-    Twice through the blocks: singular vectors first, then products of each Jacobian with everybody's right ones. Jacobians are
-    kept in between where they fit into half of the memory.
+    A = U' J V with the k top singular vectors U, V of another connection's Jacobian (Aubry et al. 2025, equations 9 and 10).
+    The blocks are replayed twice: first for singular vectors, then for products of each Jacobian with all right singular
+    vectors. Jacobians are kept in between where they fit into half of the memory.
+
+    Args:
+        calls: the calls of all blocks of the model in one forward pass.
+        which: samples and connections.
+        options: how the Jacobians are decomposed.
+        matrices: whether to return A itself.
     """
+    k = min(max(options.ks), calls[0].hidden.shape[-1])
+    spectra = _decompose(calls, which, options, k)
     samples, connections = which.t_in.shape
-    d = calls[0].hidden.shape[-1]
-    k = min(max(options.ks), d)
-    device = calls[0].hidden.device
+    d, device = calls[0].hidden.shape[-1], calls[0].hidden.device
+    u, v, s = spectra.u, spectra.v, spectra.s
+    ks = [min(k, one) for one in options.ks]
+    off = torch.zeros(len(ks), samples, connections, connections, dtype=torch.float64, device=device)
+    norm, null_off, null_miscoupling = torch.zeros_like(off), torch.zeros_like(off), torch.zeros_like(off)
+    shape = (samples, connections, connections, k, k)
+    whole = torch.zeros(shape, dtype=u.dtype, device=device) if matrices else None
+    left, right = random_frames(connections, d, k, options.seed, u)
+    for (row, sample, connection), dense in zip(spectra.chunks, spectra.dense, strict=True):
+        # `sample d_model (connection k)`, followed by the random frames.
+        bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
+        if dense is not None:
+            images = (dense @ bases.to(dense.device)).to(bases.device)
+        else:
+            with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
+                images = jacobian.forward(bases.to(jacobian.row.device, jacobian.dtype)).to(bases)
+        own = images[..., : connections * k].reshape(*images.shape[:-1], connections, k)
+        a = torch.einsum("pndi,pdnj->pnij", u[sample], own)
+        drawn = images[..., connections * k :].reshape(*images.shape[:-1], DRAWS, k)
+        random = torch.einsum("rndi,pdrj->rpnij", left, drawn)
+        for number, one in enumerate(ks):
+            at = (number, sample, connection)
+            off[at], norm[at] = off_diagonal(a[..., :one, :one], options.diagonal)
+            null = off_diagonal(random[..., :one, :one], options.diagonal)
+            null_off[at], null_miscoupling[at] = null[0].mean(0), miscoupling(*null).mean(0)
+        if whole is not None:
+            whole[sample, connection] = a
+    for matrix in (null_off, null_miscoupling):
+        matrix.diagonal(dim1=-2, dim2=-1).zero_()
+    computed_in = calls[0].hidden.dtype if options.method == "finite-difference" else u.dtype
+    floor = rounding_floor(s, spectra.step_error, d, computed_in)
+    nonzero = s[..., 0] > floor
+    defined = torch.stack([nonzero[:, :, None] & (s[..., one - 1] > floor)[:, None] for one in ks])
+    return Coupled(
+        off,
+        norm,
+        null_off,
+        null_miscoupling,
+        defined,
+        s,
+        spectra.residual,
+        spectra.step_error,
+        spectra.whole_rows,
+        spectra.failures,
+        whole,
+    )
+
+
+@dataclass(frozen=True)
+class _Spectra:
+    """Top singular vectors of all Jacobians.
+
+    Attributes:
+        u: `sample connection d_model k`, left singular vectors.
+        s: `sample connection k`, singular values.
+        v: `sample connection d_model k`, right singular vectors.
+        residual: as in `Coupled`.
+        step_error: as in `Coupled`.
+        whole_rows: as in `Coupled`.
+        failures: as in `Coupled`.
+        chunks: row, sample and connection of the Jacobians that are computed together.
+        dense: of each chunk, the whole Jacobians where they are kept, else None.
+    """
+
+    u: Tensor
+    s: Tensor
+    v: Tensor
+    residual: Tensor
+    step_error: Tensor
+    whole_rows: Tensor
+    failures: Tensor
+    chunks: list[tuple[Tensor, Tensor, Tensor]]
+    dense: list[Tensor | None]
+
+
+def _decompose(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, k: int) -> _Spectra:
+    """The k top singular vectors of each connection's Jacobian."""
+    samples, connections = which.t_in.shape
+    d, device = calls[0].hidden.shape[-1], calls[0].hidden.device
     wide = torch.float64 if calls[0].hidden.dtype == torch.float64 else torch.float32
     u = torch.zeros(samples, connections, d, k, dtype=wide, device=device)
     v, s = torch.zeros_like(u), torch.zeros(samples, connections, k, dtype=wide, device=device)
     residual = torch.zeros(samples, connections, dtype=torch.float64, device=device)
     step_error = torch.zeros_like(residual)
-    general = torch.zeros(connections, dtype=torch.bool, device=device)
-    differs = torch.zeros(connections, dtype=torch.int64, device=device)
+    whole_rows = torch.zeros(connections, dtype=torch.bool, device=device)
+    failures = torch.zeros(connections, dtype=torch.int64, device=device)
     size = wide.itemsize * d * d
     keep = options.method != "krylov" and samples * connections * size <= options.memory_mb * 5e5
     kept: list[Tensor | None] = []
-    pieces = pieces_of(which, max(1, int(options.memory_mb * 1e6 / (6 * size))))
-    for row, sample, connection in pieces:
-        with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
+    chunks = chunks_of(which, max(1, int(options.memory_mb * 1e6 / (6 * size))))
+    for row, sample, connection in chunks:
+        with jacobian_of(calls, which, options, row, sample, connection) as jacobian:
             dense = None
             if options.method == "krylov":
                 top = krylov(jacobian, k, options.seed)
@@ -126,99 +216,109 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: Options, m
             u[sample, connection], v[sample, connection] = top.u.to(u), top.v.to(v)
             s[sample, connection], residual[sample, connection] = top.s.to(s), top.residual.to(residual)
             step_error[sample, connection] = jacobian.step_error.to(device)
-            general[connection] |= jacobian.general
-            differs[connection] |= jacobian.trouble
+            whole_rows[connection] |= jacobian.whole_rows
+            failures[connection] |= jacobian.failures
         kept.append(dense if keep else None)
-    ks = [min(k, one) for one in options.ks]
-    off = torch.zeros(len(ks), samples, connections, connections, dtype=torch.float64, device=device)
-    norm, null_off, null_share = torch.zeros_like(off), torch.zeros_like(off), torch.zeros_like(off)
-    shape = (samples, connections, connections, k, k)
-    whole = torch.zeros(shape, dtype=wide, device=device) if matrices else None
-    left, right = random_frames(connections, d, k, options.seed, u)
-    for (row, sample, connection), dense in zip(pieces, kept, strict=True):
-        # `sample d_model (connection k)`, and random frames more.
-        bases = torch.cat([v[sample].transpose(1, 2).flatten(2), right.expand(len(sample), -1, -1)], -1)
-        if dense is not None:
-            images = (dense @ bases.to(dense.device)).to(bases.device)
-        else:
-            with open_jacobian(calls, which, options, row, sample, connection) as jacobian:
-                images = jacobian.forward(bases.to(jacobian.row.device, jacobian.dtype)).to(bases)
-        own = images[..., : connections * k].reshape(*images.shape[:-1], connections, k)
-        a = torch.einsum("pndi,pdnj->pnij", u[sample], own)
-        drawn = images[..., connections * k :].reshape(*images.shape[:-1], DRAWS, k)
-        random = torch.einsum("rndi,pdrj->rpnij", left, drawn)
-        for number, one in enumerate(ks):
-            at = (number, sample, connection)
-            off[at], norm[at] = off_diagonal(a[..., :one, :one], options.diagonal)
-            parts = off_diagonal(random[..., :one, :one], options.diagonal)
-            null_off[at], null_share[at] = parts[0].mean(0), share(*parts).mean(0)
-        if whole is not None:
-            whole[sample, connection] = a
-    for null in (null_off, null_share):
-        null.diagonal(dim1=-2, dim2=-1).zero_()
-    floor = rounding_floor(s, step_error, d, calls[0].hidden.dtype if options.method == "finite-difference" else wide)
-    there = s[..., 0] > floor
-    defined = torch.stack([there[:, :, None] & (s[..., one - 1] > floor)[:, None] for one in ks])
-    return Coupled(off, norm, null_off, null_share, defined, s, residual, step_error, general, differs, whole)
+    return _Spectra(u, s, v, residual, step_error, whole_rows, failures, chunks, kept)
 
 
-def open_jacobian(
-    calls: tuple[BlockCall, ...], which: Connections, options: Options, row: Tensor, sample: Tensor, connection: Tensor
+def jacobian_of(
+    calls: tuple[BlockCall, ...], which: Connections, options: CouplingOptions, row: Tensor, sample: Tensor, connection: Tensor
 ) -> Jacobian:
-    """The Jacobians of connections of one block, on the device of what enters it."""
+    """The Jacobians of connections of one block, on the device of its input.
+
+    Args:
+        calls: the calls of all blocks.
+        which: samples and connections.
+        options: how the Jacobians are decomposed.
+        row: of each Jacobian, its row of the batch.
+        sample: of each Jacobian, the index of its sample.
+        connection: of each Jacobian, the index of its connection; all in one block.
+    """
     call = calls[which.block[int(connection[0])]]
     here = call.hidden.device
     t_in, t_out = which.t_in[sample, connection].to(here), which.t_out[sample, connection].to(here)
     return Jacobian(call, row.to(here), t_in, t_out, options.memory_mb, options.method == "finite-difference")
 
 
-def pieces_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Row, sample and connection of all Jacobians, block by block, as many in a piece as memory allows."""
+def chunks_of(which: Connections, at_once: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Row, sample and connection of all Jacobians, block by block, in chunks.
+
+    Args:
+        which: samples and connections.
+        at_once: largest number of Jacobians in a chunk.
+    """
     samples = len(which.row)
     device = which.row.device
-    found = []
+    chunks = []
     for block in dict.fromkeys(which.block):
         mine = torch.tensor([n for n, other in enumerate(which.block) if other == block], device=device)
         sample = torch.arange(samples, device=device).repeat_interleave(len(mine))
         connection = mine.repeat(samples)
         for start in range(0, len(sample), at_once):
             part = sample[start : start + at_once]
-            found.append((which.row[part], part, connection[start : start + at_once]))
-    return found
+            chunks.append((which.row[part], part, connection[start : start + at_once]))
+    return chunks
 
 
 def random_frames(connections: int, d: int, k: int, seed: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal vectors in random directions: on the left `draw connection d k`, on the right `1 d (draw k)`.
+    """Orthonormal vectors in random directions, for the null of the coupling.
 
-    In place of everybody's singular vectors they give A the law that it has where a Jacobian keeps its spectrum and takes
-    random vectors. The same for all samples: what is measured must not depend on how samples fall into batches. A larger k
-    adds vectors to those of a smaller one.
+    With them in place of singular vectors, A has the distribution that it has for a Jacobian of the same spectrum with random
+    singular vectors. All samples share the same frames, so a result does not depend on the batches. A larger k adds vectors
+    to those of a smaller k.
+
+    Args:
+        connections: number of Jacobians for each sample.
+        d: d_model.
+        k: vectors in a frame.
+        seed: of the draws.
+        like: a tensor with the dtype and device of the result.
+
+    Returns:
+        Left frames `draw connection d k` and right frames `1 d (draw k)`.
     """
     frames = []
     for number in range(DRAWS * (connections + 1)):
         generator = torch.Generator().manual_seed(seed + 7919 * number)
-        # Sixteen rows and more at a time: torch draws the rest of a sixteen in another order.
+        # Multiples of sixteen rows: torch draws the remainder of a sixteen in another order.
         frames.append(torch.randn(-(-k // 16) * 16, d, generator=generator, dtype=torch.float64)[:k].T)
-    found = torch.linalg.qr(torch.stack(frames))[0].to(like.device, like.dtype).unflatten(0, (DRAWS, connections + 1))
-    return found[:, :connections], torch.cat(list(found[:, connections]), -1)[None]
+    drawn = torch.linalg.qr(torch.stack(frames))[0].to(like.device, like.dtype).unflatten(0, (DRAWS, connections + 1))
+    return drawn[:, :connections], torch.cat(list(drawn[:, connections]), -1)[None]
 
 
 def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
-    """What is off the diagonal of `... k k`, and all of it, as Frobenius norms in float64."""
+    """Frobenius norms |A - diag A|_F and |A|_F of matrices, float64.
+
+    Args:
+        a: `... k k`.
+        diagonal: "signed", or "positive" for |A| - diag A in the first norm.
+    """
     a = a.double()
     rest = (a.abs() if diagonal == "positive" else a) - torch.diag_embed(a.diagonal(dim1=-2, dim2=-1))
     return rest.flatten(-2).norm(dim=-1), a.flatten(-2).norm(dim=-1)
 
 
 def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) -> Tensor:
-    """`sample connection`, below which singular values are what computing left: block and identity are subtracted.
+    """The rounding error of singular values, which stems from the difference of block and identity, `sample connection`.
 
-    Singular vectors of such values are arbitrary, and so is what is said in their basis.
+    Singular vectors of smaller values are arbitrary, and so is a coupling in their basis.
+
+    Args:
+        s: `sample connection k`, singular values in descending order.
+        step_error: `sample connection`, of finite differences.
+        d: d_model.
+        dtype: that the Jacobians were computed in.
     """
-    share = torch.maximum(step_error, torch.full_like(step_error, 8 * d**0.5 * torch.finfo(dtype).eps))
-    return (share * (1.0 + s[..., 0].double())).to(s.dtype)
+    relative = torch.maximum(step_error, torch.full_like(step_error, 8 * d**0.5 * torch.finfo(dtype).eps))
+    return (relative * (1.0 + s[..., 0].double())).to(s.dtype)
 
 
-def share(off: Tensor, norm: Tensor) -> Tensor:
-    """Off-diagonal over whole, 0 where there is nothing."""
+def miscoupling(off: Tensor, norm: Tensor) -> Tensor:
+    """The normalised mis-coupling |A - diag A|_F / |A|_F; 0 where A is 0 (Aubry et al. 2025, equation 14).
+
+    Args:
+        off: |A - diag A|_F.
+        norm: |A|_F.
+    """
     return off / norm.clamp(min=1e-300)

@@ -1,6 +1,6 @@
-"""The top singular vectors of Jacobians: by a full decomposition, or by products alone.
+"""Top singular vectors of Jacobians: by full singular value decomposition, or by block Golub-Kahan-Lanczos.
 
-All of it travels to NDIF servers by value, as source, see `calls.py`.
+All of it is serialised by value and runs on NDIF servers too.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .products import Jacobian
 
-# Krylov: how far from singular vectors they may be, as a share of the largest singular value, and how many more are kept.
-TOLERANCE, SPARE = 1e-4, 6
+# Krylov: largest error of the singular vectors relative to the largest singular value, and number of additional vectors.
+TOLERANCE, OVERSAMPLING = 1e-4, 6
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Top:
     """The top singular triplets of each sample's Jacobian.
 
     Attributes:
-        u: `sample d_model k`, left.
-        s: `sample k`, descending.
-        v: `sample d_model k`, right.
-        residual: `sample`, the largest |J'u_i - s_i v_i| over i, as a share of s_1; 0 of a full decomposition.
-        products: how many products with J or J' they took.
+        u: `sample d_model k`, left singular vectors.
+        s: `sample k`, singular values in descending order.
+        v: `sample d_model k`, right singular vectors.
+        residual: `sample`, the largest |J'u_i - s_i v_i| over i, divided by s_1; 0 for a full decomposition.
+        products: number of products with J or J'.
     """
 
     u: Tensor
@@ -36,19 +36,30 @@ class Top:
 
 
 def top_of(dense: Tensor, k: int) -> Top:
-    """By the full decomposition of `sample d_model d_model`."""
+    """Top singular triplets by full singular value decomposition.
+
+    Args:
+        dense: `sample d_model d_model`, whole Jacobians.
+        k: number of triplets.
+    """
     u, s, vh = torch.linalg.svd(dense)
     exact = torch.zeros(len(dense), dtype=dense.dtype, device=dense.device)
     return Top(u[..., :k], s[..., :k], vh[..., :k, :].mT, exact, dense.shape[-1])
 
 
 def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
-    """By block Golub-Kahan-Lanczos with full reorthogonalisation, from a random block, until residuals are small.
+    """Top singular triplets by block Golub-Kahan-Lanczos with full reorthogonalisation, from a random block.
 
-    Golub, Luk and Overton 1981; randomised block Krylov in Musco and Musco 2015 (arXiv 1504.05477).
+    Iterates until the residual is at most `TOLERANCE`. Source: Golub, Luk and Overton 1981; randomised block Krylov in Musco
+    and Musco 2015 (arXiv 1504.05477).
+
+    Args:
+        jacobian: products with J and J'.
+        k: number of triplets.
+        seed: of the random block.
     """
     samples, d = len(jacobian.row), jacobian.d_model
-    width = min(k + SPARE, d)
+    width = min(k + OVERSAMPLING, d)
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(samples, d, width, generator=generator, dtype=torch.float64)
     block = torch.linalg.qr(start.to(jacobian.row.device, jacobian.dtype))[0]
@@ -72,23 +83,30 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
 
 
 def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator) -> Tensor:
-    """An orthonormal basis of what the block adds to others; where it adds nothing, random directions complete it."""
+    """An orthonormal basis of the part of a block that is orthogonal to a basis; random directions replace dependent columns.
+
+    Args:
+        block: `sample d_model n`.
+        basis: orthonormal blocks.
+        generator: of the random directions.
+    """
 
     def without(x: Tensor) -> Tensor:
         for known in basis:
             x = x - known @ (known.mT @ x)
         return x
 
-    # A direction is spent when so little of it is left; what is left is rounding. Drawn ones lose little.
-    share = 1e-4
+    # A column counts as dependent if less than this fraction of it remains, which is rounding error. Random ones lose little.
+    remaining = 1e-4
     for _ in range(8):
         size = block.norm(dim=-2).clamp(min=1e-30)
         block, r = torch.linalg.qr(without(block))
-        spent = r.diagonal(dim1=-2, dim2=-1).abs() <= share * size
-        if not bool(spent.any()):
+        dependent = r.diagonal(dim1=-2, dim2=-1).abs() <= remaining * size
+        if not bool(dependent.any()):
             break
         drawn = torch.randn(block.shape, generator=generator, dtype=torch.float64).to(block)
-        block, share = torch.where(spent[..., None, :], drawn / drawn.norm(dim=-2, keepdim=True), block), 1e-2
-    # Once more: what was left of a column that lost nearly all is not orthogonal to rounding.
+        block = torch.where(dependent[..., None, :], drawn / drawn.norm(dim=-2, keepdim=True), block)
+        remaining = 1e-2
+    # Twice more: the remainder of a column that lost nearly all of its length is not orthogonal up to rounding.
     block = torch.linalg.qr(without(block))[0]
     return torch.linalg.qr(without(block))[0]  # type: ignore[no-any-return]  # torch does not say

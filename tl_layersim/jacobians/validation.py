@@ -1,4 +1,4 @@
-"""Refusals of models whose blocks cannot be differentiated, or have no skip connection."""
+"""Validation for Jacobians: models whose blocks cannot be differentiated or have no skip connection are refused."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..models.model_info import Model
 
-# Beyond this relative error finite differences measure rounding.
+# Largest relative error of finite differences.
 TOO_COARSE = 0.1
 
 
 def need_calls(model: Model, what: str, differences: bool) -> None:
-    """Refuse a model whose blocks cannot be differentiated, or have no residual branch."""
+    """Refuse a model whose blocks cannot be differentiated, or have no residual branch.
+
+    Args:
+        model: to be analyzed.
+        what: the analyzer or function, for the message.
+        differences: whether finite differences are taken, which need no gradients.
+
+    Raises:
+        LayersimError: blocks end in a norm, cannot be replayed, or are on a server that allows no gradients.
+    """
     if "post-norm" in model.basis:
         raise LayersimError(
-            f"The blocks of {model.name} have no residual branch: each ends in a layer norm, so block minus input is none.",
+            f"The blocks of {model.name} have no residual branch: each block ends in a layer norm.",
             given=model.basis,
             expected="pre-norm blocks, which add to the residual stream",
-            do="another model; CKA and Cosine read this one",
+            do="another model; CKA and Cosine accept this one",
         )
     if model.calls == "none":
         raise LayersimError(
-            f"{what} calls blocks again, which this source does not offer.",
+            f"{what} replays blocks, which this source does not offer.",
             given=f"{model.source}, whose views have no calls",
             expected="a TransformerLens, nnsight or Hugging Face model",
             do="in a source of your own: Model(calls=...), and views with calls while self.calling",
@@ -31,49 +40,59 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
         raise LayersimError(
             f"{what} differentiates blocks, and this server runs requests in a sandbox that weights stay out of.",
             given=model.source,
-            expected="a trusted server, or a method that needs values alone",
-            do="method='finite-difference': central differences, whose error the result states",
+            expected="a trusted server, or a method that needs no gradients",
+            do="method='finite-difference': central differences, whose error is the result's step_error",
         )
 
 
 def need_memory(memory_mb: float) -> None:
-    """Refuse a budget that is none."""
-    if not 0 < memory_mb < float("inf"):
-        raise LayersimError(
-            "Jacobians need some memory.", given=f"memory_mb={memory_mb}", expected="megabytes, above 0", do="memory_mb=1024"
-        )
-
-
-def refuse_trouble(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Refuse Jacobians of blocks that do something else when called again, or do not add to what they are given.
+    """Validate `memory_mb`.
 
     Args:
-        differs: `layer`, how often a block did not give what it had given.
-        no_skip: `layer`, how often what entered did not come through.
-        step_error: `layer`, of finite differences.
-        layers: residual layers, what enters block 0 first.
+        memory_mb: megabytes for products with Jacobians.
+
+    Raises:
+        LayersimError: it is not a finite number above 0.
     """
-    where = [name for name, n in zip(layers[1:], differs, strict=True) if n]
-    if where:
+    if not 0 < memory_mb < float("inf"):
         raise LayersimError(
-            "A block that is called again with its own arguments does not give what it gave.",
-            given=", ".join(where[:4]),
-            expected="blocks without dropout, caches or other state",
-            do="model.eval(), no torch.autocast around the call, and no hooks that change what blocks give from call to call",
+            "`memory_mb` must be above 0.", given=f"memory_mb={memory_mb}", expected="a finite number", do="memory_mb=1024"
         )
-    where = [name for name, n in zip(layers[1:], no_skip, strict=True) if n]
-    if where:
+
+
+def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
+    """Refuse Jacobians of blocks that cannot be replayed exactly, or have no skip connection.
+
+    Args:
+        differs: `layer`, number of replays whose output differs from the forward pass.
+        no_skip: `layer`, number of replays that do not add the input to the output.
+        step_error: `layer`, of finite differences.
+        layers: residual layers, the input of block 0 first.
+
+    Raises:
+        LayersimError: names the blocks.
+    """
+    failed = [name for name, n in zip(layers[1:], differs, strict=True) if n]
+    if failed:
         raise LayersimError(
-            "A block does not add to what it is given, so block minus input is no branch of it.",
-            given=f"{', '.join(where[:4])}: what enters does not come through",
+            "The replayed block differs from its output in the forward pass.",
+            given=", ".join(failed[:4]),
+            expected="blocks without dropout, caches or other state",
+            do="model.eval(), no torch.autocast around the call, and no hooks that change a block's output from call to call",
+        )
+    failed = [name for name, n in zip(layers[1:], no_skip, strict=True) if n]
+    if failed:
+        raise LayersimError(
+            "A block does not add its input to its output, so it has no residual branch.",
+            given=", ".join(failed[:4]),
             expected="pre-norm blocks, which add to the residual stream",
-            do="whole blocks in layers=, or another model; CKA and Cosine read this one",
+            do="whole blocks in layers=, or another model; CKA and Cosine accept this one",
         )
     coarse = [f"{name}: {float(e):.0%}" for name, e in zip(layers[1:], step_error, strict=True) if e > TOO_COARSE]
     if coarse:
         raise LayersimError(
             "Finite differences are too coarse for these blocks.",
-            given=f"a product changes with twice the step, {', '.join(coarse[:4])}",
+            given=f"relative change of a product with twice the step: {', '.join(coarse[:4])}",
             expected=f"a step_error of at most {TOO_COARSE:.0%}",
-            do="method='dense', on a trusted server if the model is on one; or weights in float32",
+            do="method='dense', for a remote model on a trusted server; or weights in float32",
         )

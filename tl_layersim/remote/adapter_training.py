@@ -36,7 +36,7 @@ Item = dict[str, Any]
 # Losses `layer`, summed over targets, and the number of targets.
 LossSums = tuple[Tensor, int]
 # Number of logits held at once.
-LOGITS = 2**23
+LOGITS_AT_ONCE = 2**23
 # AdamW with torch's defaults.
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01
 # Largest number of steps in a request.
@@ -149,7 +149,7 @@ def loss_and_gradient(
 def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
     """Summed cross-entropy of residuals `token d_model`, float64, and with `sloped` its derivative by them."""
     with torch.no_grad():
-        rows = max(1, LOGITS // unembed(x[:1]).shape[-1])
+        rows = max(1, LOGITS_AT_ONCE // unembed(x[:1]).shape[-1])
     total = torch.zeros((), dtype=torch.float64)
     slopes = []
     with torch.set_grad_enabled(sloped):

@@ -1,6 +1,6 @@
 """Stitching: the lower layers of one model joined by an adapter to the upper layers of another, and the loss that this costs.
 
-Other packages may import `StitchedModel` (`stitched_model`).
+Kinds of adapters are in `adapters`, one class per file. Other packages may import `StitchedModel` from `stitched_model`.
 """
 
 from .results import Interval, StitchGrid, StitchResult

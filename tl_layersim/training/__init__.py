@@ -1,4 +1,7 @@
-"""Training that makes every layer speak the last layer's language."""
+"""Aligned training: fine-tuning with the loss of every layer, adapters trained with it, and comparison of models by layer.
+
+Training objectives are in `objectives`, one class per file. No other package imports from here.
+"""
 
 from .comparison_results import GenerationQuality, LayerChange
 from .results import AlignedResult

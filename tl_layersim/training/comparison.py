@@ -18,10 +18,11 @@ from ..analyzers.exit_curve import THRESHOLDS, ExitCurve
 from ..analyzers.logit_lens import LogitLens
 from ..analyzers.neural_collapse import NeuralCollapse
 from ..analyzers.saturation import Saturation
+from ..core.argument_names import refuse_keywords
 from ..core.errors import LayersimError, as_fraction, warn
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
-from ..core.typed import refuse_keywords, typed
+from ..core.typed import typed
 from ..early_exit.api import EarlyExit
 from ..models.targets import usual_labels
 from ..remote.open import open_source

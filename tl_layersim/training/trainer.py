@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
+from ..core.argument_names import refuse_keywords
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError, warn
-from ..core.typed import refuse_keywords
 from ..data.labels import NO_LABEL
 from ..models.hooks import eval_mode
 from ..models.unembed import rounding

@@ -148,8 +148,8 @@ class ImageTrainingData(TrainingData):
         names = data.column_names if hasattr(data, "column_names") else list(data)
         own = next((name for name in LABELS if name in names), None)
         found = labels if labels is not None and not isinstance(labels, str) else None if own is None else data[own]
-        pixels = _tensor(data[PIXELS])
-        classes = None if found is None else _tensor(found)
+        pixels = _as_tensor(data[PIXELS])
+        classes = None if found is None else _as_tensor(found)
         if classes is None or pixels.dim() != 4 or classes.shape != pixels.shape[:1] or classes.is_floating_point():
             raise LayersimError(
                 "`data` with `pixel_values` must have one class for each image.",
@@ -183,7 +183,7 @@ class ImageTrainingData(TrainingData):
         return hashlib.sha256(b"|".join(parts)).hexdigest()
 
 
-def _tensor(values: Any) -> Tensor:
+def _as_tensor(values: Any) -> Tensor:
     return values if isinstance(values, Tensor) else torch.as_tensor(np.array(values))
 
 

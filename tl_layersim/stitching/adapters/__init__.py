@@ -7,7 +7,7 @@ from functools import cache
 
 from ...core.discovery import discovered
 from ...core.errors import LayersimError
-from ...core.typed import brief
+from ...core.wording import brief
 from .base import AdapterKind
 
 

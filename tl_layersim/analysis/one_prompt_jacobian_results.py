@@ -1,0 +1,148 @@
+"""Results of `block_jacobians` and `coupling_matrices`: Jacobians of blocks on one prompt, and their coupling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.results import Picture, Result, axes
+from ..core.typed import typed
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class BlockJacobians(Result):
+    """Jacobians of blocks without their skip connection, between tokens of one prompt. Tensors are float64.
+
+    Attributes:
+        values: `block pair output input`: d (block(X) - X)_{t_out} / d x_{t_in}; in a causal model 0 where t_in > t_out.
+        singular_values: `block pair direction`, all singular values in descending order.
+        step_error: `block`, of finite differences: relative change of a product with twice the step; 0 with gradients.
+        blocks: names of the chosen layers.
+        pairs: "t_in > t_out" of each pair, positions in the prompt.
+        tokens: the prompt's tokens as text.
+    """
+
+    values_name = "jacobian"
+    values: Float64[Tensor, "block pair output input"] = axes("block", "pair", "output", "input")
+    singular_values: Float64[Tensor, "block pair direction"] = axes("block", "pair", "direction")
+    step_error: Float64[Tensor, " block"] = axes("block")
+    blocks: tuple[str, ...]
+    pairs: tuple[str, ...]
+    tokens: tuple[str, ...]
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Labels of the `output` axis: numbers of the residual's dimensions."""
+        return tuple(range(self.values.shape[2]))
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Labels of the `input` axis: numbers of the residual's dimensions."""
+        return tuple(range(self.values.shape[3]))
+
+    @property
+    def directions(self) -> tuple[int, ...]:
+        """Labels of the `direction` axis: numbers of the singular values, from 1."""
+        return tuple(range(1, self.singular_values.shape[2] + 1))
+
+    def plot(self, field: str = "singular_values") -> plotly.graph_objects.Figure:
+        """A figure of the singular values by number, a line for each block and pair, on a logarithmic axis.
+
+        Args:
+            field: "singular_values", or another tensor field for the figure that every result has.
+        """
+        from ..reporting.curves import spectra
+
+        if field != "singular_values":
+            return super().plot(field)
+        labels = [f"{block}, {pair}" for block in self.blocks for pair in self.pairs]
+        return spectra(self.singular_values.flatten(0, 1).numpy(), labels)
+
+    def headline(self) -> dict[str, float]:
+        return {"largest singular value": float(self.singular_values.max())}
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CouplingMatrices(Result):
+    """Coupling of the Jacobians of one prompt's connections. A connection is a block, a varied token and a read token.
+
+    Tensors are float64. Entry (a, b) expresses the Jacobian of connection a in the singular basis of connection b.
+
+    Attributes:
+        values: `connection other`, mis-coupling m~ of each matrix; NaN where b has fewer than k singular values above rounding.
+        coupling: `connection other`, 1 - values.
+        null: `connection other`, as `values` with random orthonormal vectors in place of the singular vectors of b.
+        matrices: `connection other left right`, the matrices A = U' J V.
+        singular_values: `connection left`.
+        residual: `connection`, error of krylov's singular vectors, |J'u - s v| / s_1; 0 for the other methods.
+        step_error: `connection`, of finite differences, see `BlockJacobians`.
+        connections: "block: t_in > t_out" of each connection.
+        method: "dense", "krylov" or "finite-difference".
+        tokens: the prompt's tokens as text.
+    """
+
+    values_name = "miscoupling"
+    values: Float64[Tensor, "connection other"] = axes("connection", "other")
+    coupling: Float64[Tensor, "connection other"] = axes("connection", "other")
+    null: Float64[Tensor, "connection other"] = axes("connection", "other")
+    matrices: Float64[Tensor, "connection other left right"] = axes("connection", "other", "left", "right")
+    singular_values: Float64[Tensor, "connection left"] = axes("connection", "left")
+    residual: Float64[Tensor, " connection"] = axes("connection")
+    step_error: Float64[Tensor, " connection"] = axes("connection")
+    connections: tuple[str, ...]
+    method: str
+    tokens: tuple[str, ...]
+
+    pictures = (
+        Picture(
+            "matrices",
+            "Coupling matrices",
+            "|A| of each pair, divided by its largest entry; diagonal where two Jacobians have the same singular vectors "
+            "(Aubry et al. 2025, figures 2 to 4).",
+        ),
+    )
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Labels of the `other` axis."""
+        return self.connections
+
+    @property
+    def lefts(self) -> tuple[int, ...]:
+        """Labels of the `left` axis: numbers of the singular vectors, from 1."""
+        return tuple(range(1, self.matrices.shape[2] + 1))
+
+    @property
+    def rights(self) -> tuple[int, ...]:
+        """Labels of the `right` axis: numbers of the singular vectors, from 1."""
+        return self.lefts
+
+    def plot(self, field: str = "matrices") -> plotly.graph_objects.Figure:
+        """A figure of all |A|, a tile for each pair.
+
+        Args:
+            field: "matrices", or another tensor field for the figure that every result has.
+        """
+        from ..reporting.matrix import matrix_tiles
+
+        if field != "matrices":
+            return super().plot(field)
+        return matrix_tiles(self.matrices.abs().numpy(), self.connections, "Coupling matrices")
+
+    def headline(self) -> dict[str, float]:
+        other = ~torch.eye(len(self.values), dtype=torch.bool)
+        if not other.any():
+            return {"largest singular value": float(self.singular_values.max())}
+        return {
+            "coupling, mean over different connections": float(self.coupling[other].nanmean()),
+            "the same of random vectors": 1.0 - float(self.null[other].nanmean()),
+        }

@@ -1,0 +1,85 @@
+"""Sums of block coupling over prompts: the kernel of `BlockCoupling`.
+
+It is serialised by value and runs on servers too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupling, pick_method
+from ..models.view import View, row_ends
+
+# Number of ranges of prompt lengths: 1, 2 to 3, 4 to 7, ...
+OCTAVES = 21
+
+
+def block_coupling_kernel(
+    view: View,
+    *,
+    ks: tuple[int, ...],
+    positions: tuple[int, ...],
+    normalize: bool,
+    method: str,
+    diagonal: str,
+    memory_mb: float,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Sums over prompts of the coupling of all pairs of blocks.
+
+    Args:
+        view: activations of one batch, with the calls of the blocks.
+        ks: numbers of singular vectors.
+        positions: indices of the tokens of each prompt.
+        normalize: whether to sum m~ instead of m.
+        method: as in `BlockCoupling`.
+        diagonal: as in `BlockCoupling`.
+        memory_mb: as in `BlockCoupling`.
+        seed: as in `BlockCoupling`.
+    """
+    calls = view.calls
+    assert calls is not None
+    blocks, d_model = len(calls), view.residual.shape[-1]
+    ends = row_ends(view)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
+    at = torch.cat([ends + 1 + p if p < 0 else starts + p for p in positions]).to(calls[0].hidden.device)
+    row, token = view.sequence[at], view.position[at]
+    where = token[:, None].expand(-1, blocks)
+    chosen = pick_method(d_model, blocks, min(max(ks), d_model)) if method == "auto" else method
+    options = CouplingOptions(ks, chosen, diagonal, memory_mb, seed)
+    found = couple(calls, Connections(row, tuple(range(blocks)), where, where), options)
+    defined = found.defined
+    kept = defined.double()
+    values, random = (miscoupling(found.off, found.norm), found.null_miscoupling) if normalize else (found.off, found.null_off)
+    values, random = values * kept, random * kept
+    other = ~torch.eye(blocks, dtype=torch.bool, device=values.device) & defined[0]
+    # Mean coupling of each prompt; a single block has no pairs.
+    score = (float(normalize) - values[0]).where(other, 0.0).sum((1, 2)) / other.sum((1, 2)).clamp(min=1)
+    length = (view.position[ends] + 1).repeat(len(positions)).to(values.device)
+    octave = length.double().log2().floor().long().clamp(0, OCTAVES - 1)
+
+    def by_length(weights: Tensor) -> Tensor:
+        return torch.zeros(OCTAVES, dtype=torch.float64, device=weights.device).index_add(0, octave, weights)
+
+    with_pairs = other.any(-1).any(-1).double()
+    spectrum = found.singular_values.double()
+    return {
+        "samples": torch.tensor(len(row)),
+        "batches": torch.tensor(1),
+        "width": torch.tensor(len(row) * d_model),
+        "count": defined.sum(1),
+        "total": values.sum(1),
+        "square": values[0].square().sum(0),
+        "null": random.sum(1),
+        "spectrum": spectrum.sum(0),
+        "spectrum_square": spectrum.square().sum(0),
+        "residual": found.residual.sum(0),
+        "step_error": found.step_error.sum(0),
+        "general": found.whole_rows.long(),
+        "differs": found.failures & 1,
+        "no_skip": found.failures & 2,
+        "length_count": by_length(with_pairs).long(),
+        "length_total": by_length(score * with_pairs),
+        "length_square": by_length(score.square() * with_pairs),
+    }

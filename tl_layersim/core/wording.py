@@ -1,0 +1,69 @@
+"""Wording of error messages: values, calls and counts as short texts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+
+def brief(value: object) -> str:
+    """A value as a short text: its `repr` where that is short, else its type and size.
+
+    Args:
+        value: any object.
+
+    >>> brief([1, 2]), brief(["a long text"] * 40)
+    ('[1, 2]', 'a list of 40 str')
+    """
+    if isinstance(value, torch.nn.Module):
+        return type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None or isinstance(value, bool | int | float | complex):
+        return repr(value)[:40]
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 40 else f"{value[:30]!r}... ({len(value)} characters)"
+    kind = type(value).__name__
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        flat = all(item is None or isinstance(item, bool | int | float | str) for item in value)
+        if flat and len(value) <= 8 and len(repr(value)) <= 60 and not isinstance(value, dict):
+            return repr(value)
+        kinds = sorted({type(item).__name__ for item in list(value)[:100]})
+        return f"{with_article(kind)} of {len(value)}" + (f" {' and '.join(kinds[:3])}" if kinds else "")
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
+    text = repr(value)
+    return text if len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
+
+
+def call_text(name: str, arguments: Iterable[str]) -> str:
+    """A call as Python text, such as "analyze(model, data)".
+
+    Args:
+        name: of the call.
+        arguments: names of its arguments.
+    """
+    return f"{name}({', '.join(arguments)})"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in singular or plural, such as "no arguments" or "1 argument".
+
+    Args:
+        number: how many.
+        noun: in the singular.
+    """
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+
+
+def with_article(noun: str) -> str:
+    """A noun with its indefinite article.
+
+    Args:
+        noun: in the singular.
+    """
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

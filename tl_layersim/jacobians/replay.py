@@ -1,0 +1,87 @@
+"""Replay of a block: attention that can be differentiated twice, and checks of the output of a replayed block.
+
+All functions are serialised by value and run on NDIF servers too: torch and the standard library alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import attention
+
+from ..models.block_call import BlockCall
+
+# Largest relative difference between a block's output and its replay, by dtype of the model. Models in float64 compute
+# norms, rotations and softmax in float32.
+REPLAY_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+# Factor by which the skip-connection check lengthens a residual. The branch of a pre-norm block is the same for residuals of
+# this length and of twice this length, so the two outputs differ exactly as the residuals do.
+LENGTHENING = 1e4
+# Autograd nodes that pass a gradient on unchanged.
+IDENTITY_NODES = ("Alias", "Clone", "Index", "IndexPut", "Reshape", "ReshapeAlias", "ToCopy", "UnsafeView", "View")
+
+
+def lengthening(x: Tensor) -> Tensor:
+    """The factor that lengthens each residual: `LENGTHENING`, or less where the dtype would overflow.
+
+    Args:
+        x: `sample d_model`, residuals.
+
+    Returns:
+        `sample 1`.
+    """
+    largest = torch.finfo(x.dtype).max / 4 / x.norm(dim=-1, keepdim=True).double().clamp(min=1e-30)
+    factor: Tensor = largest.clamp(max=LENGTHENING).to(x.dtype)
+    return factor
+
+
+def adds_input(x: Tensor, y: Tensor) -> bool:
+    """Whether y is x plus something, according to the autograd graph: a path of sums and of operations that move numbers.
+
+    Args:
+        x: a leaf of the graph.
+        y: computed from it.
+    """
+    waiting, seen = [y.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) is x:
+            return True
+        name = node.name().removesuffix("0").removesuffix("Backward")
+        following = [one for one, _ in node.next_functions]
+        if name in IDENTITY_NODES or (name == "Add" and getattr(node, "_saved_alpha", 1) == 1):
+            waiting += following
+    return False
+
+
+def plain_attention() -> Any:
+    """A context in which attention is computed by matrix products and a softmax, which have second and batched derivatives."""
+    return attention.sdpa_kernel([attention.SDPBackend.MATH])
+
+
+def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the residuals a and b of every sample are equal up to the rounding of a dtype.
+
+    Args:
+        a: `sample d_model`, output of the replayed block.
+        b: `sample d_model`, output in the model's forward pass.
+        dtype: of the model's activations.
+    """
+    allowed = REPLAY_TOLERANCE.get(dtype, 8 * torch.finfo(dtype).eps)
+    return bool(((a - b).norm(dim=-1) <= allowed * b.norm(dim=-1)).all())
+
+
+def is_remote(call: BlockCall) -> bool:
+    """Whether the block's weights are in another process, where their dtype cannot be changed.
+
+    Args:
+        call: of the block.
+    """
+    module = getattr(call.block, "_module", call.block)
+    first = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
+    return first is not None and first.is_meta

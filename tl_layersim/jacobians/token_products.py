@@ -1,0 +1,137 @@
+"""Products with Jacobians by single-token replay: the block runs on the samples' tokens alone, one copy for each direction.
+
+All of it is serialised by value and runs on NDIF servers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..models.block_call import FewTokens
+from .replay import adds_input, lengthening, plain_attention
+
+# Largest difference between the single-token replay and the block's output in the full sequence, relative to the norm of the
+# block's update, plus a tolerance relative to the norm of the residual.
+UPDATE_TOLERANCE, RESIDUAL_TOLERANCE = 1e-4, 2e-6
+# Copies of a token in one replay: enough for large matrix products, few enough for the attention scores between them.
+MOST_COPIES = 128
+
+
+class TokenReplayMismatch(Exception):
+    """The single-token replay of this block differs from its output in the full sequence, or fails."""
+
+
+class TokenProducts:
+    """Products with the Jacobians of samples by single-token replay, with one copy of the token for each direction.
+
+    Args:
+        few: the block as a function of these tokens.
+        which: indices of the samples.
+        given: `sample d_model`, the block's output at the tokens that are read, computed on the full sequence.
+        memory: bytes for one product.
+    """
+
+    def __init__(self, few: FewTokens, which: Tensor, given: Tensor, memory: float) -> None:
+        self.few, self.which, self.given = few, which, given
+        samples, d = few.x.shape
+        # Rough memory of a copy: some tens of residuals, and the attention scores of d / 64 heads.
+        floats = samples * len(few.at[0]) * (48 * d + d // 16 * (few.pos + MOST_COPIES))
+        self.copies = max(1, min(MOST_COPIES, int(memory / (floats * few.x.dtype.itemsize))))
+        self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def graph(self, n: int) -> tuple[Tensor, Tensor]:
+        """Copies of the tokens and the block's output for them, kept for further products with as many directions.
+
+        Args:
+            n: number of copies.
+
+        Raises:
+            TokenReplayMismatch: the output of a copy differs from the block's output in the full sequence.
+        """
+        if n not in self.graphs:
+            x = self.few.x[:, None].repeat(1, n, 1)
+            with torch.enable_grad(), plain_attention():
+                y = self._replay(x.requires_grad_())
+            self._check(y.detach())
+            self.graphs[n] = x, y
+        return self.graphs[n]
+
+    def _replay(self, x: Tensor) -> Tensor:
+        try:
+            return self.few.block(x.shape[1])(x)
+        except torch.OutOfMemoryError:
+            # The full sequence would need more memory still.
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise TokenReplayMismatch from error
+
+    def _check(self, y: Tensor) -> None:
+        expected = self.given[:, None]
+        update = (expected - self.few.out[:, None]).norm(dim=-1)
+        allowed = UPDATE_TOLERANCE * update + RESIDUAL_TOLERANCE * expected.norm(dim=-1)
+        if y.shape[::2] != expected.shape[::2] or not bool(((y - expected).norm(dim=-1) <= allowed).all()):
+            raise TokenReplayMismatch
+
+    def lengthened_difference(self) -> Tensor:
+        """Output for the lengthened token at twice its length minus the output at its length, `sample d_model`.
+
+        An unchanged copy of the token runs beside the two and is checked.
+
+        Raises:
+            TokenReplayMismatch: the output of the unchanged copy differs from the block's output in the full sequence.
+        """
+        long = lengthening(self.few.x) * self.few.x
+        with torch.no_grad(), plain_attention():
+            y = self._replay(torch.stack([self.few.x, long, 2 * long], 1))
+        self._check(y[:, :1])
+        return y[:, 2] - y[:, 1]
+
+    def value(self) -> Tensor:
+        """The block's output at the tokens that are read, `sample d_model`."""
+        return self.given
+
+    def adds_input(self) -> bool:
+        """Whether the block's own operations add its input to something."""
+        return adds_input(*self.graph(1))
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """Products J'u of the block with its skip connection.
+
+        Args:
+            u: `sample d_model n`, n directions for each sample.
+        """
+        return self._in_chunks(u, self._transposed)
+
+    def forward(self, v: Tensor) -> Tensor:
+        """Products J v of the block with its skip connection.
+
+        Args:
+            v: `sample d_model n`, n directions for each sample.
+        """
+        return self._in_chunks(v, self._forward)
+
+    def _in_chunks(self, directions: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a product to equal chunks of `sample d_model n` directions; zeros fill up the last chunk."""
+        m = directions.shape[-1]
+        n = -(-m // -(-m // self.copies))
+        chunks = [directions[..., start : start + n] for start in range(0, m, n)]
+        images = [product(torch.nn.functional.pad(chunk, (0, n - chunk.shape[-1])).mT.contiguous()) for chunk in chunks]
+        return torch.cat(images, 1)[:, :m].mT
+
+    def _transposed(self, u: Tensor) -> Tensor:
+        x, y = self.graph(u.shape[1])
+        with plain_attention():
+            [image] = torch.autograd.grad(y, x, u, retain_graph=True)
+        return image
+
+    def _forward(self, v: Tensor) -> Tensor:
+        """J v as the derivative of J'u by u in direction v, which needs no forward-mode differentiation."""
+        x, y = self.graph(v.shape[1])
+        with torch.enable_grad(), plain_attention():
+            u = torch.zeros_like(y, requires_grad=True)
+            [back] = torch.autograd.grad(y, x, u, create_graph=True)
+            [image] = torch.autograd.grad(back, u, v)
+        return image
