@@ -7,6 +7,7 @@ This package and its type checkers are missing here, as they are on a server.
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 import linecache
@@ -184,8 +185,14 @@ async def status(http):
     return JSONResponse({"deployments": deployments})
 
 
+@functools.cache
+def local_env():
+    """Read once: nnsight reads the files of every installed package for it."""
+    return nnsight.ndif.get_local_env()
+
+
 async def environment(http):
-    found = nnsight.ndif.get_local_env()
+    found = local_env()
     return JSONResponse(found | {"packages": found["packages"] | SETTINGS["versions"]})
 
 

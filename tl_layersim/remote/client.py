@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from ..core.addresses import without_login
@@ -23,6 +24,14 @@ LOG = logging.getLogger("tl_layersim")
 
 def quiet(text: str) -> None:
     """Discard a message."""
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """The certificates that httpx trusts, read once: it reads them at every call otherwise."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 class NdifClient:
@@ -154,7 +163,7 @@ class NdifClient:
         import httpx
 
         try:
-            response = httpx.get(f"{self.host}{path}", timeout=httpx.Timeout(10.0, read=timeout))
+            response = httpx.get(f"{self.host}{path}", timeout=httpx.Timeout(10.0, read=timeout), verify=_tls())
             response.raise_for_status()
             return response.json()
         except httpx.HTTPStatusError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 CRITICAL = ("nnsight", "transformers", "torch")
@@ -38,14 +39,14 @@ def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
         status: the JSON of /status.
         env: the JSON of /env.
     """
-    from nnsight.ndif import EnvComparison, get_local_env
+    from nnsight.ndif import EnvComparison
 
     # Entries of other users' models may be empty; they must not fail this model.
     known = [entry for entry in status["deployments"].values() if isinstance(entry, dict)]
     entries = [entry for entry in known if entry.get("application_state") == "RUNNING"]
     own: dict[str, Any] = next((entry for entry in entries if entry.get("model_key") == model_key), {})
     limit = own.get("execution_timeout_seconds")
-    compared = EnvComparison(get_local_env(), env)
+    compared = EnvComparison(_local_env(), env)
     local, remote = compared.local_python, compared.remote_python
     differing = [f"Python {local} here, {remote} there"] if _minor(local) != _minor(remote) else []
     for package, versions in compared.critical_mismatches.items():
@@ -59,6 +60,15 @@ def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
         versions={"python": remote} | {name: str(packages[name]) for name in CRITICAL if name in packages},
         differences=tuple(differing),
     )
+
+
+@cache
+def _local_env() -> dict[str, Any]:
+    """Python and packages of this process; nnsight reads the files of every installed package for it, which takes a second."""
+    from nnsight.ndif import get_local_env
+
+    env: dict[str, Any] = get_local_env()
+    return env
 
 
 def _minor(version: Any) -> list[str]:
