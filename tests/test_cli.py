@@ -46,6 +46,22 @@ def test_with_no_argument_it_runs_on_the_demo(page):
     assert report["cka"].provenance.tokens == 2048
 
 
+def test_an_option_of_an_analyzer_reaches_the_result(tmp_path):
+    options = ["--option", "cka.minibatch=64", "--option", "cosine.center=none"]
+    done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)
+    assert done.exit_code == 0, done.output
+    report = lsim.load_report(tmp_path / "report.safetensors")
+    assert report["cka"].provenance.options["minibatch"] == 64
+    assert report["cosine"].provenance.options["center"] == "none"
+
+
+def test_an_option_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
+    done = run("report", "--out", tmp_path / "out", "--option", "cka.minibach=64")
+    assert done.exit_code != 0
+    assert "cka.minibatch=64" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_of_weights_and_a_text_file(tmp_path):
     model = tiny_llama()
     model.save_pretrained(tmp_path / "model")

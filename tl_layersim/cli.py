@@ -44,6 +44,10 @@ def report(
     analyzers: Annotated[
         str, typer.Option(help="Names of analyzers, separated by commas; `tl-layersim analyzers` lists them.")
     ] = "cosine,cka",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="Option of an analyzer, as name.option=value: --option cka.minibatch=128. May be repeated."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = 65536,
     seq_len: Annotated[int | None, typer.Option(help="Longest row of tokens. Default: 256, or the model's context.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a forward pass.")] = 16,
@@ -72,6 +76,7 @@ def report(
     """Measure a model on data, and write an HTML report and a file with the numbers."""
     from .analysis.engine import analyze
     from .analysis.validation import choose_analyzers
+    from .analyzers.options import with_options
     from .demo import demo_model, demo_text
 
     if demo_pair:
@@ -81,7 +86,8 @@ def report(
 
     _refuse_missing_device(device)
     # The names of analyzers are checked before the model is loaded.
-    chosen = list(choose_analyzers([name.strip() for name in analyzers.split(",") if name.strip()]).values())
+    named = choose_analyzers([name.strip() for name in analyzers.split(",") if name.strip()])
+    chosen = list(with_options(named, option or []).values())
     _make(out)
     read = demo_text() if data is None else _read_data(data, split)
     is_text = isinstance(read, list)

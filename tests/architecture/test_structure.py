@@ -8,9 +8,8 @@ import pytest
 
 from . import measure
 
-# Files and functions that are over a limit, each with what it may have at most. Nothing may be added.
-LONG_FILES: dict[str, int] = {}
-MOST_LONG_FUNCTIONS = 10
+# Functions over the limit today; the number may only fall.
+MOST_LONG_FUNCTIONS = 5
 # Public functions; the internal ones are counted.
 PUBLIC = {
     "analysis.engine.analyze",
@@ -29,8 +28,6 @@ PUBLIC = {
     "training.api.finetune_aligned",
     "training.comparison.evaluate_layers",
 }
-MOST_WIDE_INTERNAL = 6
-MOST_TWO_MEANINGS = 18
 
 
 def test_twelve_packages_and_the_command_line_stand_at_the_top():
@@ -56,21 +53,19 @@ def test_a_package_lists_the_modules_that_others_import():
 
 
 def test_files_hold_one_idea():
-    over = dict(line.rsplit(": ", 1) for line in measure.long_files())
-    assert {path for path, lines in over.items() if int(lines) > LONG_FILES.get(path, measure.MOST_LINES)} == set()
+    assert measure.long_files() == []
 
 
 def test_internal_functions_take_few_parameters():
-    internal = [line for line in measure.wide() if line.split(":")[0] not in PUBLIC]
-    assert len(internal) <= MOST_WIDE_INTERNAL, internal
+    assert [line for line in measure.wide() if line.split(":")[0] not in PUBLIC] == []
 
 
 def test_functions_are_short():
     assert len(measure.long_functions()) <= MOST_LONG_FUNCTIONS, measure.long_functions()
 
 
-def test_names_with_two_meanings_do_not_spread():
-    assert len(measure.two_meanings()) <= MOST_TWO_MEANINGS, measure.two_meanings()
+def test_no_name_has_two_meanings():
+    assert measure.two_meanings() == []
 
 
 def test_one_file_registers_hooks_and_stops_forward_passes():

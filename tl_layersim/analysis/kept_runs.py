@@ -1,4 +1,4 @@
-"""Saved runs on servers: the model, the sums of the first pass and the jobs, from notes and tensors of a resumable file."""
+"""Runs on servers that are not waited for: what their jobs compute, and how a file keeps and restores them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
+from ..analyzers import find_analyzers
+from ..analyzers.base import Analyzer, code_digest
+from ..core.errors import LayersimError
 from ..core.field_types import refuse_other_types
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..models.model_info import Model
 from ..models.source import PartialSums
 from ..models.unembed import Head
+from ..models.view import Kernel
 from .data_pass import Step
 
 
@@ -22,16 +26,16 @@ class Job:
     """One request that was sent.
 
     Attributes:
-        id: the server's name for it.
-        batches: what it was sent; empty once its answer is here.
-        steps: how the tally stands after each of its batches.
-        parts: its answer.
-        state: the server's last word on it; ERROR too for an answer that is none.
-        failure: why it failed.
-        halve: whether it was too long.
-        final: the refusal that sending it again would not change.
-        attempts: how often it was sent.
-        silent_since: since when the server knows nothing of it.
+        id: name of the job on the server.
+        batches: data of the request; empty once its sums have arrived.
+        steps: counts of the tally after each of its batches.
+        parts: sums that were returned.
+        state: last state that the server reported; ERROR also for a reply that cannot be read.
+        failure: reason of the failure.
+        halve: whether the job exceeded the server's time limit.
+        final: an error that another attempt would not change.
+        attempts: number of times that the request was sent.
+        silent_since: time since which the server does not know the job.
     """
 
     id: str
@@ -44,6 +48,27 @@ class Job:
     final: Exception | None = None
     attempts: int = 1
     silent_since: float | None = None
+
+
+@dataclass(frozen=True)
+class SubmittedAnalysis:
+    """What the jobs of a run compute, and what their report records.
+
+    Attributes:
+        model: description of the model.
+        analyzers: by name.
+        kernels: of the analyzers.
+        first: sums of the first pass, by analyzer.
+        settings: how data and model were opened.
+        record: when and where the jobs were sent, and the traffic so far.
+    """
+
+    model: Model
+    analyzers: Mapping[str, Analyzer]
+    kernels: Mapping[str, Kernel]
+    first: Mapping[str, Sums]
+    settings: Mapping[str, Any]
+    record: Mapping[str, Any]
 
 
 # The model, the sums of the first pass by analyzer, and the jobs.
@@ -128,3 +153,32 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def recipe_of(analyzer: Analyzer) -> dict[str, Any]:
+    """Class, options and digest of the code of an analyzer, as a file keeps them."""
+    cls = type(analyzer)
+    where = f"{cls.__module__}.{cls.__qualname__}"
+    return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}
+
+
+def analyzer_of(name: str, recipe: Mapping[str, Any]) -> Analyzer:
+    """An analyzer from the options in a file. Only installed analyzers are restored: no class is imported by a file's name."""
+    cls = find_analyzers().get(name)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
+    if cls is None or f"{cls.__module__}.{cls.__qualname__}" != recipe["class"]:
+        restored = None
+    else:
+        try:
+            restored = cls(**options)
+        except LayersimError:
+            # A tensor of labels is only a digest in the file.
+            restored = None
+    if restored is None or recipe_of(restored) != recipe:
+        raise LayersimError(
+            f"The analyzer {name!r} of the run cannot be restored from the file.",
+            given=f"{recipe['class']} with {recipe['options']}",
+            expected="the analyzers as they were given to analyze()",
+            do="lsim.load_run(path, analyzers=[...])",
+        )
+    return restored

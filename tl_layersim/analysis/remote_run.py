@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..analyzers import find_analyzers
-from ..analyzers.base import Analyzer, code_digest
+from ..analyzers.base import Analyzer
 from ..core.addresses import shown
 from ..core.errors import LayersimError, without_secrets
 from ..core.pairwise_summation import BLOCK
@@ -34,7 +33,7 @@ from ..remote.open import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
 from .data_pass import PassReader, PassState, take_steps
-from .kept_runs import Job, KeptRun, parsed
+from .kept_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, parsed, recipe_of
 from .report_assembly import make_report
 from .validation import AnalyzersArgument, choose_analyzers
 
@@ -65,26 +64,15 @@ class RemoteRun:
     """
 
     def __init__(
-        self,
-        source: RemoteSource | None,
-        model: Model,
-        analyzers: Mapping[str, Analyzer],
-        kernels: Mapping[str, Kernel],
-        first: Mapping[str, Sums],
-        settings: Mapping[str, Any],
-        jobs: list[Job],
-        ndif: NdifClient,
-        record: Mapping[str, Any],
+        self, analysis: SubmittedAnalysis, jobs: list[Job], ndif: NdifClient, source: RemoteSource | None = None
     ) -> None:
-        self.server, self.analyzers = ndif.name, dict(analyzers)
-        self._source, self._model, self._kernels, self._first = source, model, dict(kernels), dict(first)
-        self._settings, self._jobs, self._ndif = dict(settings), jobs, ndif
-        self._record = dict(record)
+        self.server, self.analyzers = ndif.name, dict(analysis.analyzers)
+        self._analysis, self._jobs, self._ndif, self._source = analysis, jobs, ndif, source
         self._unreached: tuple[float, str] | None = None
 
     def __repr__(self) -> str:
         states = ", ".join(f"{number} {state.lower()}" for state, number in sorted(self._count().items()))
-        return f"RemoteRun({self._model.name} at {self.server}: {len(self._jobs)} jobs, {states})"
+        return f"RemoteRun({self._analysis.model.name} at {self.server}: {len(self._jobs)} jobs, {states})"
 
     def _count(self) -> Counter[str]:
         return Counter(job.state for job in self._jobs)
@@ -152,18 +140,20 @@ class RemoteRun:
                     "counts": [part.count for part in job.parts],
                 }
             )
-        for name, held in self._first.items():
+        for name, held in self._analysis.first.items():
             tensors |= {f"first/{name}/{key}": value for key, value in held.fields.items()}
         header = {
             "server": self.server,
-            "model": {f.name: getattr(self._model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "head")}
-            | {"head": None if self._model.head is None else asdict(self._model.head)},
+            "model": {
+                f.name: getattr(self._analysis.model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "head")
+            }
+            | {"head": None if self._analysis.model.head is None else asdict(self._analysis.model.head)},
             "model_key": without_secrets(self._ndif.model_key),
-            "analyzers": {name: _recipe(analyzer) for name, analyzer in self.analyzers.items()},
-            "settings": self._settings,
-            "first": list(self._first),
+            "analyzers": {name: recipe_of(analyzer) for name, analyzer in self.analyzers.items()},
+            "settings": self._analysis.settings,
+            "first": list(self._analysis.first),
             "jobs": jobs,
-            "record": {**self._record, "before": self._traffic()},
+            "record": {**self._analysis.record, "before": self._traffic()},
             "version": version("tl_layersim"),
         }
         ResumableFile(path, KIND).write(header, tensors)
@@ -188,7 +178,7 @@ class RemoteRun:
         try:
             parts = partial_sums((reply.result or {}).get("found") or [])
             for part in parts:
-                refuse_not_finite(part.not_finite, [self._model.layers], f"job {job.id}")
+                refuse_not_finite(part.not_finite, [self._analysis.model.layers], f"job {job.id}")
         except LayersimError as error:
             job.state, job.failure, job.final = "ERROR", str(error), error
             return
@@ -227,7 +217,7 @@ class RemoteRun:
         fresh = []
         for piece in (job.batches[:half], job.batches[half:]):
             if piece:
-                name = self._source.send(piece, self._kernels)
+                name = self._source.send(piece, self._analysis.kernels)
                 fresh.append(Job(name, piece, take_steps(steps, len(piece)), attempts=attempts))
         fresh[-1].steps += steps
         where = self._jobs.index(job)
@@ -240,13 +230,20 @@ class RemoteRun:
             state.add(job.parts)
             state.add_unmeasured()
         state.close()
-        tally = replace(state.tally, seconds=time.time() - self._record["sent"])
-        place = {**self._record["place"], **self._traffic()}
-        return make_report(self.analyzers, [self._model], tally, tally.sums, self._first, {**self._settings, "remote": [place]})
+        tally = replace(state.tally, seconds=time.time() - self._analysis.record["sent"])
+        place = {**self._analysis.record["place"], **self._traffic()}
+        return make_report(
+            self.analyzers,
+            [self._analysis.model],
+            tally,
+            tally.sums,
+            self._analysis.first,
+            {**self._analysis.settings, "remote": [place]},
+        )
 
     def _traffic(self) -> dict[str, int]:
         """Numbers of requests and bytes, those of earlier processes included."""
-        ndif, before = self._ndif, self._record["before"]
+        ndif, before = self._ndif, self._analysis.record["before"]
         now = {"requests": ndif.requests, "bytes_sent": ndif.sent, "bytes_received": ndif.received}
         return {name: before[name] + value for name, value in now.items()}
 
@@ -292,7 +289,8 @@ def start(
         )
     settings = {**settings, **batches.row_counts()}
     record = {"sent": sent, "place": source.record(), "before": {"requests": 0, "bytes_sent": 0, "bytes_received": 0}}
-    return RemoteRun(source, source.model, analyzers, kernels, first, settings, jobs, source.ndif, record)
+    analysis = SubmittedAnalysis(source.model, analyzers, kernels, first, settings, record)
+    return RemoteRun(analysis, jobs, source.ndif, source)
 
 
 @typed
@@ -323,10 +321,10 @@ def load_run(
 
     header, (described, first, jobs) = ResumableFile(path, KIND).read(parse)
     if analyzers is None:
-        chosen = {name: _rebuilt(name, recipe) for name, recipe in header["analyzers"].items()}
+        chosen = {name: analyzer_of(name, recipe) for name, recipe in header["analyzers"].items()}
     else:
         chosen = choose_analyzers(analyzers)
-    given = {name: _recipe(analyzer) for name, analyzer in chosen.items()}
+    given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
     if given != header["analyzers"]:
         raise LayersimError(
             "`analyzers` are not those of the run.",
@@ -357,33 +355,5 @@ def load_run(
                 do="load the same model from the same place, revision and adapter included",
             )
         source, ndif = opened, opened.ndif
-    return RemoteRun(source, described, chosen, kernels, first, settings, jobs, ndif, header["record"])
-
-
-def _recipe(analyzer: Analyzer) -> dict[str, Any]:
-    """Class, options and digest of the code of an analyzer, as a file keeps them."""
-    cls = type(analyzer)
-    where = f"{cls.__module__}.{cls.__qualname__}"
-    return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}
-
-
-def _rebuilt(name: str, recipe: Mapping[str, Any]) -> Analyzer:
-    """An analyzer from the options in a file. Only installed analyzers are restored: no class is imported by a file's name."""
-    cls = find_analyzers().get(name)
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
-    if cls is None or f"{cls.__module__}.{cls.__qualname__}" != recipe["class"]:
-        restored = None
-    else:
-        try:
-            restored = cls(**options)
-        except LayersimError:
-            # A tensor of labels is only a digest in the file.
-            restored = None
-    if restored is None or _recipe(restored) != recipe:
-        raise LayersimError(
-            f"The analyzer {name!r} of the run cannot be restored from the file.",
-            given=f"{recipe['class']} with {recipe['options']}",
-            expected="the analyzers as they were given to analyze()",
-            do="lsim.load_run(path, analyzers=[...])",
-        )
-    return restored
+    analysis = SubmittedAnalysis(described, chosen, kernels, first, settings, header["record"])
+    return RemoteRun(analysis, jobs, ndif, source)

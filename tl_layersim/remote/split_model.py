@@ -48,7 +48,9 @@ class RemoteSplitModel(SplitModel):
 
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
         h = h.cpu()
-        return self.source.request(lambda at: _moments(*self._inputs(batch, at), layer, moments_of, batch.attention, h))
+        return self.source.request(
+            lambda at: _moments_in_trace(*self._inputs(batch, at), layer, moments_of, batch.attention, h)
+        )
 
     def _narrowed(self, x: Tensor) -> Tensor:
         """The residual in the dtype of the remote model, so that no more bytes than needed are sent."""
@@ -107,7 +109,7 @@ def _loss_and_gradient(
     return saved
 
 
-def _moments(
+def _moments_in_trace(
     model: Any,
     blocks: list[Any],
     tokens: Tensor,

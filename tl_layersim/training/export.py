@@ -162,7 +162,7 @@ def export_bridge(bridge: Any, batch: TrainingBatch) -> nn.Module:
     for name, part in inner.named_modules(remove_duplicate=False):
         path = plain_name(name)
         if hasattr(part, "split_qkv_matrix") and path in paths:
-            found |= {f"{path}.{key}": value for key, value in _joined(part, paths[path]).items()}
+            found |= {f"{path}.{key}": value for key, value in _joined_weights(part, paths[path]).items()}
     missing, _ = fresh.load_state_dict(found, strict=False)
     device = next(inner.parameters()).device
     fresh = fresh.to(device).eval()
@@ -181,7 +181,7 @@ def export_bridge(bridge: Any, batch: TrainingBatch) -> nn.Module:
     return fresh
 
 
-def _joined(part: Any, fresh: nn.Module) -> dict[str, Tensor]:
+def _joined_weights(part: Any, fresh: nn.Module) -> dict[str, Tensor]:
     """Fused weights from their split copies, by the name of the parameter in the fresh attention.
 
     The place of each number follows from splitting the numbers 0, 1, 2, ... in place of weights.
