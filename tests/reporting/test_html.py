@@ -23,7 +23,7 @@ def test_a_report_is_a_mapping_with_a_page(report, tmp_path):
     with pytest.raises(KeyError, match="it has cosine, cka"):
         report["lens"]
     page = report.to_html(tmp_path / "report.html").read_text()
-    for part in ("theorem 2.1", "figure 11", "Nguyen", "data", report["cka"].provenance.data):
+    for part in ("Theorem 2.1", "figure 11", "Nguyen", "data", report["cka"].provenance.data):
         assert part in page
     # One file and no network: nothing is loaded from anywhere.
     assert 'src="http' not in page
