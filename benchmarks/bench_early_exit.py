@@ -26,8 +26,8 @@ import tl_layersim as lsim
 from tl_layersim.early_exit.api import EarlyExit
 from tl_layersim.early_exit.costs import ExitCosts, plan_for
 from tl_layersim.early_exit.frequent_tokens import frequent_tokens
+from tl_layersim.early_exit.measured_costs import seconds_of
 from tl_layersim.early_exit.results import Generated
-from tl_layersim.early_exit.timing import seconds_of
 
 THRESHOLDS = (0.5, 0.7, 0.9, 0.97)
 

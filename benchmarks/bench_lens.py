@@ -29,7 +29,7 @@ from tl_layersim.core import Sums
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.options import DataOptions
 from tl_layersim.models import View
-from tl_layersim.models.layer_logits import read_lens, saturation_layers
+from tl_layersim.models.chunked_logit_lens import read_lens, saturation_layers
 from tl_layersim.models.view import reduce
 from tl_layersim.remote.open import open_source
 

@@ -31,7 +31,9 @@ from tl_layersim.data.batches import Batch, Batches
 from tl_layersim.data.options import DataOptions
 from tl_layersim.remote.open import open_split_model
 from tl_layersim.stitching.activation_store import ActivationStore
-from tl_layersim.stitching.fitting import Trained, descend, least_squares, start_of
+from tl_layersim.stitching.adapters import adapter_kind
+from tl_layersim.stitching.fitting import BackLoss, Trained, descend, least_squares, start_of
+from tl_layersim.stitching.progress import Progress
 
 ROWS, LENGTH = 4, 128
 PATIENCE = 12
@@ -105,9 +107,9 @@ class Steps:
         with front.evaluating(), back.evaluating(), self.acts.keep(None):
             start = start_of(adapter_kind("affine"), *self.weight.shape).float()
             settings = lsim.StitchTraining(steps=2, relative=False)
-            wanted = [self.acts.batches[0].next_tokens]
+            loss = BackLoss(self.acts, back, self.layer, [self.acts.batches[0].next_tokens])
             note = lambda _: ends.append(time.perf_counter())  # noqa: E731
-            descend(start, self.acts, back, self.layer, wanted, settings, 0, Trained(), note, "steps")
+            descend(start, loss, settings, 0, Trained(), note, Progress(None, {}))
         self.seconds = ends[1] - ends[0]
 
 
@@ -181,10 +183,10 @@ def race(front: Any, back: Any, tokens: Tensor, layer: int) -> str:
 
         with acts.keep(None):
             try:
-                wanted = [b.next_tokens for b in batches]
+                loss = BackLoss(acts, models[1], layer, [b.next_tokens for b in batches])
                 settings = lsim.StitchTraining(steps=100_000, warmup=50)
-                start = start_of(adapter_kind("affine"), d, d).float()
-                descend(start, acts, models[1], layer, wanted, settings, 0, Trained(), watch, "race")
+                identity = start_of(adapter_kind("affine"), d, d).float()
+                descend(identity, loss, settings, 0, Trained(), watch, Progress(None, {}))
             except Reached:
                 pass
         trained = time.perf_counter() - start

@@ -10,13 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .analysis.api import analyze, compare
     from .analysis.attach import attach
-    from .analysis.capabilities import capabilities
-    from .analysis.engine import analyze, compare
-    from .analysis.one_prompt import prediction_grid, trajectory_pca
+    from .analysis.coupling_across_models import plot_adjacency, plot_sweep, relate
+    from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
-    from .analysis.regression import plot_adjacency, plot_sweep, relate
     from .analysis.remote_run import load_run
+    from .analysis.server_capabilities import capabilities
     from .analyzers import find_analyzers
     from .analyzers.block_coupling import BlockCoupling
     from .analyzers.cka import CKA
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from .training.adapters import AlignedAdapters
     from .training.aligned_loss import aligned_loss
     from .training.api import finetune_aligned
-    from .training.comparison import evaluate_layers
+    from .training.hugging_face_trainer import AlignedTrainer
+    from .training.layer_evaluation import evaluate_layers
     from .training.settings import AlignedTraining
-    from .training.trainer import AlignedTrainer
 
 _HOME = {
     "analysis.attach": ("attach",),
-    "analysis.capabilities": ("capabilities",),
-    "analysis.engine": ("analyze", "compare"),
-    "analysis.one_prompt": ("prediction_grid", "trajectory_pca"),
+    "analysis.server_capabilities": ("capabilities",),
+    "analysis.api": ("analyze", "compare"),
+    "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
-    "analysis.regression": ("plot_adjacency", "plot_sweep", "relate"),
+    "analysis.coupling_across_models": ("plot_adjacency", "plot_sweep", "relate"),
     "analysis.remote_run": ("load_run",),
     "analyzers": ("find_analyzers",),
     "core.errors": ("LayersimError", "LayersimWarning"),
@@ -69,9 +69,9 @@ _HOME = {
     "training.adapters": ("AlignedAdapters",),
     "training.aligned_loss": ("aligned_loss",),
     "training.api": ("finetune_aligned",),
-    "training.comparison": ("evaluate_layers",),
+    "training.layer_evaluation": ("evaluate_layers",),
     "training.settings": ("AlignedTraining",),
-    "training.trainer": ("AlignedTrainer",),
+    "training.hugging_face_trainer": ("AlignedTrainer",),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

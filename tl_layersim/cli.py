@@ -74,9 +74,9 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for report.html and report.safetensors.")] = Path("layersim-report"),
 ) -> None:
     """Measure a model on data, and write an HTML report and a file with the numbers."""
-    from .analysis.engine import analyze
+    from .analysis.api import analyze
     from .analysis.validation import choose_analyzers
-    from .analyzers.options import with_options
+    from .analyzers.text_options import with_options
     from .demo import demo_model, demo_text
 
     if demo_pair:
@@ -151,7 +151,7 @@ def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> N
 def _report_demo_pair(model: str | None, data: str | None, split: str, reading: dict[str, Any], out: Path) -> None:
     """Compare the two demo models, layer by layer."""
     from .demo import demo_model, demo_text
-    from .training.comparison import evaluate_layers
+    from .training.layer_evaluation import evaluate_layers
 
     if model is not None:
         raise LayersimError(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import resumable
+from tl_layersim.core import resumable_file
 from tl_layersim.models.hooked import HookedSource
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -64,7 +64,7 @@ def test_a_killed_process_loses_at_most_the_time_between_saves(tmp_path):
             f"""
             import time
             import tl_layersim as lsim
-            from tl_layersim.core import resumable as checkpoint
+            from tl_layersim.core import resumable_file as checkpoint
             from tl_layersim.models.hooked import HookedSource
             from tests.tiny_models import random_tokens, tiny_llama
             checkpoint.SECONDS_BETWEEN_SAVES = 0.0
@@ -124,7 +124,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tl_layersim.core.storage.os.fsync", full)
-    monkeypatch.setattr(resumable, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(resumable_file, "SECONDS_BETWEEN_SAVES", 0.0)
     path = tmp_path / "run.safetensors"
     with pytest.warns(lsim.LayersimWarning, match=r"goes on without a new checkpoint(.|\n)*No space left"):
         report = lsim.analyze(tiny_llama(), random_tokens(8, 11), "cka", checkpoint=path)

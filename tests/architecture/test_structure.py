@@ -12,9 +12,9 @@ from . import measure
 MOST_LONG_FUNCTIONS = 5
 # Public functions; the internal ones are counted.
 PUBLIC = {
-    "analysis.engine.analyze",
-    "analysis.engine.compare",
-    "analysis.one_prompt.prediction_grid",
+    "analysis.api.analyze",
+    "analysis.api.compare",
+    "analysis.one_prompt_figures.prediction_grid",
     "analysis.one_prompt_jacobians.block_jacobians",
     "analysis.one_prompt_jacobians.coupling_matrices",
     "cli.report",
@@ -26,7 +26,7 @@ PUBLIC = {
     "training.adapter_api.train_adapters",
     "training.aligned_loss.aligned_loss",
     "training.api.finetune_aligned",
-    "training.comparison.evaluate_layers",
+    "training.layer_evaluation.evaluate_layers",
 }
 
 
@@ -84,6 +84,6 @@ def test_model_libraries_are_imported_when_they_are_needed(path):
             assert name != "pickle"
             if name in ("transformer_lens", "nnsight"):
                 package = measure.package_of(measure.dotted(path))
-                # `core.typed` looks at nnsight only when it was imported already.
-                assert package in ("models", "remote", "analysis", "training") or measure.dotted(path) == "core.typed"
+                # `core.argument_checks` looks at nnsight only when it was imported already.
+                assert package in ("models", "remote", "analysis", "training") or measure.dotted(path) == "core.argument_checks"
                 assert id(node) not in at_top, f"{path} imports {name} before it is needed"

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import kept_runs
+from tl_layersim.analysis import submitted_runs
 from tl_layersim.analysis.checkpoint import tallies_of
 from tl_layersim.core import LayerCurve, storage
-from tl_layersim.core.resumable import ResumableFile
+from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.stitching.experiment import StitchRun, _read_training
 from tl_layersim.stitching.progress import Progress
 from tl_layersim.training.state import open_training_file, state_of
@@ -35,7 +35,7 @@ def read_checkpoint(path: Path) -> Any:
         return [stitches.get(key, StitchRun.read if stitches.done(key) else _read_training) for key in stitches._notes]
     if kind == "training":
         return open_training_file(path, identity).read(state_of)
-    return ResumableFile(path, kind).read(kept_runs.parsed)
+    return ResumableFile(path, kind).read(submitted_runs.parsed)
 
 
 CHECKPOINTS = sorted(path.name for path in FILES.iterdir() if path.suffix in (".checkpoint", ".run"))

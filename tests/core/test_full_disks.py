@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import tl_layersim as lsim
 from tl_layersim.cli import app
-from tl_layersim.core import resumable, storage
+from tl_layersim.core import resumable_file, storage
 from tl_layersim.models import View
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -49,7 +49,7 @@ def full_disk(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(storage.os, "fsync", full)
-    monkeypatch.setattr(resumable, "SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr(resumable_file, "SECONDS_BETWEEN_SAVES", 0.0)
 
 
 @each_call
@@ -73,7 +73,7 @@ def test_an_interrupt_on_a_full_disk_is_still_an_interrupt(call, tmp_path, full_
     for name in (
         "analysis.data_pass.PassState.add",
         "stitching.experiment.StitchExperiment._evaluate",
-        "training.fine_tuning.FineTuning._loss_and_gradients",
+        "training.fine_tuning_steps.FineTuning._loss_and_gradients",
         "training.adapter_steps.AdapterSteps.apply",
     ):
         monkeypatch.setattr(f"tl_layersim.{name}", interrupted)

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tl_layersim.core import resumable
+from tl_layersim.core import resumable_file
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.core.resumable import ResumableFile
+from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.core.shuffle import Shuffle
 from tl_layersim.core.training_loop import TrainingSteps, run_steps
 
@@ -87,8 +87,8 @@ def test_a_training_may_record_its_end_in_place_of_raising():
 
 
 def test_the_state_is_saved_when_that_is_due_and_by_the_leading_process_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(resumable, "SECONDS_BETWEEN_SAVES", 0)
-    monkeypatch.setattr(resumable, "SAVE_SPACING", 0)
+    monkeypatch.setattr(resumable_file, "SECONDS_BETWEEN_SAVES", 0)
+    monkeypatch.setattr(resumable_file, "SAVE_SPACING", 0)
     for leads in (True, False):
         file = ResumableFile(tmp_path / str(leads), "training", {})
         training, made = Summing(), []

@@ -7,7 +7,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import Sums
-from tl_layersim.jacobians.validation import TOO_COARSE
+from tl_layersim.jacobians.supported_blocks import TOO_COARSE
 from tl_layersim.models.view import reduce
 
 from ..tiny_models import random_tokens, tiny_llama

@@ -37,7 +37,7 @@ def test_finite_differences_of_what_has_no_effect():
 
 def test_finite_differences_that_measure_rounding_are_refused():
     model = tiny_llama(dtype=torch.bfloat16)
-    from tl_layersim.jacobians.validation import refuse_failed_replay
+    from tl_layersim.jacobians.supported_blocks import refuse_failed_replay
 
     none = torch.zeros(2)
     refuse_failed_replay(none, none, torch.tensor([0.0, 0.05]), ("embed", "a", "b"))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tl_layersim as lsim
-from tl_layersim.jacobians.products import Jacobian
+from tl_layersim.jacobians.jacobian import Jacobian
 from tl_layersim.models.block_call import Widened
 
 from ..tiny_models import random_tokens, tiny_llama

@@ -9,7 +9,7 @@ import transformers
 
 import tl_layersim as lsim
 from tl_layersim.models import View
-from tl_layersim.models.layer_logits import read_lens
+from tl_layersim.models.chunked_logit_lens import read_lens
 from tl_layersim.models.unembed import Unembed
 
 from ..tiny_models import hidden_states, tiny_tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.remote import client as ndif
-from tl_layersim.remote import jobs
+from tl_layersim.remote import job_backend
 
 from ..ndif.client import equal, rows
 from ..ndif.server import free_ports
@@ -92,7 +92,7 @@ def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
 
 def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
     # Nothing more is said, and the server is gone without a word: what a cut cable looks like.
-    monkeypatch.setattr(jobs, "SILENCE", 0.3)
+    monkeypatch.setattr(job_backend, "SILENCE", 0.3)
     asked = []
 
     def gone(self, path, timeout=30.0):
@@ -103,7 +103,7 @@ def test_a_connection_that_has_gone_silent_is_noticed(small, monkeypatch):
     monkeypatch.setattr(ndif.NdifClient, "get", gone)
     display.refresh()
     time.sleep(0.4)
-    with pytest.raises(jobs.ConnectionStalled):
+    with pytest.raises(job_backend.ConnectionStalled):
         display.refresh()
     assert asked == ["/ping"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tl_layersim.core.errors import LayersimError
-from tl_layersim.core.resumable import ResumableFile
+from tl_layersim.core.resumable_file import ResumableFile
 from tl_layersim.remote.adapter_training import RemoteDescent
 
 from .helpers import Stop, cut_after, equal, traced, train

@@ -39,7 +39,7 @@ class TestLora:
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
 
     def test_an_interrupted_run_takes_them_out_and_resumes(self, tmp_path, monkeypatch):
-        from tl_layersim.training.fine_tuning import FineTuning
+        from tl_layersim.training.fine_tuning_steps import FineTuning
 
         training = replace(SHORT, lora=self.config(), lr=0.05)
         whole = tiny_llama()

@@ -22,9 +22,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import tl_layersim as lsim
 from tests.tiny_models import random_tokens, tiny_gpt2
 from tests.training.helpers import dropping
-from tl_layersim.core import resumable
-from tl_layersim.training.fine_tuning import FineTuning
-resumable.SECONDS_BETWEEN_SAVES = 0
+from tl_layersim.core import resumable_file
+from tl_layersim.training.fine_tuning_steps import FineTuning
+resumable_file.SECONDS_BETWEEN_SAVES = 0
 step = FineTuning._loss_and_gradients
 # At the tenth step it waits to be killed.
 FineTuning._loss_and_gradients = lambda self, n: (print(n, flush=True), time.sleep(120 if n == 10 else 0.05), step(self, n))[-1]
@@ -89,7 +89,7 @@ class TestResume:
 
 
 def _counting(model, training, path, steps):
-    from tl_layersim.training.fine_tuning import FineTuning
+    from tl_layersim.training.fine_tuning_steps import FineTuning
 
     original = FineTuning._loss_and_gradients
     try:

@@ -2,17 +2,17 @@
 
 Other packages may import from these modules:
 
-* `engine`: `analyze`
+* `api`: `analyze`
 * `report_assembly`: `record`, the provenance of a run
 * `validation`: `shared_tokens`, `with_tokenizer`
 """
 
 from .attach import Probe
-from .capabilities import Capabilities
-from .one_prompt import PredictionGrid, TrajectoryPCA
+from .coupling_across_models import Relation
+from .one_prompt_figures import PredictionGrid, TrajectoryPCA
 from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
-from .regression import Relation
 from .remote_run import RemoteRun
+from .server_capabilities import Capabilities
 
 __all__ = [
     "BlockJacobians",

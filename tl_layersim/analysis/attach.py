@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from ..analyzers.base import Analyzer
+from ..core.argument_checks import named, typed
 from ..core.errors import LayersimError
+from ..core.pass_tally import Tally
 from ..core.results import Report
 from ..core.sums import Sums
-from ..core.tally import Tally
-from ..core.typed import named, typed
 from ..data.digest import new_digest
-from ..data.padding import mask_of
+from ..data.missing_mask import mask_of
+from ..models.activation_checks import refuse_not_finite, refuse_other_logits
 from ..models.hooked import HookedSource
 from ..models.hooks import kernels_alone
 from ..models.recorder import Call, Choice, stack_side
-from ..models.validation import refuse_not_finite, refuse_other_logits
 from ..models.view import Kernel, View, reduce
 from ..remote.open import open_source
 from .data_pass import add_sums

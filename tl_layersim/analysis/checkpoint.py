@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.field_types import refuse_other_types
-from ..core.resumable import ResumableFile, Snapshot
+from ..core.pass_tally import Tally
+from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import refuse_unwritable
 from ..core.sums import Sums
-from ..core.tally import Tally
 
 # Fields of a tally that JSON holds; the others are sums.
 PLAIN = ("measured", "batches", "sequences", "tokens", "digest", "seconds", "done")

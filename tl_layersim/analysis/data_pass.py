@@ -15,18 +15,18 @@ from ..analyzers.base import Analyzer
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import fold, push
-from ..core.resumable import ResumableFile, Snapshot
+from ..core.pass_tally import Tally
+from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums
-from ..core.tally import Tally
 from ..data.batches import Batch, Batches
 from ..data.digest import fingerprint, new_digest
+from ..models.activation_checks import lens_gap, refuse_not_finite, refuse_other_logits
 from ..models.hooks import kernels_alone
 from ..models.model_info import Model
 from ..models.source import PartialSums, Source
-from ..models.validation import lens_gap, refuse_not_finite, refuse_other_logits
 from ..models.view import Kernel, reduce, tokens_alone
 from .checkpoint import tallies_snapshot
-from .cross_model import exchange
+from .remote_exchange import exchange
 
 TITLES = {"first": "first pass", "main": "layers"}
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.results import Picture, Result, axes
-from ..core.typed import typed
 
 if TYPE_CHECKING:
     import plotly.graph_objects

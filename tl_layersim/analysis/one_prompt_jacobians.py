@@ -9,15 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
-from ..core.typed import typed
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
-from ..jacobians.validation import need_calls, need_memory, refuse_failed_replay
+from ..jacobians.supported_blocks import need_calls, need_memory, refuse_failed_replay
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ..remote.open import open_source
 from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
-from .positions import connections_of, different, numbers_of, pair_of
+from .one_prompt_positions import connections_of, different, numbers_of, pair_of
 from .prompt_run import PromptKernel, run_on_prompt
 
 Along = Literal["depth", "self", "fixed-input", "fixed-output"]

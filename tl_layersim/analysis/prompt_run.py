@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.pass_tally import Tally
 from ..core.provenance import Provenance
-from ..core.tally import Tally
 from ..data.batches import Batch, Batches
 from ..data.digest import fingerprint, new_digest
 from ..data.options import DataOptions
+from ..models.activation_checks import lens_gap, need_stream, refuse_not_finite, refuse_other_logits
 from ..models.model_info import Model
 from ..models.source import Source
-from ..models.validation import lens_gap, need_stream, refuse_not_finite, refuse_other_logits
 from ..models.view import Kernel
 from .report_assembly import record
 from .validation import with_tokenizer

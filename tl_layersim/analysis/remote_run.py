@@ -15,17 +15,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer
-from ..core.addresses import shown
+from ..core.argument_checks import named, typed
 from ..core.errors import LayersimError, without_secrets
 from ..core.pairwise_summation import BLOCK
+from ..core.pass_tally import Tally
 from ..core.results import Report
-from ..core.resumable import ResumableFile
+from ..core.resumable_file import ResumableFile
+from ..core.server_addresses import shown
 from ..core.sums import Sums
-from ..core.tally import Tally
-from ..core.typed import named, typed
 from ..data.batches import Batches
+from ..models.activation_checks import refuse_not_finite
 from ..models.model_info import Model
-from ..models.validation import refuse_not_finite
 from ..models.view import Kernel
 from ..remote.client import NdifClient
 from ..remote.failures import TransientFailure
@@ -33,8 +33,8 @@ from ..remote.open import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
 from .data_pass import PassReader, PassState, take_steps
-from .kept_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, parsed, recipe_of
 from .report_assembly import make_report
+from .submitted_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, parsed, recipe_of
 from .validation import AnalyzersArgument, choose_analyzers
 
 # Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..analyzers.base import Analyzer, Run
 from ..core.errors import LayersimError
+from ..core.pass_tally import Tally
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
 from ..core.sums import Sums
-from ..core.tally import Tally
 from ..models.model_info import Model
 
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")

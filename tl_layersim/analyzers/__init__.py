@@ -5,7 +5,7 @@ Analyzers are discovered in this folder and in installed packages with the entry
 Other packages may import `find_analyzers` from here, and from these modules:
 
 * `base`: `Analyzer`, `Exchange`, `Run`, `check_memory`, `code_digest`, `need_head`, `need_tokens`
-* `options`: `with_options`
+* `text_options`: `with_options`
 * `block_coupling`, `cosine`, `exit_curve`, `logit_lens`, `neural_collapse`, `saturation`: analyzers and their results
 """
 
@@ -17,7 +17,7 @@ import pkgutil
 import warnings
 from importlib.metadata import entry_points
 
-from ..core.typed import typed
+from ..core.argument_checks import typed
 from .base import Analyzer, Exchange, Run, need_head, need_tokens
 
 __all__ = ["Analyzer", "Exchange", "Run", "find_analyzers", "need_head", "need_tokens"]

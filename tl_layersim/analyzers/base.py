@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..core.code_digest import called_by, codes_in, plain_constants
+from ..core.argument_checks import named
 from ..core.errors import LayersimError, LayersimWarning
+from ..core.function_code import called_by, codes_in, plain_constants
 from ..core.provenance import Provenance
 from ..core.results import Result
 from ..core.sums import Sums
-from ..core.typed import named
 from ..data.batches import Batch
+from ..models.activation_checks import need_stream
 from ..models.layout import classes_with_head
 from ..models.model_info import Model
 from ..models.unembed import Head
-from ..models.validation import need_stream
 from ..models.view import Kernel
 
 

@@ -10,17 +10,17 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
-from ..core.typed import typed
 from ..data.batches import Batch
 from ..jacobians.coupling import DRAWS, pick_method
-from ..jacobians.validation import need_calls, need_memory, refuse_failed_replay
+from ..jacobians.supported_blocks import need_calls, need_memory, refuse_failed_replay
 from ..models.model_info import Model
 from ..models.view import Kernel
+from ._block_coupling_kernel import block_coupling_kernel
 from ._citations import AUBRY
-from ._coupling_sums import block_coupling_kernel
 from .base import Analyzer, Run, need_tokens
 
 if TYPE_CHECKING:

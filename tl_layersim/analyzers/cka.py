@@ -11,15 +11,15 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
-from ..core.typed import typed
 from ..models.model_info import Model
 from ..models.view import Kernel
 from ._exact_hsic import exact_hsic, exact_kernel, is_above_rounding
 from ._minibatch_hsic import gram_kernel, minibatch_kernel, sums_from_grams
-from ._samples import samples
+from ._sample_vectors import samples
 from .base import Analyzer, Exchange, Run, need_tokens
 
 # A warning is issued below this fraction of effective samples; docs/traps.md has the measurements.

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
-from ..core.histogram import QUANTILES, quantiles_from_histogram
+from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
-from ..core.typed import typed
-from ..models.layer_logits import read_positions
+from ..models.chunked_logit_lens import read_positions
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._hsic import beyond_rounding

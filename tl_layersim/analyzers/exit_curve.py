@@ -11,16 +11,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import named, typed
 from ..core.errors import LayersimError, as_fraction
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
-from ..core.typed import named, typed
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_key, label_source, warn_of_unused
-from ..models.layer_logits import RANKED, bad_logits, read_lens, read_positions
+from ..models.activation_checks import refuse_bad_logits
+from ..models.chunked_logit_lens import RANKED, bad_logits, read_lens, read_positions
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
-from ..models.validation import refuse_bad_logits
 from ..models.view import Kernel, View
 from ._citations import JIANG
 from .base import Analyzer, Run, check_memory, need_head, need_tokens

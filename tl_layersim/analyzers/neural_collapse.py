@@ -11,16 +11,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
-from ..core.typed import typed
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, row_ends
-from ._samples import samples
+from ._sample_vectors import samples
 from .base import Analyzer, Run
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.

@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.errors import warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
-from ..core.typed import typed
-from ..models.layer_logits import read_positions, saturation_layers
+from ..models.activation_checks import refuse_bad_logits
+from ..models.chunked_logit_lens import read_positions, saturation_layers
 from ..models.model_info import Model
-from ..models.validation import refuse_bad_logits
 from ..models.view import Kernel, View
 from ._hsic import beyond_rounding
 from .base import Analyzer, Run, check_memory, need_head, need_tokens

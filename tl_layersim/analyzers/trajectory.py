@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import named, typed
 from ..core.errors import LayersimError, warn
-from ..core.histogram import QUANTILES, quantiles_from_histogram
+from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
-from ..core.typed import named, typed
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._citations import AUBRY

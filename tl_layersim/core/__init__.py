@@ -3,20 +3,20 @@
 Other packages may import:
 
 * `errors`: `LayersimError`, `LayersimTypeError`, `LayersimWarning`, `warn`, `as_fraction`, `in_words`, `without_secrets`
-* `typed`: `typed`, `named`; `argument_names`: `refuse_keywords`; `wording`: `brief`
-* `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`, `BLOCK`; `histogram`: `quantiles_from_histogram`
+* `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`; `wording`: `brief`
+* `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`, `BLOCK`; `histogram_quantiles`: `quantiles_from_histogram`
 * `results`: `Result`, `LayerMatrix`, `LayerCurve`, `Report`, `Picture`, `axes`, `load`, `load_report`
-* `provenance`: `Provenance`; `field_types`: `refuse_other_types`; `code_digest`: `called_by`, `codes_in`, `plain_constants`
+* `provenance`: `Provenance`; `field_types`: `refuse_other_types`; `function_code`: `called_by`, `codes_in`, `plain_constants`
 * `storage`: `read`, `write`, `reading`, `replacing`, `refuse_unwritable`, `refuse_unwritable_folder`
-* `resumable`: the file format of interrupted runs; `tally`: `Tally`, the sums and counts of a run
+* `resumable_file`: the file format of interrupted runs; `pass_tally`: `Tally`, the sums and counts of a run
 * `training_loop`: `TrainingSteps`, `run_steps`; `shuffle`: `Shuffle`, the order of rows in training
 * `discovery`: `discovered`, the classes that the modules of a package define
 * `distributed`: `Deal`, `ALONE`, `agree`, `add_over_ranks`, `rank_and_size`, `weight_peers`, `refuse_parts`
-* `addresses`: `is_address`, `shown`, `without_login`
+* `server_addresses`: `is_address`, `shown`, `without_login`
 """
 
 from .errors import LayersimError, LayersimWarning
-from .histogram import quantiles_from_histogram
+from .histogram_quantiles import quantiles_from_histogram
 from .provenance import Provenance
 from .results import LayerCurve, LayerMatrix, Picture, Report, Result, axes
 from .sums import Sums

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .argument_checks import typed
 from .errors import without_secrets
-from .typed import typed
 
 
 @typed

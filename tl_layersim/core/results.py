@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jaxtyping import Float64
 from torch import Tensor
 
+from .argument_checks import named, typed
 from .errors import LayersimError
 from .field_types import refuse_other_types
-from .kinds import below, class_of, kind_of
+from .result_kinds import below, class_of, kind_of
 from .storage import read as read_file
 from .storage import reading
 from .storage import write as write_file
-from .typed import named, typed
 from .wording import brief
 
 if TYPE_CHECKING:

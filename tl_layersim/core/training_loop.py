@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .resumable import ResumableFile, Snapshot
+from .resumable_file import ResumableFile, Snapshot
 
 
 class TrainingSteps(ABC):

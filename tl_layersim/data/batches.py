@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.argument_checks import named
 from ..core.errors import LayersimError
-from ..core.typed import named
 from .labels import NO_LABEL
-from .model_inputs import ModelInputs
+from .model_properties import ModelInputs
 from .options import DataOptions
 from .readers import Notes, Reader, Row, Text, refuse_path
 

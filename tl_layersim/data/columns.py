@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .model_inputs import ModelInputs
+from .model_properties import ModelInputs
 
 LABELS = ("labels", "label")
 TOKENS = ("input_ids", "tokens")

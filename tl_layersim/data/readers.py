@@ -26,8 +26,8 @@ from .columns import (
     unclear_columns,
 )
 from .labels import NO_LABEL
-from .model_inputs import ModelInputs
-from .padding import mask_of, masked_warning
+from .missing_mask import mask_of, masked_warning
+from .model_properties import ModelInputs
 
 ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids and attention_mask, a datasets.Dataset or IterableDataset "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 from typing import Any
 
-from ..core.typed import typed
+from ..core.argument_checks import typed
 
 
 @typed

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from ..analysis.validation import with_tokenizer
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
-from ..core.typed import typed
 from .arguments import check_curve_rule, check_layers, sequence_rows, shortlist_ids
 from .costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
+from .decoding import Decoding
 from .exit_check import ExitCheck
+from .full_model_check import check_decoding, check_full_sequence, is_causal, refusing_crashes
 from .full_sequence import FullSequence
-from .generation import Decoding
 from .generation_loop import GenerationLoop
 from .prompts import prompt_rows
 from .results import ExitLogits, Generated
 from .rules import exit_rule
 from .sampling import StopCriteria, TokenSampler, end_ids
 from .supported_models import note_tuples, open_for_early_exit, reads_pixels, takes_cache
-from .verification import check_decoding, check_full_sequence, is_causal, refusing_crashes
 
 
 class EarlyExit:

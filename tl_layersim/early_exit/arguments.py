@@ -10,11 +10,11 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
+from .full_model_check import classified_positions
 from .full_sequence import Rows
 from .rules import exit_rules
 from .rules.base import ExitRule
 from .supported_models import reads_pixels
-from .verification import classified_positions
 
 
 def check_layers(at: Any, min_layer: int, blocks: int) -> tuple[int, ...] | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from ..core.argument_checks import named, typed
 from ..core.errors import LayersimError, warn
-from ..core.typed import named, typed
 from ..core.wording import brief
+from .measured_costs import timed_costs
 from .rules import exit_rule
 from .supported_models import open_for_early_exit
-from .timing import timed_costs
 
 
 @typed

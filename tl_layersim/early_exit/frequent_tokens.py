@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
-from ..core.typed import typed
 from ..core.wording import brief
 from ..data.batches import Batches
 from ..data.options import DataOptions

@@ -14,8 +14,8 @@ from ..models.block_call import first_tensor
 from ..models.hooks import ForwardRun, on_leave
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
+from .decoding import Counts, entered
 from .exit_check import ExitCheck
-from .generation import Counts, entered
 from .rules.base import ExitRule
 from .supported_models import no_cache
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .decoding import Decoding
 from .exit_check import ExitCheck
-from .generation import Decoding
 from .results import Generated
 from .sampling import StopCriteria, TokenSampler
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..core.errors import LayersimError, warn
 from ..data.batches import Batches
+from ..data.missing_mask import mask_of, masked_warning
 from ..data.options import DataOptions
-from ..data.padding import mask_of, masked_warning
 from ..models.model_info import Model
 
 

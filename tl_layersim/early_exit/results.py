@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.typed import named
+from ..core.argument_checks import named
 
 
 @named

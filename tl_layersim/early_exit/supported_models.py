@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.hooks import on_leave
 from ..models.layout import classes_with_head
 from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
 from ..models.unembed import Unembed
-from ..models.validation import need_stream
 from ..remote.open import open_source
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
-from ..core.typed import typed
 from ..models.split_model import logits_of
 from ..models.unembed import rounding
+from .full_model_check import classified_positions, relative_gap
 from .full_sequence import FullSequence, Rows
 from .supported_models import open_for_early_exit, synthetic_inputs
-from .verification import classified_positions, relative_gap
 
 
 @typed

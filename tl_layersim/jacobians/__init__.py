@@ -3,10 +3,10 @@
 Other packages may import:
 
 * `coupling`: `couple`, `Connections`, `CouplingOptions`, `DRAWS`, `chunks_of`, `jacobian_of`, `miscoupling`, `pick_method`
-* `validation`: `need_calls`, `need_memory`, `refuse_failed_replay`
+* `supported_blocks`: `need_calls`, `need_memory`, `refuse_failed_replay`
 """
 
-from .products import Jacobian
+from .jacobian import Jacobian
 
 __all__ = [
     "Jacobian",

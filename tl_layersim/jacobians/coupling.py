@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models.block_call import BlockCall
-from .products import Jacobian
+from .jacobian import Jacobian
 from .singular_vectors import krylov, top_of
 
 # Draws of random vectors behind the null: with eight, its mean scatters as little as a measured coupling.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .products import Jacobian
+from .jacobian import Jacobian
 
 # Krylov: largest error of the singular vectors relative to the largest singular value, and number of additional vectors.
 TOLERANCE, OVERSAMPLING = 1e-4, 6

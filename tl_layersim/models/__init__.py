@@ -7,7 +7,8 @@ Other packages may import from these modules:
 - `open`, `transformer_lens`: tests of the type of a model.
 - `hooks`: forward hooks, early ends of forward passes, evaluation mode.
 - `layout`: the arguments of a forward pass, and the classes of models with a head.
-- `unembed`, `layer_logits`, `softmax`, `validation`: the logit lens, its statistics at every layer, cross-entropy, and checks.
+- `unembed`, `chunked_logit_lens`, `cross_entropy`: the logit lens, its statistics at every layer, cross-entropy.
+- `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
 - `block_call`: repeated calls of a block.
 - `split_model`: models that are split at a layer.

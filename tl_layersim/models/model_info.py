@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..core.argument_checks import named, typed
 from ..core.errors import without_secrets
-from ..core.typed import named, typed
 from .unembed import Head
 
 

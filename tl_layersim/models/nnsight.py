@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.addresses import shown
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
+from ..core.server_addresses import shown
 from ..data.batches import Batch
 from .block_call import first_tensor, record_call
-from .description import describe
 from .head_layout import head_dtype
 from .hooks import eval_mode
 from .layout import call_options, find_blocks, no_forward, refuse_no_weights, same_stream, settled
+from .model_description import describe
 from .model_info import Model
 from .source import Source
 from .unembed import Unembed, tensor_of, unembed_gap

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.addresses import shown
 from ..core.errors import LayersimError
+from ..core.server_addresses import shown
 from .source import Source
 
 ACCEPTED_MODELS = (

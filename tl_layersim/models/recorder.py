@@ -15,8 +15,8 @@ from ..core.errors import LayersimError
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
 from .block_call import CACHES, first_tensor
-from .frames import Frame
 from .hooks import StopForward, in_kernel, on_enter, on_leave
+from .nested_passes import Frame
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import View, place
 

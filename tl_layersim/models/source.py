@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.argument_checks import named
 from ..core.errors import LayersimError
-from ..core.typed import named
 
 if TYPE_CHECKING:
     from ..data.batches import Batch

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
+from .activation_checks import need_stream
 from .block_call import first_tensor
+from .cross_entropy import cross_entropy, cross_entropy_slopes
 from .hooked import HookedSource
 from .hooks import ForwardRun, eval_mode, in_this_thread, on_enter, on_leave, temporary_hooks
 from .layout import classes_with_head
 from .model_info import Model
-from .softmax import cross_entropy, cross_entropy_slopes
 from .source import Source
 from .unembed import rounding, tensor_of
-from .validation import need_stream
 
 Moments = Callable[[Tensor, Tensor], dict[str, Tensor]]
 # From the residual that the model computes at a layer to the residual that replaces it.

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..core.errors import LayersimError
-from .description import data_fields, hash_config, hash_weights
 from .head_layout import logit_scaling
 from .layout import POST_NORM, PRE_NORM, find_blocks, is_post_norm
+from .model_description import data_fields, hash_config, hash_weights
 from .model_info import Model, layer_names
 from .unembed import Head
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
+from ..models.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..models.nnsight import NNsightSource
-from ..models.softmax import cross_entropy, cross_entropy_slopes
 from ..models.unembed import Unembed
 from .client import quiet
 from .failures import JobTooLong
 from .open import open_source
-from .scheduling import SECONDS_PER_REQUEST
-from .shipping import ShippedSource
+from .request_sizes import SECONDS_PER_REQUEST
+from .shipped_source import ShippedSource
 from .source import RemoteSource
 from .traces import remote_lens
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from urllib.parse import urlsplit
 
-from ..core.addresses import is_address, shown, without_login
 from ..core.errors import LayersimError, without_secrets
+from ..core.server_addresses import is_address, shown, without_login
 
 
 def host_of(remote: bool | str) -> str:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
-from ..core.addresses import without_login
 from ..core.errors import LayersimError
+from ..core.server_addresses import without_login
 from .address import host_of, keep_logins_out_of_logs, redacted
 from .failures import FailureMap, JobTooLong, TransientFailure, last_line
-from .jobs import JobDisplay, JobStatus, counting_backend
+from .job_backend import JobDisplay, JobStatus, counting_backend
 from .server_status import ServerStatus, parse_status
 
 T = TypeVar("T")

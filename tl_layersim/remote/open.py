@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..core.addresses import shown
 from ..core.errors import LayersimError
+from ..core.server_addresses import shown
+from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.nnsight import NNsightSource
 from ..models.open import ACCEPTED_MODELS, is_nnsight, open_local
 from ..models.source import Source
 from ..models.split_model import LocalSplitModel, SplitModel
-from ..models.validation import need_stream
 from .source import RemoteSource
 from .split_model import RemoteSplitModel
 

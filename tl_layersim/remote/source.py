@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.addresses import shown
 from ..core.errors import LayersimError, LayersimWarning, in_words
 from ..core.pairwise_summation import BLOCK
+from ..core.server_addresses import shown
 from ..data.batches import Batch
 from ..models.layout import call_options
 from ..models.model_info import ServerOffer
@@ -25,8 +25,8 @@ from ..models.source import PartialSums
 from ..models.view import Kernel, Reduced, View
 from .client import LOG, NdifClient, quiet
 from .failures import JobTooLong
-from .scheduling import RequestSchedule
-from .shipping import ShippedSource
+from .request_sizes import RequestSchedule
+from .shipped_source import ShippedSource
 from .traces import BatchSums, lens_gap_of, partial_sums, probe, submit
 
 T = TypeVar("T")

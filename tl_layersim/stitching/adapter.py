@@ -6,8 +6,8 @@ import hashlib
 
 from torch import Tensor, nn
 
+from ..core.argument_checks import named
 from ..core.errors import LayersimError
-from ..core.typed import named
 from .adapters import adapter_kind
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable
-from ..core.typed import typed
 from ..data.options import DataOptions
 from ..models.split_model import SplitModel
 from ..remote.open import open_split_model

@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 from ..analysis.report_assembly import record
 from ..analysis.validation import shared_tokens, with_tokenizer
 from ..core.errors import LayersimError, in_words, warn
+from ..core.pass_tally import Tally
 from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable_folder
-from ..core.tally import Tally
 from ..data.batches import Batches, found_in
 from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL, warn_of_unused

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
-from ..core.resumable import Snapshot
+from ..core.resumable_file import Snapshot
 from ..core.shuffle import Shuffle
 from ..core.sums import Sums
 from ..core.training_loop import TrainingSteps, run_steps
-from ..core.typed import typed
 from ..models.split_model import SplitModel, attended
 from .activation_store import ActivationStore
 from .adapter import Adapter

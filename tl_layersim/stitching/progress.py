@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..core.resumable import ResumableFile, Snapshot
+from ..core.resumable_file import ResumableFile, Snapshot
 
 T = TypeVar("T")
 # Notes and tensors, each by stitch.

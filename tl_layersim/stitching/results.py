@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
-from ..core.typed import typed
 from .adapter import Adapter
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.argument_checks import named
 from ..core.errors import LayersimError
-from ..core.typed import named
 from ..data.batches import Batches
 from ..data.options import DataOptions
 from ..models.hooked import HookedSource, taps

@@ -3,7 +3,7 @@
 Training objectives are in `objectives`, one class per file. No other package imports from here.
 """
 
-from .comparison_results import GenerationQuality, LayerChange
+from .layer_evaluation_results import GenerationQuality, LayerChange
 from .results import AlignedResult
 
 __all__ = [

@@ -13,16 +13,16 @@ from tqdm.auto import tqdm
 
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError, in_words, warn
-from ..core.resumable import ResumableFile
+from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable
-from ..core.typed import typed
 from ..data.labels import warn_of_unused
 from ..data.options import DataOptions
+from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
 from ..models.nnsight import NNsightSource
 from ..models.source import refuse_inference_weights
 from ..models.targets import usual_labels
-from ..models.validation import lens_gap, need_stream, refuse_other_logits
 from ..remote.adapter_training import RemoteDescent, open_traced
 from .adapter_steps import AdapterSettings, AdapterSteps, first_row
 from .adapter_validation import block_numbers, no_traced_model, refuse_untrainable

@@ -13,9 +13,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core.errors import LayersimError
-from ..core.resumable import ResumableFile, Snapshot
+from ..core.pass_tally import Tally
+from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.shuffle import Shuffle
-from ..core.tally import Tally
 from ..core.training_loop import TrainingSteps, run_steps
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL

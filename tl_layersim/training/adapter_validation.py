@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.errors import LayersimError
+from ..models.activation_checks import need_stream
 from ..models.layout import classes_with_head
 from ..models.model_info import Model
-from ..models.validation import need_stream
 from ..stitching.stitched_model import StitchedModel
 
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.results import Picture, Result, axes
-from ..core.typed import typed
 from ..remote.adapter_training import Patch
 
 STAGES = ("before", "after")

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
-from ..core.typed import typed
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL, as_labels
 from .losses import Weights, attended_count, layer_weights

@@ -14,17 +14,17 @@ import torch
 
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..core.pass_tally import Tally
 from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable
-from ..core.tally import Tally
-from ..core.typed import typed
 from ..data.labels import warn_of_unused
 from ..data.options import DataOptions
 from ..models.model_info import Model
 from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
-from .fine_tuning import FineTuning
+from .fine_tuning_steps import FineTuning
 from .objectives import objective_named
 from .residual_stream import ResidualStream, open_residual_stream
 from .results import AlignedResult

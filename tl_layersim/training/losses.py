@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL
-from ..models.softmax import cross_entropy, cross_entropy_slopes
+from ..models.cross_entropy import cross_entropy, cross_entropy_slopes
 from ..models.unembed import Unembed
 
 Weights = Literal["linear", "uniform"] | Sequence[int | float]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import LayersimError
+from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
 from ..models.block_call import first_tensor
 from ..models.hooked import HookedSource
 from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
 from ..models.layout import classes_with_head
 from ..models.source import refuse_inference_weights
 from ..models.split_model import logits_of
-from ..models.validation import lens_gap, need_stream, refuse_other_logits
 from ..remote.open import open_source
 from .losses import positions_with_targets, summed_loss
 

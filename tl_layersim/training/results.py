@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..core.argument_checks import typed
 from ..core.provenance import Provenance
 from ..core.results import Picture, Result, axes
-from ..core.typed import typed
 from .state import State
 
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable_folder
-from ..core.typed import typed
 from .aligned_loss import Norm
 from .losses import Weights, layer_weights
 from .objectives import find_objectives, objective_named

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.resumable import ResumableFile, Snapshot, refuse_other_run
+from ..core.resumable_file import ResumableFile, Snapshot, refuse_other_run
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...models.softmax import on_float64_device
+from ...models.cross_entropy import on_float64_device
 from .base import CheckedTokens, ExitRule, RuleState
 
 

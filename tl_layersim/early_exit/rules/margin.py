@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...models.softmax import confidence
+from ...models.cross_entropy import confidence
 from .base import CheckedTokens, ExitRule, RuleState
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.errors import LayersimError
-from ...models.softmax import cross_entropy
+from ...models.cross_entropy import cross_entropy
 from ..losses import Weights, chunks, layer_weights, logits_at, rows_at_once
 from ..residual_stream import ResidualStream, TrainingBatch
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analyzers import find_analyzers
+from ..core.argument_checks import named, typed
 from ..core.errors import LayersimError
-from ..core.typed import named, typed
 from ..models.model_info import ServerOffer
 from ..remote.open import on_server, open_source
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .typed import typed
+from .argument_checks import typed
 
 # The quantiles that results report.
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.softmax import confidence, cross_entropy, cross_entropy_slopes
+from tl_layersim.models.cross_entropy import confidence, cross_entropy, cross_entropy_slopes
 
 from ..tiny_models import random_tokens
 

@@ -15,16 +15,16 @@ from tqdm.auto import tqdm
 from ..analyzers.base import Analyzer, code_digest
 from ..core.distributed import add_over_ranks, agree
 from ..core.errors import LayersimError
+from ..core.pass_tally import Tally
 from ..core.results import Report
 from ..core.sums import Sums
-from ..core.tally import Tally
 from ..data.batches import Batches
 from ..data.cached_batches import CachedBatches
 from ..models.source import Source
 from ..remote.open import on_server
 from .checkpoint import open_checkpoint
-from .cross_model import crossing
 from .data_pass import DataPass, batch_sizes
+from .remote_exchange import crossing
 from .remote_run import RemoteRun, start
 from .report_assembly import make_report
 

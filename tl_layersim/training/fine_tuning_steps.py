@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError
-from ..core.resumable import ResumableFile, Snapshot
+from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.shuffle import Shuffle
 from ..core.training_loop import TrainingSteps, run_steps
 from ..models.hooks import eval_mode

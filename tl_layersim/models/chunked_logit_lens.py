@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL
-from .softmax import LEAST, block_size, on_float64_device
+from .cross_entropy import LEAST, block_size, on_float64_device
 from .unembed import Unembed
 from .view import View, row_ends
 

@@ -15,8 +15,8 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-from ..core.code_digest import called_by, codes_in, plain_constants
 from ..core.errors import LayersimError
+from ..core.function_code import called_by, codes_in, plain_constants
 
 
 class ShippedSource:

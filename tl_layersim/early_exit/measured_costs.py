@@ -12,8 +12,8 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
+from .decoding import Decoding
 from .exit_check import ExitCheck
-from .generation import Decoding
 from .rules.base import ExitRule
 from .supported_models import synthetic_inputs
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..models.split_model import LocalSplitModel, logits_of
 from ..models.unembed import Unembed, rounding
+from .decoding import Decoding
 from .full_sequence import FullSequence, Rows
-from .generation import Decoding
 from .supported_models import no_cache, reads_pixels, synthetic_inputs
 
 # Of the synthetic batch: tokens of the prompt, padding of its second row, and new tokens.

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..analysis.engine import analyze
+from ..analysis.api import analyze
 from ..analyzers.cosine import Cosine
 from ..analyzers.exit_curve import THRESHOLDS, ExitCurve
 from ..analyzers.logit_lens import LogitLens
 from ..analyzers.neural_collapse import NeuralCollapse
 from ..analyzers.saturation import Saturation
+from ..core.argument_checks import typed
 from ..core.argument_names import refuse_keywords
 from ..core.errors import LayersimError, as_fraction, warn
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
-from ..core.typed import typed
 from ..early_exit.api import EarlyExit
 from ..models.targets import usual_labels
 from ..remote.open import open_source
-from .comparison_results import GenerationQuality, LayerChange, coherence, diversity
+from .layer_evaluation_results import GenerationQuality, LayerChange, coherence, diversity
 from .training_data import has_images
 
 SHORTEST = 4

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tl_layersim as lsim
 from tl_layersim.data.labels import NO_LABEL
 from tl_layersim.models import View
-from tl_layersim.models.layer_logits import read_lens, saturation_layers
+from tl_layersim.models.chunked_logit_lens import read_lens, saturation_layers
 from tl_layersim.models.unembed import Unembed
 
 from ..views import from_views, residuals, view, worst
@@ -96,7 +96,7 @@ def test_a_budget_that_is_none_is_refused(memory):
 
 
 def test_what_a_lens_calls_has_neither_hooks_nor_dropout():
-    from tl_layersim.models.hookless import Quiet
+    from tl_layersim.models.quiet_call import Quiet
 
     head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 8)).train()
     x, calls = torch.ones(3, 8), []

@@ -13,8 +13,8 @@ from jaxtyping import Float64
 from torch import Tensor, from_numpy
 
 from ..analyzers.block_coupling import BlockCouplingResult
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError, LayersimWarning, as_fraction
-from ..core.typed import typed
 
 if TYPE_CHECKING:
     import pandas

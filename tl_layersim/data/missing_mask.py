@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .model_inputs import ModelInputs
+from .model_properties import ModelInputs
 
 
 def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:

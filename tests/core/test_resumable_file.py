@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.core import resumable, storage
-from tl_layersim.core.resumable import ResumableFile
+from tl_layersim.core import resumable_file, storage
+from tl_layersim.core.resumable_file import ResumableFile
 
 NOTES, TENSORS = {"step": 3, "name": "x"}, {"a": torch.arange(4), "b": torch.ones(2, dtype=torch.float64)}
 
@@ -16,7 +16,7 @@ def parse(notes, tensors):
     return notes["step"], notes["name"], tensors
 
 
-@pytest.mark.parametrize("kind", sorted(resumable.CONTENTS))
+@pytest.mark.parametrize("kind", sorted(resumable_file.CONTENTS))
 @pytest.mark.parametrize("identity", [None, {"model": ("m", 1), "seed": 0}])
 def test_a_state_is_read_back_exactly(kind, identity, tmp_path):
     path = tmp_path / "run"
@@ -76,14 +76,14 @@ def test_a_full_disk_is_a_warning_and_on_an_interrupt_a_note(tmp_path, monkeypat
 
 def test_saves_are_spaced_by_time_and_by_their_own_duration(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(resumable.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(resumable_file.time, "monotonic", lambda: now[0])
     file = ResumableFile(tmp_path / "run", "training", {})
     now[0] = 29.0
     assert not file.due
     now[0] = 31.0
     assert file.due
-    plain = resumable.write
-    monkeypatch.setattr(resumable, "write", lambda *given: now.__setitem__(0, now[0] + 10) or plain(*given))
+    plain = resumable_file.write
+    monkeypatch.setattr(resumable_file, "write", lambda *given: now.__setitem__(0, now[0] + 10) or plain(*given))
     # A save of 10 s: the next one comes after 200 s.
     file.save(NOTES, TENSORS)
     now[0] = 41.0 + 199

@@ -11,13 +11,13 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..analyzers.base import check_memory, need_head
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Result, axes
-from ..core.typed import typed
 from ..data.labels import NO_LABEL
-from ..models.layer_logits import read_lens, saturation_layers
+from ..models.activation_checks import refuse_bad_logits
+from ..models.chunked_logit_lens import read_lens, saturation_layers
 from ..models.model_info import Model
-from ..models.validation import refuse_bad_logits
 from ..models.view import View
 from ..remote.open import open_source
 from .prompt_run import PromptKernel, run_on_prompt

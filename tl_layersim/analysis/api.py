@@ -8,17 +8,17 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer, Run
-from ..core.addresses import shown
+from ..core.argument_checks import typed
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.results import Report, Result
+from ..core.server_addresses import shown
 from ..core.sums import Sums
-from ..core.typed import typed
 from ..data.batches import Batches
 from ..data.options import DataOptions
 from ..remote.open import open_source
 from .remote_run import RemoteRun
-from .run import run_analysis
+from .run_analysis import run_analysis
 from .validation import AnalyzersArgument, DataArgument, choose_analyzers, shared_tokens, with_tokenizer
 
 R_co = TypeVar("R_co", bound=Result, covariant=True)
