@@ -147,7 +147,7 @@ def test_labels_of_the_data_are_no_part_of_a_loop():
     model = tiny_llama()
     for labels in ("data", torch.zeros(4).long()):
         with (
-            pytest.raises(lsim.LayersimError, match=r"takes its labels from the data(.|\n)*lsim.analyze"),
+            pytest.raises(lsim.LayersimError, match=r"needs labels from the data(.|\n)*lsim.analyze"),
             lsim.attach(model, lsim.LogitLens(labels=labels)),
         ):
             pass

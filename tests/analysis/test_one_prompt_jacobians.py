@@ -75,7 +75,7 @@ class TestPrompt:
             "names a connection twice": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
             "`positions` is empty": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
             "`positions` must be tokens or pairs of tokens": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
-            "`memory_mb` must be above 0": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
+            "`memory_mb` must be a finite number above 0": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):
                 call()

@@ -93,8 +93,8 @@ REFUSALS = {
     ),
     "too few rows of mask": ({"input_ids": [[3, 4], [5]], "attention_mask": [[1, 1]]}, {}, r"1 rows of mask for 2 rows"),
     "a column of nothing": (["w3"], {"column": "text"}, "needs data with columns"),
-    "float tokens": (torch.ones(2, 3), {}, r"whole numbers(.|\n)*float32(.|\n)*to_tokens"),
-    "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"whole numbers(.|\n)*\(2, 3, 4\)"),
+    "float tokens": (torch.ones(2, 3), {}, r"integer token ids(.|\n)*float32(.|\n)*to_tokens"),
+    "three dimensions": (torch.ones(2, 3, 4, dtype=torch.long), {}, r"integer token ids(.|\n)*\(2, 3, 4\)"),
     "ids outside the vocabulary": (torch.tensor([[3, 100]]), {}, r"outside the vocabulary(.|\n)*3 to 100(.|\n)*0 to 99"),
     "negative ids": (torch.tensor([[3, -1]]), {}, r"outside the vocabulary"),
     "a mask of the wrong shape": (
@@ -103,18 +103,18 @@ REFUSALS = {
         r"mask` does not fit(.|\n)*\(2, 3\)(.|\n)*\(2, 4\)",
     ),
     "pads without a mask": (torch.tensor([[1, 3, 2, 2], [1, 3, 4, 5]]), {}, r"start or end with padding(.|\n)*1 of 2 rows"),
-    "no text column": ([{"a": "x", "b": "y"}], {}, r"has no column that is clearly(.|\n)*\['a', 'b'\](.|\n)*column='a'"),
-    "a column that is not there": ([{"text": "x"}], {"column": "body"}, r"has no column that is clearly(.|\n)*column='body'"),
+    "no text column": ([{"a": "x", "b": "y"}], {}, r"does not show which of its columns(.|\n)*\['a', 'b'\](.|\n)*column='a'"),
+    "a column that is not there": ([{"text": "x"}], {"column": "body"}, r"does not show which(.|\n)*column='body'"),
     "a dictionary of splits": (
         datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}),
         {},
-        r"has no column that is clearly(.|\n)*data\['train'\]",
+        r"does not show which of its columns(.|\n)*data\['train'\]",
     ),
     "a row beyond the context": (torch.full((1, 65), 3), {}, r"longer than the model's context(.|\n)*65(.|\n)*seq_len=64"),
     "seq_len beyond the context": (TEXTS, {"seq_len": 65}, r"`seq_len` is longer than"),
     "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "`pack` applies to texts only"),
     "batch_size of none": (TEXTS, {"batch_size": 0}, "`batch_size` must be at least 1"),
-    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` leaves no position"),
+    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` leaves out every position"),
 }
 
 
@@ -139,7 +139,7 @@ def test_a_pandas_table_is_read_by_its_columns():
     assert rows(table) == ROWS
     assert rows(table["text"]) == ROWS
     assert rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}), column="b") == ROWS
-    with pytest.raises(lsim.LayersimError, match="has no column that is clearly"):
+    with pytest.raises(lsim.LayersimError, match="does not show which of its columns"):
         rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}))
 
 

@@ -359,7 +359,7 @@ def attach(
         analyzer.check(source.model)
         if analyzer.label_source:
             raise LayersimError(
-                f"{type(analyzer).__name__} takes its labels from the data, and under `attach` there are tokens only.",
+                f"{type(analyzer).__name__} needs labels from the data, and `attach` receives tokens only.",
                 given=f"labels={analyzer.options().get('labels')!r}",
                 expected="labels='next_token'",
                 do="lsim.analyze(model, data, analyzers)",

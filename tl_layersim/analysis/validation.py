@@ -102,7 +102,7 @@ def _check_analyzer(analyzer: Any) -> None:
 
 
 def with_tokenizer(model: Model, tokenizer: Any) -> Model:
-    """The model with `tokenizer` in place of its own, unless that is None."""
+    """The model with its tokenizer replaced by `tokenizer`; unchanged where `tokenizer` is None."""
     if tokenizer is None:
         return model
     if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType):

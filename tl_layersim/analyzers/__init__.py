@@ -11,13 +11,11 @@ Other packages may import `find_analyzers` from here, and from these modules:
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 import warnings
 from importlib.metadata import entry_points
 
 from ..core.argument_checks import typed
+from ..core.discovery import discovered
 from .base import Analyzer, Exchange, Run, need_head, need_tokens
 
 __all__ = ["Analyzer", "Exchange", "Run", "find_analyzers", "need_head", "need_tokens"]
@@ -32,12 +30,7 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
     >>> sorted(find_analyzers())[:2]
     ['block_coupling', 'cka']
     """
-    analyzers: dict[str, type[Analyzer]] = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        for _, cls in inspect.getmembers(module, inspect.isclass):
-            if issubclass(cls, Analyzer) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
-                analyzers[cls.name] = cls
+    analyzers = discovered(__name__, __path__, Analyzer)  # type: ignore[type-abstract]  # only its subclasses are instantiated
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             cls = entry.load()

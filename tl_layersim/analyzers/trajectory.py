@@ -132,7 +132,7 @@ class TrajectoryResult(Result):
 
     @property
     def expodistance(self) -> Spread:
-        """Distribution of the expodistance over tokens."""
+        """Distribution over tokens of the expodistance (0 where norms grow exponentially with depth)."""
         return Spread(self.expodistance_mean, self.expodistance_std, self.expodistance_quantiles)
 
     @property

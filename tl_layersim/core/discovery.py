@@ -18,11 +18,18 @@ def discovered(package: str, path: Iterable[str], base: type[T]) -> dict[str, ty
         package: dotted name of the package.
         path: its `__path__`.
         base: their abstract class, which has a class attribute `name`.
+
+    Raises:
+        TypeError: a class has no name, or two classes have the same.
     """
     classes: dict[str, type[T]] = {}
     for info in pkgutil.iter_modules(path):
         module = importlib.import_module(f"{package}.{info.name}")
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if issubclass(cls, base) and cls.__module__ == module.__name__ and not inspect.isabstract(cls):
-                classes[cls.name] = cls  # type: ignore[attr-defined]  # every base of an extension has a name
+                name = getattr(cls, "name", None)
+                if not isinstance(name, str) or name in classes:
+                    needs = "needs a class attribute `name` of its own"
+                    raise TypeError(f"{cls.__qualname__} of {module.__name__} {needs}, not {name!r}.")
+                classes[name] = cls
     return classes

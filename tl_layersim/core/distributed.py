@@ -110,7 +110,7 @@ def agree(peers: Iterable[frozenset[int]]) -> Deal:
     members = [member for group in groups for member in group]
     if sorted(members) != list(range(size)) or len({len(group) for group in groups}) > 1:
         raise LayersimError(
-            "The processes do not form whole copies of the model, so batches cannot be dealt to them.",
+            "`model` is not sharded into whole copies, so the ranks cannot share the batches.",
             given=f"weights sharded over ranks {', '.join(str(list(group)) for group in groups)} of {size}",
             expected="groups of equally many ranks, each group with one copy of the model, each rank in one group",
             do="one DeviceMesh for the whole model, and for both models of compare()",

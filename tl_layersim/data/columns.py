@@ -79,7 +79,7 @@ def unclear_columns(data: Mapping[str, Any], column: str | None) -> LayersimErro
     likely = [name for name in data if name not in LABELS and (is_text(data[name]) or _is_ids(data[name]))]
     do = f"name it: column={likely[0]!r}" if likely else "data with a column of texts, or of token ids as `input_ids`"
     return LayersimError(
-        "`data` has no column that is clearly its texts or tokens.",
+        "`data` does not show which of its columns holds the texts or token ids.",
         given=f"fields {list(data)}" + (f" and column={column!r}" if column else ""),
         expected="input_ids, tokens or text, or one single text column",
         do=f"name it: data[{splits[0]!r}]" if splits else do,

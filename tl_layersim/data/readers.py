@@ -217,7 +217,7 @@ class Reader:
             )
         if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise LayersimError(
-                "`data` must hold token ids as whole numbers, in one row or in rows.",
+                "`data` must hold integer token ids in one or two dimensions.",
                 given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
                 expected="int64 of shape (batch, pos) or (pos,)",
                 do="pass the text itself; or whole ids, as tokenizer(text).input_ids and model.to_tokens(text) give them",

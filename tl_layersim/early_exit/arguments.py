@@ -105,9 +105,18 @@ def sequence_rows(
         LayersimError: the model does not take these inputs.
     """
     pixels, mask = reads_pixels(split_model), attention_mask
-    if tokens.is_floating_point() != pixels or tokens.dim() != (4 if pixels else 2) or (pixels and mask is not None):
+    if pixels and mask is not None:
         raise LayersimError(
-            f"`tokens` must be {'images' if pixels else 'token ids'} for this model.",
+            "`attention_mask` has no meaning for a model of images.",
+            given=f"a mask of shape {tuple(mask.shape)}",
+            expected="images alone",
+            do="logits(pixel_values)",
+        )
+    if tokens.is_floating_point() != pixels or tokens.dim() != (4 if pixels else 2):
+        raise LayersimError(
+            "`tokens` must be pixel values: this model reads images."
+            if pixels
+            else "`tokens` must be token ids: this model reads tokens.",
             given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
             expected="images `batch channel height width`" if pixels else "token ids `batch pos`",
             do="logits(pixel_values)" if pixels else "logits(encoded.input_ids, encoded.attention_mask)",

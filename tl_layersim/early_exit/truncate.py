@@ -59,7 +59,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
         )
     if not hasattr(type(model), "_from_config") or not hasattr(model, "config"):
         raise LayersimError(
-            "`model` must be a Hugging Face model, which can be built from a configuration.",
+            "`model` must be a Hugging Face model: only these can be rebuilt with fewer blocks from a configuration.",
             given=type(model).__name__,
             expected="a PreTrainedModel",
             do="the model that it was made from",

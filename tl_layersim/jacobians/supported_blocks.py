@@ -56,12 +56,15 @@ def need_memory(memory_mb: float) -> None:
     """
     if not 0 < memory_mb < float("inf"):
         raise LayersimError(
-            "`memory_mb` must be above 0.", given=f"memory_mb={memory_mb}", expected="a finite number", do="memory_mb=1024"
+            "`memory_mb` must be a finite number above 0.",
+            given=f"memory_mb={memory_mb}",
+            expected="a finite number",
+            do="memory_mb=1024",
         )
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Refuse Jacobians of blocks that cannot be replayed exactly, or have no skip connection.
+    """Refuse Jacobians of blocks that differ when replayed, have no skip connection, or have too coarse finite differences.
 
     Args:
         differs: `layer`, number of replays whose output differs from the forward pass.

@@ -44,7 +44,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
 
 
 def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
-    """Paths of the modules that give logits, and the positions of a row that they read."""
+    """Paths of the modules from normed residual to logits, and which positions of a row they read."""
     find: Any = getattr(module, "get_output_embeddings", lambda: None)
     output = find()
     path = next((name for name, sub in names.items() if sub is output), None) if output is not None else None

@@ -34,7 +34,7 @@ def refuse_untrainable(model: Model, rank: int) -> None:
     need_stream(model, "Aligned training")
     if model.calls != "gradients":
         raise LayersimError(
-            "`model` is on a server whose sandbox computes no gradients, which the training of adapters needs.",
+            "`model` cannot train adapters: its server runs it in a sandbox without gradients.",
             given=model.source,
             expected="a trusted server, or a model that runs in this process",
             do="ask its operator for a trusted key, or load the model here; trained adapters can be applied in a sandbox too",

@@ -209,7 +209,7 @@ class FineTuning(TrainingSteps):
         )
 
     def _rows(self, step: int) -> Iterator[list[int]]:
-        """The rows of each forward pass of a step on this process."""
+        """The numbers of the rows that this process takes in each forward pass of one optimiser step."""
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         for part in range(self.settings.accumulation):
             start = ((step * self.settings.accumulation + part) * ranks + rank) * self.batch_size

@@ -1,0 +1,55 @@
+"""Discovery of extensions in a package."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import pytest
+
+from tl_layersim.core.discovery import discovered
+
+
+class Base(ABC):
+    name: ClassVar[str]
+
+    @abstractmethod
+    def call(self): ...
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write a package of modules, by name, and give what `discovered` takes."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(**modules: str):
+        folder = tmp_path / "found_here"
+        folder.mkdir()
+        for name in ("", *(f".{name}" for name in modules)):
+            monkeypatch.delitem(sys.modules, f"found_here{name}", raising=False)
+        for name, text in {"__init__": "", **modules}.items():
+            (folder / f"{name}.py").write_text(f"from {__name__} import Base\n{text}" if text else "")
+        return "found_here", [str(folder)], sys.modules[__name__].Base
+
+    return write
+
+
+def test_concrete_classes_are_found_by_name(package):
+    found = discovered(
+        *package(
+            one="class One(Base):\n    name = 'one'\n    def call(self): ...\n",
+            two="from found_here.one import One\nclass Half(Base): ...\nclass Two(One):\n    name = 'two'\n",
+        )
+    )
+    assert {name: cls.__name__ for name, cls in found.items()} == {"one": "One", "two": "Two"}
+
+
+@pytest.mark.parametrize("name", ["", "    name = 'one'\n", "    name = 3\n"])
+def test_a_class_without_a_name_of_its_own_is_an_error(package, name):
+    arguments = package(
+        one="class One(Base):\n    name = 'one'\n    def call(self): ...\n",
+        two=f"class Two(Base):\n{name}    def call(self): ...\n",
+    )
+    with pytest.raises(TypeError, match=r"Two of found_here\.two needs a class attribute `name` of its own"):
+        discovered(*arguments)
