@@ -14,6 +14,14 @@ from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst
 
 
+def test_positions_may_be_an_array():
+    model, tokens = tiny_llama(), random_tokens(1, 5)[0]
+    listed = lsim.block_jacobians(model, tokens, layers=[0], positions=[0, -1])
+    pairs = lsim.block_jacobians(model, tokens, layers=[0], positions=[(0, 4)])
+    assert torch.equal(lsim.block_jacobians(model, tokens, layers=[0], positions=np.array([0, -1])).values, listed.values)
+    assert torch.equal(lsim.block_jacobians(model, tokens, layers=[0], positions=torch.tensor([[0, 4]])).values, pairs.values)
+
+
 class TestPrompt:
     def test_jacobians_of_one_prompt(self):
         model, tokens = tiny_llama(), random_tokens(1, 9)

@@ -131,3 +131,15 @@ def test_the_command_line_names_data_that_is_no_text(tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit):
         main()
     assert "`--data` is a file that cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["save", "to_html"])
+def test_a_place_that_is_none_is_refused_by_name(call):
+    report = lsim.analyze(tiny_llama(), random_tokens(2), "cosine")
+    with pytest.raises(lsim.LayersimError, match=f"`path` of .*{call} cannot be None"):
+        getattr(report, call)(None)
+
+
+def test_a_mapping_of_analyzers_is_not_taken_for_data():
+    with pytest.raises(lsim.LayersimError, match="`analyzers` holds something other than an analyzer"):
+        lsim.analyze(tiny_llama(), random_tokens(2), {"a": lsim.Cosine()})

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +69,9 @@ def block_jacobians(
     """
     source = _open_layers(model, layers, remote)
     chosen = numbers_of(layers, len(source.model.layers) - 1)
+    if isinstance(positions, np.ndarray | torch.Tensor):
+        # An array of tokens, or of pairs of them.
+        positions = [tuple(each) if isinstance(each, list) else each for each in np.atleast_1d(np.asarray(positions)).tolist()]
     requested = positions if isinstance(positions, list) else [positions]
     pairs: list[tuple[int, int]] = []
 

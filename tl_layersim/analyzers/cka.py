@@ -210,7 +210,7 @@ class CKA(Analyzer):
                 "CKA needs four samples in one forward batch, and no batch had that many.",
                 given=f"{run.provenance.tokens} tokens in {run.provenance.batches} batches, level={self.level!r}",
                 expected=f"at least 4 {unit} in one batch",
-                do='pass more data, a larger batch_size=, or CKA(estimator="exact")',
+                do="pass more data, or a larger batch_size=",
             )
         need_tokens(int(sums["samples"]), 4, "CKA", unit)
         if self.estimator == "exact":

@@ -62,6 +62,8 @@ def _role(value: Any, expected: str) -> str | None:
         return "training settings"
     if isinstance(value, torch.nn.Module) or ("tl_layersim", "Source") in bases or ("nnsight", "Envoy") in bases:
         return "model"
+    if isinstance(value, Mapping) and value and all(_role(each, expected) == "analyzers" for each in value.values()):
+        return "analyzers"
     if isinstance(value, torch.Tensor | Mapping) or hasattr(value, "column_names"):
         return "data"
     if isinstance(value, list | tuple) and value:

@@ -179,6 +179,7 @@ class Result(ABC):
         path = first.removesuffix(".hook_resid_pre").removesuffix(".input")
         return "embedding" if first.startswith("blocks.0.") else f"{path} input"
 
+    @typed
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the result to one safetensors file; `tl_layersim.load` reads it back exactly.
 
@@ -269,6 +270,7 @@ class Report(Mapping[str, Any]):
             lines += [f"  {name}: {key} = {value:.4g}" for key, value in result.headline().items()]
         return "\n".join(lines)
 
+    @typed
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write all results to one safetensors file, without pickle.
 
@@ -291,6 +293,7 @@ class Report(Mapping[str, Any]):
         """
         return _load(path, ("report",))  # type: ignore[no-any-return]  # of this kind
 
+    @typed
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one self-contained HTML page with a summary table and every figure with its explanation.
 
