@@ -135,7 +135,7 @@ def _noted(report: Any, **options: Any) -> Any:
 
 
 def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> None:
-    """Write page and numbers, and print their paths."""
+    """Write the HTML report and the file with the numbers, and print the numbers and both paths."""
     p = next(iter(result.values())).provenance
     how = "packed" if p.options["pack"] else "one text a row"
     stopped = ", where --max-tokens stopped it" if p.tokens == max_tokens else ""

@@ -25,7 +25,7 @@ R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
 class _Computes(Protocol[R_co]):
-    """An analyzer, by the class of its result."""
+    """Any analyzer, for type checkers, by the class of the result that `compute` returns."""
 
     def compute(self, sums: Sums, run: Run) -> R_co: ...
 

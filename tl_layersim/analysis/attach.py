@@ -79,7 +79,7 @@ class Probe:
 
     @property
     def mask(self) -> Tensor | None:
-        """Positions of the next forward passes of this thread that count, `batch pos`.
+        """Mask `batch pos` of the positions to count in the next forward passes of this thread.
 
         None counts the positions of the model's attention mask, or all. The mask holds until it is replaced; single-position
         steps of cached generation always count.
@@ -258,13 +258,13 @@ class Probe:
             self._sums, self._buffered = self._with_buffered(), []
 
     def _with_buffered(self) -> dict[str, Sums]:
-        """The sums with those of the buffered views."""
+        """The sums so far, with the buffered views included."""
         if not self._buffered:
             return self._sums
         return self._reduced(self._deferred, _joined(self._buffered))
 
     def _reduced(self, kernels: dict[str, Kernel], view: View) -> dict[str, Sums]:
-        """The sums with those of one more view."""
+        """The sums so far, with one more view included."""
         try:
             with kernels_alone():
                 not_finite, out = reduce(kernels, view)
@@ -290,7 +290,7 @@ def _dtype_of(source: HookedSource) -> str:
 
 
 def _joined(views: list[View]) -> View:
-    """One view of the tokens of several, whose rows stay apart."""
+    """Join several views into one; rows of different views get different sequence numbers."""
     if len(views) == 1:
         return views[0]
     rows, offset = [], 0

@@ -24,7 +24,7 @@ PLAIN = ("measured", "batches", "sequences", "tokens", "digest", "seconds", "don
 def open_checkpoint(
     path: str | os.PathLike[str] | None, identity: Mapping[str, Any], deal: Deal = ALONE
 ) -> tuple[ResumableFile, dict[str, Tally]]:
-    """The file of an analysis on this rank, and its tallies by pass; empty where no file exists yet.
+    """Open the checkpoint file of an analysis on this rank, and read its tallies by pass; none where no file exists yet.
 
     Args:
         path: of the file, None for none; a rank above 0 appends its number.
@@ -42,7 +42,7 @@ def open_checkpoint(
 
 
 def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
-    """Tallies by pass, as notes and tensors for a file."""
+    """Convert tallies by pass to the notes and tensors of a checkpoint file."""
     passes: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for label, tally in tallies.items():
@@ -55,7 +55,7 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
 
 
 def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tally]:
-    """The tallies of which `tallies_snapshot` made notes and tensors."""
+    """Restore tallies by pass from the notes and tensors that `tallies_snapshot` made."""
     return {label: _tally(label, kept, tensors) for label, kept in notes["passes"].items()}
 
 
@@ -68,7 +68,7 @@ def _tally(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 
 
 def _sums_of(heading: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:
-    """The sums by analyzer name whose tensors begin with one heading."""
+    """The sums by analyzer, from the tensors whose keys begin with `heading`."""
     fields: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for key, tensor in tensors.items():
         own_heading, name, field_name = key.split("/", 2)

@@ -1,4 +1,4 @@
-"""Coupling of many models or checkpoints: regression of a score on it, its course in training, and the network of blocks."""
+"""Coupling of many models or checkpoints: regression of scores on coupling, coupling over training, and the graph of blocks."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _same_options(results: list[BlockCouplingResult]) -> None:
 
 @typed
 def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks") -> Figure:
-    """A figure of mean coupling over training checkpoints, with the coupling of neighbours and of random vectors.
+    """A figure of mean coupling over training checkpoints, with the coupling of neighbouring blocks and of random vectors.
 
     Args:
         results: `BlockCoupling` results by training step or name, in order. Numbers that span more than a factor of 20 have a
@@ -218,7 +218,7 @@ def plot_sweep(results: Mapping[Any, Any], *, title: str = "Coupling of blocks")
 def plot_adjacency(
     result: BlockCouplingResult, *, strongest: int | float | None = None, title: str = "Coupling of blocks"
 ) -> Figure:
-    """A figure of blocks on a circle with an edge between each two, the more opaque the more they are coupled beyond chance.
+    """A figure of blocks on a circle; the edge between two blocks is more opaque the more they are coupled beyond chance.
 
     The strength of an edge is the mean of both directions, from 0 at the null to 1 at full coupling.
 

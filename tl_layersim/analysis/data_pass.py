@@ -32,7 +32,7 @@ TITLES = {"first": "first pass", "main": "layers"}
 
 
 class Step(NamedTuple):
-    """A batch that was read and whose sums have not arrived, with the counts of the tally once they have.
+    """A batch that was read but whose sums have not arrived, and the counts that it adds to the tally.
 
     Attributes:
         measured: whether the model of this process runs on it.
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
 @dataclass
 class PassState:
-    """Sums and counts of the batches that are complete, and the batches that were read and wait for their sums.
+    """Progress of a pass: sums and counts of the complete batches, and the batches that were read and have no sums yet.
 
     Attributes:
         tally: of the batches that are complete.
@@ -75,19 +75,19 @@ class PassState:
         self.tally = replace(_counted(self.tally, steps, seconds), sums=sums, pending=tuple(pending))
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
-        """Count the batches that still wait: those at the end of the data on which no model of this process runs."""
+        """Count the last batches of the data, on which no model of this process runs."""
         self.tally = _counted(self.tally, list(self.waiting), seconds)
         self.waiting.clear()
 
     def close(self) -> None:
-        """Add the sums that wait for their pair to the total, and mark the pass as complete."""
+        """Add the pending partial sums of pairwise summation to the total, and mark the pass as complete."""
         sums, pending = self.tally.sums, self.tally.pending
         total = add_sums(sums, fold(list(pending), add_sums)) if pending else sums
         self.tally = replace(self.tally, sums=total, pending=(), done=True)
 
 
 def take_steps(waiting: deque[Step], measured: int) -> list[Step]:
-    """Remove the steps up to the `measured`-th on which a model runs, and return them."""
+    """Remove and return the first steps of `waiting`, up to the `measured`-th on which a model runs."""
     taken: list[Step] = []
     while measured and waiting:
         taken.append(waiting.popleft())
@@ -96,7 +96,7 @@ def take_steps(waiting: deque[Step], measured: int) -> list[Step]:
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
-    """The tally with the counts of further batches."""
+    """The tally with the counts of more batches added; its sums are unchanged."""
     return replace(
         tally,
         batches=steps[-1].batches if steps else tally.batches,
@@ -240,7 +240,7 @@ class DataPass:
         )
 
     def _partial_sums(self, show: Callable[[str], None]) -> Iterator[list[PartialSums]]:
-        """The sums of the batches that are left, in order."""
+        """Partial sums of the remaining batches, in the order of the data."""
         sources, batches = list(self.sources), self._reader()
         if not sources:
             return ([PartialSums(1, [], reduce(self.kernels, tokens_alone(batch))[1])] for batch in batches)
@@ -279,7 +279,7 @@ class DataPass:
         return tallies_snapshot({**self.tallies, self.label: self.state.tally})
 
     def _summed(self) -> str:
-        """Subject and verb of the note on where the sums are kept."""
+        """The first words of the note on where an interrupted run was saved."""
         return f"The sums of {self.state.tally.tokens} tokens are"
 
 
@@ -314,7 +314,7 @@ def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums
 
 
 class Size(NamedTuple):
-    """Of a batch: its counted tokens, its rows, and all its positions."""
+    """Size of a batch: its numbers of counted tokens, of rows and of all positions."""
 
     tokens: int
     rows: int

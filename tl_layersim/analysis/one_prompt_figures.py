@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PredictionGrid(Result):
-    """The first choice of each block after each token of a prompt, by the logit lens. Tensors are float64.
+    """First choice (most likely next token) of each block after each token of a prompt, by the logit lens. Tensors are float64.
 
     Attributes:
         values: `token layer`, the same as `probability`: probability of the layer's first choice.
@@ -57,7 +57,7 @@ class PredictionGrid(Result):
 
     @property
     def probability(self) -> Tensor:
-        """`token layer`, the same as `values`."""
+        """Probability of each first choice, `token layer`; the same as `values`."""
         return self.values
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
@@ -106,7 +106,7 @@ class TrajectoryPCA(Result):
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Labels of the axis."""
+        """Labels of the `component` axis."""
         return ("PC 1", "PC 2")
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
@@ -134,7 +134,7 @@ def prediction_grid(
     tokenizer: Any = None,
     prepend_bos: bool = True,
 ) -> PredictionGrid:
-    """The first choice of each block after each token of one prompt, by the logit lens, as a figure and a table.
+    """The first choice (most likely next token) of each block after each token of one prompt, by the logit lens.
 
     Args:
         model: as in `analyze`.

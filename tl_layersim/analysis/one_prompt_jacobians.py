@@ -203,7 +203,7 @@ def coupling_matrices(
 
 
 def _refuse_unused(along: str, token: int | None, positions: list[int] | None) -> None:
-    """Refuse the argument that `along` does not use."""
+    """Refuse `token` or `positions` where `along` does not use it."""
     unused = (
         "token" if along == "self" and token is not None else "positions" if along == "depth" and positions is not None else ""
     )

@@ -24,7 +24,7 @@ def numbers_of(layers: Sequence[Any] | None, blocks: int) -> tuple[int, ...]:
 
 
 def pair_of(position: Any, tokens: int) -> tuple[int, int]:
-    """t_in and t_out, counted from 0, of "last", a token or a pair."""
+    """Convert a position ("last", a token or a pair of tokens) to t_in and t_out, counted from 0."""
     pair = (-1, -1) if position == "last" else (position, position) if isinstance(position, int) else position
     plain = isinstance(pair, tuple | list) and len(pair) == 2 and all(type(token) is int for token in pair)
     if not plain or position is True or position is False:
@@ -38,7 +38,7 @@ def pair_of(position: Any, tokens: int) -> tuple[int, int]:
 
 
 def different(chosen: list[Any]) -> list[Any]:
-    """The chosen positions, checked: at least one, and all different."""
+    """Return the chosen positions; refuse an empty list and repeated positions."""
     if not chosen or len(set(chosen)) < len(chosen):
         raise LayersimError(
             "`positions` names a connection twice." if chosen else "`positions` is empty.",

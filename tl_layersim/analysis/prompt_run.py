@@ -1,4 +1,4 @@
-"""One forward pass of a model over one prompt, with a kernel beside the activations."""
+"""One forward pass of a model over one prompt; a kernel runs where the activations are."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def run_on_prompt(source: Source, prompt: Any, kernel: PromptKernel, tokenizer: 
 
 
 def _single_batch(batches: Batches, least: int) -> Batch:
-    """The prompt as a batch of one row, with at least so many counted tokens."""
+    """The prompt as a batch of one row; refused if it has fewer than `least` counted tokens."""
     rows = list(batches)
     if len(rows) != 1:
         raise LayersimError(

@@ -1,4 +1,4 @@
-"""Comparing two models of which one or both are on a server: statistics of each model are joined here, not activations."""
+"""Comparison of two models, one or both on a server: statistics of each are transferred and joined here, not activations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..models.source import PartialSums, Source
 
 
 def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
-    """The statistics by which each analyzer compares two models that are in different places.
+    """The cross-model statistics of each analyzer, by which it compares two models on different machines.
 
     Raises:
         LayersimError: an analyzer needs the activations of both models in one place.

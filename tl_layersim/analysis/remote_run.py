@@ -191,7 +191,7 @@ class RemoteRun:
         job.parts, job.batches = parts, []
 
     def _refuse_silent_server(self) -> None:
-        """Stop waiting for a server that could not be reached for as long as the client's patience."""
+        """Raise an error if the server has been unreachable for longer than the client's limit."""
         if self._unreached is not None and time.monotonic() - self._unreached[0] > self._ndif.patience:
             raise self._ndif.failures.given_up(TransientFailure(self._unreached[1]), 1)
 

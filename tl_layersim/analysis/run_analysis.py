@@ -87,7 +87,7 @@ def run_analysis(
 
 
 def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer]) -> None:
-    """Refuse models and options that an analyzer cannot work with, and print what an analyzer costs where that is much."""
+    """Refuse models and options that an analyzer cannot work with, and print the cost of expensive analyzers."""
     models = [source.model for source in sources]
     for analyzer in analyzers.values():
         analyzer.check_sites(*models)
@@ -121,7 +121,7 @@ def _identity(sources: list[Source], analyzers: Mapping[str, Analyzer], settings
 
 
 def _read_once(sources: list[Source], batches: Batches, with_first: Mapping[str, Analyzer]) -> Batches:
-    """Batches that are kept in memory between passes, where the run makes several and they fit.
+    """The batches, cached in memory where the run reads the data more than once and the batches fit.
 
     Raises:
         LayersimError: the data is an iterator, needed more than once, and too large to be kept.
@@ -145,7 +145,7 @@ def _read_once(sources: list[Source], batches: Batches, with_first: Mapping[str,
 
 
 def _refuse_other_rows(first: Tally, main: Tally) -> None:
-    """Refuse data that gave other rows on the second pass."""
+    """Refuse data whose rows on the second pass differ from those on the first."""
     if first.digest != main.digest:
         raise LayersimError(
             "`data` was not the same on the second pass.",
@@ -156,7 +156,7 @@ def _refuse_other_rows(first: Tally, main: Tally) -> None:
 
 
 def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], twice: bool) -> int | None:
-    """Print what a run asks of a server before it does; return the number of counted tokens, None where it is not known."""
+    """Print the cost of a run on servers before it starts; return the number of counted tokens, None if it is not known."""
     remote_sources = [source for source in sources if source.is_remote]
     if not remote_sources or batches.one_shot:
         return batches.options.max_tokens

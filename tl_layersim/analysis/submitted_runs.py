@@ -1,4 +1,4 @@
-"""Runs on servers that are not waited for: what their jobs compute, and how a file keeps and restores them."""
+"""Non-blocking runs on servers: what their jobs compute, and how runs are saved to a file and restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .data_pass import Step
 
 @dataclass
 class Job:
-    """One request that was sent.
+    """A request that was sent to a server, with its state and its sums.
 
     Attributes:
         id: name of the job on the server.
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True)
 class SubmittedAnalysis:
-    """What the jobs of a run compute, and what their report records.
+    """The model, analyzers and settings of a non-blocking run, from which its report is made.
 
     Attributes:
         model: description of the model.
@@ -76,7 +76,7 @@ KeptRun = tuple[Model, dict[str, Sums], list[Job]]
 
 
 def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
-    """The model, the sums of the first pass and the jobs of a kept run; raises whatever a malformed file leads to."""
+    """Restore the model, the first-pass sums and the jobs of a saved run; a malformed file may raise any exception."""
     refuse_other_types(_Header, {name: header[name] for name in _Header.__annotations__})
     for recipe in header["analyzers"].values():
         refuse_other_types(_Recipe, {name: recipe[name] for name in _Recipe.__annotations__})
@@ -103,7 +103,7 @@ def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
 
 @dataclass
 class _Header:
-    """What the header of a kept run holds beside the model."""
+    """Entries of a saved run's file header, beside the model."""
 
     server: str
     model_key: str
@@ -116,7 +116,7 @@ class _Header:
 
 @dataclass
 class _Recipe:
-    """What it holds of an analyzer."""
+    """Entries of the file header for each analyzer."""
 
     options: dict[str, Any]
     code: str
@@ -124,7 +124,7 @@ class _Recipe:
 
 @dataclass
 class _Record:
-    """What it holds of the time before it was kept."""
+    """Entries of the file header on the run before it was saved."""
 
     sent: float
     place: dict[str, Any]
@@ -156,7 +156,7 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def recipe_of(analyzer: Analyzer) -> dict[str, Any]:
-    """Class, options and digest of the code of an analyzer, as a file keeps them."""
+    """Class, options and code digest of an analyzer, as a file stores them."""
     cls = type(analyzer)
     where = f"{cls.__module__}.{cls.__qualname__}"
     return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}

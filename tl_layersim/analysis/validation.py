@@ -116,7 +116,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
 
 
 def shared_tokens(a: Model, b: Model, given: bool) -> Model:
-    """The inputs that both models accept.
+    """A description of the inputs that both models accept, with the smaller context and vocabulary.
 
     Args:
         a: the first model, whose tokenizer is used.

@@ -1,4 +1,4 @@
-"""Citations in the explanations of figures, with the place in the paper left open."""
+"""Format strings for citations in the explanations of figures, to be filled with a place such as "figure 5"."""
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 AUBRY = "(Aubry et al. 2025, {})."

@@ -1,4 +1,4 @@
-"""Hilbert-Schmidt independence criterion (HSIC), of which CKA is made: from Gram matrices, or from moments of all samples.
+"""Hilbert-Schmidt independence criterion (HSIC), the basis of CKA: from Gram matrices, or from moments of all samples.
 
 Plain functions of torch: they are serialised by value with the kernels that call them.
 """

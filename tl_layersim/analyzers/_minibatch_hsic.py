@@ -111,7 +111,7 @@ def gram_kernel(view: View, *, rows: partial[Tensor], size: int, seed: int) -> d
 
 
 def sums_from_grams(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, biased: bool) -> dict[str, Tensor]:
-    """The sums that `minibatch_kernel` returns for two views, from what `gram_kernel` returned for each.
+    """The sums that `minibatch_kernel` returns for two views, from the Gram matrices of each view.
 
     Args:
         a: output of `gram_kernel` for the first model.

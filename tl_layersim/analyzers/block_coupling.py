@@ -231,12 +231,12 @@ class BlockCoupling(Analyzer):
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """All numbers of singular vectors."""
+        """`k` as a tuple: the numbers of singular vectors for which coupling is computed."""
         return (self.k,) if isinstance(self.k, int) else self.k
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All positions, as indices."""
+        """`positions` as a tuple of token indices."""
         return (-1,) if self.positions == "last" else tuple(self.positions)
 
     @property

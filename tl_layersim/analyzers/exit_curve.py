@@ -33,7 +33,7 @@ EXITS_SOURCE = JIANG.format("section 3 and figure 7")
 @named
 @dataclass(frozen=True)
 class ExitPoint:
-    """An `ExitCurve` at one threshold.
+    """Results of `ExitCurve` at one threshold.
 
     Attributes:
         threshold: of the top probability.
@@ -98,12 +98,12 @@ class ExitCurveResult(Result):
 
     @property
     def exits(self) -> Tensor:
-        """`threshold layer`, the same as `values`."""
+        """Number of positions that exit after each block, `threshold layer`; the same as `values`."""
         return self.values
 
     @typed
     def at(self, threshold: int | float) -> ExitPoint:
-        """All numbers at one of the measured thresholds.
+        """Exits, accuracy, agreement, perplexity and speed-up at one of the measured thresholds.
 
         Args:
             threshold: one of `thresholds`.

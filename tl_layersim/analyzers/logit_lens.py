@@ -100,7 +100,7 @@ class LogitLensResult(Result):
 
     @property
     def cross_entropy(self) -> Tensor:
-        """`layer`, the same as `values`."""
+        """Cross-entropy at each block in nats, `layer`; the same as `values`."""
         return self.values
 
     def effective_depth(self, eps: float) -> int:
@@ -237,7 +237,7 @@ class LogitLens(Analyzer):
 
 
 def unembedding(run: Run, norm: str) -> str:
-    """The map from the residual x to logits as text.
+    """The map from the residual x to logits, written as text.
 
     Args:
         run: the finished run.

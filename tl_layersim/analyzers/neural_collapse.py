@@ -59,7 +59,7 @@ class NeuralCollapseResult(Result):
 
     @property
     def nc1(self) -> Tensor:
-        """`residual`, the same as `values`."""
+        """NC1 of each layer, `residual`; the same as `values`."""
         return self.values
 
     def headline(self) -> dict[str, float]:

@@ -74,7 +74,7 @@ class SaturationResult(Result):
 
     @property
     def counts(self) -> Tensor:
-        """`layer`, the same as `values`."""
+        """Number of tokens that saturate at each block, `layer`; the same as `values`."""
         return self.values
 
     def headline(self) -> dict[str, float]:

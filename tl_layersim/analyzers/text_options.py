@@ -48,7 +48,7 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
 
 
 def _value(text: str) -> Any:
-    """A value written as in JSON or Python; anything else is text."""
+    """Parse a value written as in JSON or Python; return any other text unchanged."""
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError):
             return read(text)

@@ -122,7 +122,7 @@ class TrajectoryResult(Result):
 
     @property
     def norm(self) -> Tensor:
-        """`residual`, the same as `values`."""
+        """Mean norm of the residual at each layer, `residual`; the same as `values`."""
         return self.values
 
     @property
@@ -312,7 +312,7 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     blocks = len(step)
 
     def score(steps: int) -> Tensor:
-        """LSS of each segment of so many steps, NaN if a step is zero."""
+        """LSS of each segment of `steps` steps, NaN if a step is zero."""
         distance = (travelled[steps:] - travelled[: len(x) - steps]).norm(dim=-1)
         lss: Tensor = (steps / distance).where(still[steps:] == still[: len(x) - steps], torch.nan)
         return lss

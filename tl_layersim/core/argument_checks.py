@@ -133,7 +133,7 @@ def _is_number(annotation: Any) -> bool:
 
 
 def _wrong_type(name: str, parameter: str, value: object, expected: str) -> LayersimTypeError:
-    """The error of an argument of another type."""
+    """The error for an argument of the wrong type."""
     return LayersimTypeError(
         f"`{parameter}` of {name} cannot be {brief(value)}.",
         given=f"{parameter}={brief(value)}" + ("" if value is None else f", {with_article(type(value).__name__)}"),
@@ -143,7 +143,7 @@ def _wrong_type(name: str, parameter: str, value: object, expected: str) -> Laye
 
 
 def _correction(parameter: str, value: Any, expected: str) -> str:
-    """The argument with the same value in the expected type, "" where that is not obvious."""
+    """A corrected argument for the error message, with the value in the expected type; "" if none is obvious."""
     numbers = re.search(r"\b(int|float)\b", expected)
     if isinstance(value, str):
         near = difflib.get_close_matches(value, re.findall(r"'([^']*)'", expected), n=1, cutoff=0.75)
@@ -168,7 +168,7 @@ def _correction(parameter: str, value: Any, expected: str) -> str:
 
 
 def _translated(message: str, name: str, bound: Mapping[str, Any]) -> LayersimError:
-    """The error of this package for one of jaxtyping.
+    """Translate an error of jaxtyping into an error of this package.
 
     Args:
         message: of jaxtyping's error.

@@ -81,7 +81,7 @@ SET_ON_MODEL = {
 
 
 def register(call: Any) -> tuple[str, inspect.Signature]:
-    """Name and signature of a function or class; a public one is remembered for suggestions.
+    """Return the name and signature of a function or class, and remember public ones for suggestions in errors.
 
     Args:
         call: the function or class.
@@ -143,7 +143,7 @@ def bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs:
 def _missing(
     name: str, parameters: Mapping[str, inspect.Parameter], positional: Collection[str], given: Collection[str]
 ) -> LayersimTypeError:
-    """The error of a call without its required arguments."""
+    """The error for a call that lacks required arguments."""
     required = [p for p, value in parameters.items() if value.default is value.empty and value.kind < value.VAR_KEYWORD]
     required = [p for p in required if parameters[p].kind is not parameters[p].VAR_POSITIONAL]
     missing = [p for p in required if p not in given]
@@ -159,7 +159,7 @@ def _missing(
 
 
 def unknown_keyword(name: str, keyword: str, value: object, known: Iterable[str]) -> LayersimTypeError:
-    """The error of a call with an argument that it does not take, with the arguments that were probably meant.
+    """The error for an unknown argument of a call, with the arguments that were probably meant.
 
     Args:
         name: of the call.
@@ -191,7 +191,7 @@ def unknown_keyword(name: str, keyword: str, value: object, known: Iterable[str]
 
 
 def _owners(name: str, keyword: str, known: Collection[str]) -> tuple[str, list[str]]:
-    """The argument of other public calls that a keyword or its synonym names, and these calls, the likeliest first."""
+    """Find the public calls that take a keyword or its synonym: the argument's name and the calls, likeliest first."""
     public: tuple[str, ...] = sys.modules[__name__.split(".")[0]].__all__
     for argument in (keyword, *(p for p, words in SYNONYMS.items() if keyword.lower() in words.split())):
         calls = [call for call, signature in _SIGNATURES.items() if argument in signature.parameters and call in public]
@@ -203,7 +203,7 @@ def _owners(name: str, keyword: str, known: Collection[str]) -> tuple[str, list[
 
 
 def refuse_keywords(name: str, given: Mapping[str, Any], *calls: Callable[..., Any]) -> None:
-    """Refuse keyword arguments that none of the calls takes to which they are passed on.
+    """Refuse keyword arguments that are passed on to several calls and that none of these calls takes.
 
     Args:
         name: of the call that a user wrote.

@@ -52,7 +52,7 @@ def refuse_swapped(name: str, given: Mapping[str, Any], signature: inspect.Signa
 
 
 def _role(value: Any, expected: str) -> str | None:
-    """Model, data, analyzers or training settings; None where the value may be more than one of them, as a generator may."""
+    """Kind of a value: model, data, analyzers or training settings; None where it may be several, as a generator may."""
     bases = [
         (cls.__module__.split(".")[0], cls.__name__) for cls in (value if isinstance(value, type) else type(value)).__mro__
     ]

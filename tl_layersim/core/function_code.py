@@ -7,7 +7,7 @@ from types import CodeType, FunctionType
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
-    """The functions and all functions of their own modules that they call by name, directly or indirectly.
+    """The given functions and all functions of their modules that they call by name, directly or indirectly.
 
     Args:
         starts: the functions.

@@ -10,7 +10,7 @@ from .sums import Sums
 
 @dataclass(frozen=True)
 class Tally:
-    """The progress of one pass over the data, and what it has summed.
+    """The progress of one pass over the data, and the sums of its batches.
 
     Attributes:
         sums: by analyzer name.

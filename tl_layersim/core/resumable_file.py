@@ -82,11 +82,11 @@ class ResumableFile:
         self._next = time.monotonic() + SECONDS_BETWEEN_SAVES
 
     def resume(self, parse: Callable[[Mapping[str, Any], dict[str, Tensor]], T]) -> T | None:
-        """The state of the run, None where no file exists yet; see `read`."""
+        """Read the state of the run; None where no file exists yet."""
         return None if self.path is None or not self.path.exists() else self.read(parse)
 
     def read(self, parse: Callable[[Mapping[str, Any], dict[str, Tensor]], T]) -> T:
-        """The state of the run.
+        """Read the state of the run from its file.
 
         Args:
             parse: makes it of the notes and tensors that were written. What it raises where something is missing or of another
@@ -104,11 +104,11 @@ class ResumableFile:
             return parse(header, tensors)
 
     def parsing(self) -> AbstractContextManager[None]:
-        """A context in which exceptions that a malformed state leads to become a refusal of the file."""
+        """A context that turns exceptions caused by a malformed state into an error that names the file."""
         return reading(str(self.path), *CONTENTS[self._kind])
 
     def write(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Write a state, all or nothing; False where there is no path.
+        """Write a state atomically; return False if there is no path.
 
         Raises:
             OSError: the file cannot be written; an older one is untouched.
@@ -125,7 +125,7 @@ class ResumableFile:
         return True
 
     def save(self, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-        """Whether a state was written; where that fails, a warning: the results of the run are still in memory."""
+        """Write a state and return whether it was written; a failed write only warns, as the results are still in memory."""
         try:
             return self.write(notes, tensors)
         except OSError as error:
@@ -134,12 +134,12 @@ class ResumableFile:
 
     @property
     def due(self) -> bool:
-        """Whether the last save is long enough ago for another one."""
+        """Whether enough time has passed since the last save for another one."""
         return self.path is not None and time.monotonic() > self._next
 
     @contextmanager
     def saved_on_interrupt(self, snapshot: Callable[[], Snapshot | None], kept: Callable[[], str]) -> Iterator[None]:
-        """A context that writes the state where the block ends by an exception, Ctrl-C included.
+        """A context that saves the state if the block ends with an exception, Ctrl-C included.
 
         The exception gets a note of where the run can be resumed, or of why it cannot.
 
@@ -160,7 +160,7 @@ class ResumableFile:
 
 
 def _differences(now: Any, then: Any) -> tuple[str, str]:
-    """What differs between two identities, and nothing else."""
+    """The entries in which two identities differ, as text for each."""
     if isinstance(now, dict) and isinstance(then, dict):
         keys = [key for key in now | then if now.get(key) != then.get(key)]
         parts = [_differences(now.get(key), then.get(key)) for key in keys]

@@ -25,7 +25,7 @@ class Shuffle:
         self._epoch, self._order = -1, list[int]()
 
     def row(self, place: int) -> int:
-        """The row at a place of the sequence of all epochs, both counted from 0."""
+        """Index of the row at a place in the sequence of all epochs; both are counted from 0."""
         epoch = place // self.count
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)

@@ -137,7 +137,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _new_file(temporary: Path) -> tuple[int, bool]:
-    """A new file, open for writing, and whether it has no name."""
+    """Open a new file for writing; return its descriptor, and whether the file is nameless."""
     # macOS, Windows and some file systems of Linux have no nameless files.
     if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
         with suppress(OSError):

@@ -39,7 +39,7 @@ class TrainingSteps(ABC):
 
     @abstractmethod
     def compute(self) -> Sequence[float]:
-        """The losses of the next steps (usually of one), and whatever `apply` needs; changes nothing that `snapshot` holds."""
+        """Compute the losses of the next steps (usually one) and what `apply` needs; the state to be saved does not change."""
 
     @abstractmethod
     def apply(self) -> None:
@@ -47,18 +47,18 @@ class TrainingSteps(ABC):
 
     @abstractmethod
     def snapshot(self) -> Snapshot | None:
-        """The state for a file; None where there is none that a training could be resumed from."""
+        """The state to save, or None if the training could not be resumed from it."""
 
     @abstractmethod
     def on_divergence(self, losses: Sequence[float]) -> None:
-        """Raise, or record that the training ends here; the steps are not applied.
+        """Handle divergence: raise, or record that the training ends here; the steps are not applied.
 
         Args:
             losses: of which `diverges` was true.
         """
 
     def diverges(self, losses: Sequence[float]) -> bool:
-        """Whether losses are those of a training that cannot go on: a loss is not finite."""
+        """Whether the training has diverged: a loss is not finite."""
         return not all(math.isfinite(loss) for loss in losses)
 
     def running(self, bar: Any) -> AbstractContextManager[object]:
@@ -74,7 +74,7 @@ class TrainingSteps(ABC):
         return ""
 
     def finish(self) -> None:  # noqa: B027 (most trainings end with their last step)
-        """Called after the last step, where an interrupt still saves the state."""
+        """Called after the last step; an interrupt during this call still saves the state."""
 
 
 def run_steps(training: TrainingSteps, file: ResumableFile) -> None:

@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
-        """Row and position of the data that each token came from, each `batch pos`; the row is -1 for several."""
+        """Row and position in the data of each token, each `batch pos`; the row is -1 where a batch row joins several."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))
         row, start = torch.tensor(origins).unbind(1)
         return row[:, None].expand_as(self.tokens), start[:, None] + torch.arange(self.tokens.shape[1])
@@ -228,7 +228,7 @@ class Batches:
         return [bos] if self.options.prepend_bos and bos is not None and not self._own_specials() else []
 
     def _own_specials(self) -> bool:
-        """Whether the tokenizer adds its own special tokens: those of [CLS] models, and those without a BOS."""
+        """Whether the tokenizer adds its special tokens itself, as tokenizers with [CLS] or without a BOS do."""
         return self.model.tokenizer.bos_token_id is None or self.model.tokenizer.cls_token_id is not None
 
     def _windows(self, text: Encoded) -> Iterator[Row]:
@@ -242,7 +242,7 @@ class Batches:
             start += taken
 
     def _row(self, ids: list[int], own: bool) -> tuple[Tensor, int]:
-        """A row of at most the text length, with a BOS, and the number of ids in it.
+        """A row of at most the text length, with a BOS, and the number of ids that it takes from the text.
 
         Args:
             ids: the next ids of the text.
@@ -292,7 +292,7 @@ class Batches:
         yield from cut(0)
 
     def _encoded(self) -> Iterator[Encoded | Row]:
-        """Texts as token ids, in order among rows of tokens; encoded many at a time."""
+        """Encode texts as token ids, many at a time; rows of tokens among the texts are passed on in order."""
         waiting: list[tuple[int, Text]] = []
         for number, item in enumerate(Reader(self.options.column, self.labelled, self.model, self.notes).items(self.data)):
             if isinstance(item, Text):
@@ -337,7 +337,7 @@ class Batches:
 
 
 def _readable(text: str | None, number: int) -> str:
-    """The text of a row, checked.
+    """Return the text of a row; refuse a missing text, or one that cannot be written as UTF-8.
 
     Raises:
         LayersimError: the text is missing, or cannot be written as UTF-8.

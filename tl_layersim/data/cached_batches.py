@@ -16,7 +16,7 @@ ORIGIN_BYTES = 200
 
 @dataclass
 class _Store:
-    """Batches of the pass that is read, their size in bytes, and whether all batches of the data are in it."""
+    """Batches kept in memory, their size in bytes, and whether they are all batches of the data."""
 
     batches: list[Batch] = field(default_factory=list)
     size: int = 0
@@ -53,12 +53,12 @@ class CachedBatches(Batches):
 
     @classmethod
     def of(cls, batches: Batches) -> CachedBatches:
-        """The same data, model and options."""
+        """Wrap batches in a cache, with the same data, model and options."""
         return cls(batches.data, batches.model, batches.options, batches.labelled)
 
     @property
     def one_shot(self) -> bool:
-        """Whether the data is an iterator of which not all is kept, gone after one pass."""
+        """Whether the data can be read only once: an iterator whose batches are not all in memory."""
         return super().one_shot and not self._store.complete
 
     def __iter__(self) -> Iterator[Batch]:

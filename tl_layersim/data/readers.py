@@ -64,7 +64,7 @@ class Notes:
     warned: set[str] = field(default_factory=set)
 
     def once(self, text: str) -> None:
-        """Warn, the first time."""
+        """Warn, unless the same warning was given before."""
         if text not in self.warned:
             self.warned.add(text)
             warn(text)
@@ -93,7 +93,7 @@ class Row:
         return Row(self.tokens[span], self.attention[span], labels, self.source, self.start + (span.start or 0))
 
     def split(self, length: int) -> Iterator[Row]:
-        """Pieces of at most that length."""
+        """Split the row into rows of at most `length` tokens."""
         for start in range(0, len(self.tokens), max(length, 1)):
             yield self[start : start + length]
 
@@ -153,7 +153,7 @@ class Reader:
             raise unknown(f"{type(data).__name__}: {str(data)[:60]}", "lsim.analyze(model, ['a text', 'another'], ...)")
 
     def _mapping(self, data: Mapping[str, Any]) -> Iterator[Text | Row]:
-        """Tokens of a batch or an example, or its texts where it has no tokens."""
+        """Rows of tokens of a mapping (a batch or an example), or its texts where it has no tokens."""
         data = {name: as_plain(value) for name, value in data.items()}
         column = self.column if self.column is not None else find_column(data)
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
@@ -324,7 +324,7 @@ def _tensor(values: Any) -> Tensor | None:
 
 
 def _as_mask(mask: Any) -> Tensor:
-    """A mask of ones and zeros as bool; an additive mask, 0 to keep and -inf to drop, would mean the opposite."""
+    """Convert a mask of ones and zeros to bool; refuse an additive mask (0 keeps, -inf drops), which means the opposite."""
     try:
         values = torch.as_tensor(mask).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -115,10 +115,10 @@ class EarlyExit:
         self._verify()
 
     def _verify(self) -> None:
-        """Determine what the model can do, and check that its logits with early exit are its own.
+        """Determine what the model supports, and check that early exit reproduces its logits.
 
         Raises:
-            LayersimError: they are not.
+            LayersimError: the logits differ.
         """
         split_model = self.split_model
         with split_model.evaluating(), torch.no_grad():

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class Columns:
-    """The part of a `row column ...` table that one forward pass reads and writes: some rows, and the columns from one on.
+    """The part of a `row column ...` table that one forward pass uses: some of its rows, and columns `start` to `end`.
 
     Rows are padded on the left, so the newest token of every row is in the same column.
 
@@ -35,7 +35,7 @@ class Columns:
             self.places = list(torch.tensor(pairs, device=device).unbind(1))
 
     def put(self, table: Tensor, part: Tensor) -> None:
-        """Write `row column ...` of this pass into the table of all rows."""
+        """Write the entries `row column ...` of this pass into the table of all rows."""
         if self.places:
             own, row, column = self.places
             table[row, column] = part[own, column - self.start]
@@ -45,13 +45,13 @@ class Columns:
             table[:, self.start : self.end].index_copy_(0, self.index, part)
 
     def take(self, table: Tensor, start: int = 0) -> Tensor:
-        """`row column ...`: the rows of this pass in the table of all rows, from a column on."""
+        """Entries `row column ...` of this pass's rows, from column `start` to the end of the pass."""
         table = table[:, start : self.end]
         return table if self.index is None else table.index_select(0, self.index)
 
 
 def grown(table: Tensor, columns: int) -> Tensor:
-    """The table, enlarged with zeros where it has fewer columns than this."""
+    """The table, enlarged with zeros where it has fewer than `columns` columns."""
     if table.shape[1] >= columns:
         return table
     more = table.new_zeros(len(table), max(columns, 2 * table.shape[1]), *table.shape[2:])
@@ -98,7 +98,7 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         return self.cache.columns.start + query_length, 0
 
     def get_seq_length(self) -> int:
-        """The first column of the pass."""
+        """Index of the first column of the pass, which is the number of columns before it."""
         return self.cache.columns.start
 
     def get_max_length(self) -> int:
@@ -110,7 +110,7 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
 
 
 class ColumnCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of all blocks, of which a forward pass reads and writes the rows and columns in `columns`.
+    """Key-value cache of all blocks; a forward pass reads and writes its rows and columns in `columns`.
 
     The model builds its own masks from the sizes that the cache reports, so windows, chunks and padding stay the model's work.
 

@@ -72,7 +72,7 @@ class ExitCosts:
         layers: list[str] | None = None,
         unembed: list[str] | None = None,
     ) -> ExitCosts:
-        """Costs in parameters read: proportional to time where reading weights is the bottleneck, as with small batches.
+        """Costs as numbers of parameters read: proportional to time where reading weights is the bottleneck (small batches).
 
         Args:
             model: a Hugging Face model.
@@ -145,14 +145,14 @@ class ExitCosts:
         return self.start + self.blocks * (self.block + n * self.block_token) + self.head + n * self.head_token
 
     def segment(self, blocks: int, exited: float) -> float:
-        """The cost of some consecutive blocks, where this fraction of tokens has exited below.
+        """The cost of `blocks` consecutive blocks, where the fraction `exited` of tokens has exited below them.
 
         Weights are read when any row runs through; every token runs through in the end, with a later one.
         """
         return blocks * (self.block * (1 - exited**self.batch) + self.block_token * self.batch)
 
     def checked(self, exited: float, exited_after: float) -> float:
-        """The cost of a check, of the unembedding of the tokens that exit at it, and of the further pass that it may cause.
+        """The cost of a check: the check itself, the unembedding of the tokens that exit, and the extra pass that may follow.
 
         Args:
             exited: fraction of tokens that exited before the check.
@@ -167,7 +167,7 @@ class ExitCosts:
         return cost + self.again * max(0.0, (1 - exited_after**n) - (1 - exited_after) ** (2 * n))
 
     def last_unembed(self, exited: float) -> float:
-        """The cost of the unembedding after the last block, where this fraction of tokens has exited below."""
+        """The cost of the unembedding after the last block, where the fraction `exited` of tokens has exited below."""
         return self.head * (1 - exited**self.batch) + self.head_token * self.batch * (1 - exited)
 
     def step(self, at: tuple[int, ...], exited: dict[int, float]) -> float:

@@ -31,7 +31,7 @@ ROOM = 256
 
 @contextmanager
 def entered(split_model: LocalSplitModel, layer: int, x: Tensor) -> Iterator[None]:
-    """`LocalSplitModel.entered` without the forward hooks of the block below, which have already been applied to `x`."""
+    """Enter the model at a layer with residuals `x`, without the forward hooks of the block below, which already ran on `x`."""
     below = vars(split_model.blocks[layer - 1])
     hooks = below["_forward_hooks"]
     below["_forward_hooks"] = OrderedDict()

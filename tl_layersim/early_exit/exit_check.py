@@ -24,7 +24,7 @@ class ExitCheck:
         self._shortlist_rows: tuple[Tensor, Tensor | None] | None = None
 
     def restart(self, count: int) -> None:
-        """Forget all tokens and begin with `count` others."""
+        """Discard the rule's state, and begin with `count` new tokens."""
         self.state = self.rule.new_state(count)
 
     def __call__(self, leaving: Tensor, entering: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +43,7 @@ class ExitCheck:
         return exits.to(leaving.device), logits if self.rule.gives_logits else None
 
     def _logits(self, x: Tensor) -> Tensor:
-        """What the rule reads: logits `token vocabulary`, logits `token candidate` of the shortlist, or `token 0`."""
+        """Input of the exit rule: logits `token vocabulary`, shortlist logits `token candidate`, or an empty `token 0`."""
         if not self.rule.reads_logits:
             return x.new_zeros(len(x), 0)
         return self.unembed(x) if self.rule.shortlist is None else self._shortlist_logits(x, self.rule.shortlist)

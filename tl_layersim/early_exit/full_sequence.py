@@ -35,7 +35,7 @@ class Rows:
     causal: bool
 
     def part(self, rows: Tensor, length: int) -> dict[str, Tensor]:
-        """The arguments for some rows, up to a position."""
+        """The model's arguments for some rows, cut to `length` positions in a causal model."""
         cut = self.causal and length < self.positions.shape[1]
         return {name: x[rows, :length] if cut else x[rows] for name, x in self.inputs.items()}
 
@@ -151,7 +151,7 @@ class FullSequence:
         self.exits.view(-1)[index.cpu()] = layer
 
     def _continue(self, number: int, hidden: Tensor) -> None:
-        """Drop rows in which every position has exited, and the positions after the last running one of a causal model."""
+        """Drop rows in which every position has exited and, in a causal model, the positions after the last running one."""
         running = self.running[self.rows, : self.length]
         continuing = running.any(1)
         length = self.length

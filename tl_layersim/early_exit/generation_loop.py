@@ -58,7 +58,7 @@ class GenerationLoop:
                     self.rows = [self.rows[i] for i in kept]
 
     def _append(self, new: list[int]) -> list[int]:
-        """Append a token to each row; return the positions in `rows` of those that are not complete."""
+        """Append a token to each row; return the indices, within `self.rows`, of the rows that are not complete."""
         kept = []
         for i, (row, token) in enumerate(zip(self.rows, new, strict=True)):
             self.tokens[row].append(token)
@@ -68,7 +68,7 @@ class GenerationLoop:
         return kept
 
     def decide(self, layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
-        """The rows that continue after a segment; stores the logits of those that exit."""
+        """Return the rows that continue after a segment, and store the logits of those that exit."""
         if layer == self.state.ends[-1]:
             self._exit(layer, rows, self.check.unembed(x))
             return []

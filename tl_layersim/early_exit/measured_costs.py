@@ -25,7 +25,7 @@ FEWEST_REPEATS = 3
 
 @dataclass(frozen=True)
 class _StepTimes:
-    """Seconds of one decoding step of a batch, and of parts of it.
+    """Times, in seconds, of decoding steps of a batch and of parts of a step.
 
     Attributes:
         full: a step through all blocks, without checks and without unembedding.
@@ -177,7 +177,7 @@ class _Timer:
 
 
 def _costs(times: _StepTimes, blocks: int, low: int, batch: int) -> dict[str, Any]:
-    """The costs of an `ExitCosts` that follow from times of steps."""
+    """The fields of `ExitCosts`, from the measured times of steps."""
     upper, more = blocks - low, max(1, batch - 1)
     block = max(0.0, (times.full - times.short) / upper)
     # Alone, with warm caches, an unembedding and a check take at least this long.

@@ -18,7 +18,7 @@ from ..models.model_info import Model
 def prompt_rows(
     prompt: Any, attention_mask: Tensor | None, model: Model, tokenizer: Any, max_new_tokens: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Token ids `row column` padded on the left, and `row column`, False at padding; None where no row is padded.
+    """Token ids `row column` padded on the left, and their mask, False at padding; the mask is None where no row is padded.
 
     Raises:
         LayersimError: `prompt` is neither text nor token ids, or leaves no room for `max_new_tokens`.
@@ -54,7 +54,7 @@ def prompt_rows(
 
 
 def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
-    """Given token ids and their mask; without a mask, padding ids at the ends of rows are padding."""
+    """Token ids and mask of a tensor prompt; without a given mask, padding ids at the ends of rows are padding."""
     tokens = tokens[None] if tokens.dim() == 1 else tokens
     if (
         tokens.dim() != 2

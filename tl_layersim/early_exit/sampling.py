@@ -52,7 +52,7 @@ class TokenSampler:
         self.generators = [torch.Generator().manual_seed(row_seed) for row_seed in row_seeds]
 
     def __call__(self, logits: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
-        """The next tokens.
+        """Choose the next token of each row.
 
         Args:
             logits: `row vocabulary`.

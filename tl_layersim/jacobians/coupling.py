@@ -20,7 +20,7 @@ DRAWS = 8
 
 @dataclass(frozen=True)
 class Connections:
-    """The Jacobians that are compared with each other: for each sample the same number, in the same blocks.
+    """The Jacobians whose coupling is computed: for each sample the same number, in the same blocks.
 
     Attributes:
         row: `sample`, the row of the batch that holds each sample.
@@ -300,7 +300,7 @@ def off_diagonal(a: Tensor, diagonal: str) -> tuple[Tensor, Tensor]:
 
 
 def rounding_floor(s: Tensor, step_error: Tensor, d: int, dtype: torch.dtype) -> Tensor:
-    """The rounding error of singular values, which stems from the difference of block and identity, `sample connection`.
+    """The rounding error of singular values, from the subtraction of the skip connection, `sample connection`.
 
     Singular vectors of smaller values are arbitrary, and so is a coupling in their basis.
 

@@ -119,7 +119,7 @@ class Jacobian:
         return int(self.differs) + 2 * int(self.no_skip)
 
     def _row_products(self) -> list[TokenProducts | RowProducts]:
-        """Products on whole rows: one call of the block for each sample that a row holds."""
+        """Products on whole rows, in groups that hold at most one sample of each row."""
         parts: list[TokenProducts | RowProducts] = []
         waiting = torch.arange(len(self.row), device=self.row.device)
         while len(waiting):
@@ -135,7 +135,7 @@ class Jacobian:
 
     @property
     def step_error(self) -> Tensor:
-        """`sample`, relative change of a finite-difference product with twice the step; 0 with gradients."""
+        """Relative change, `sample`, of a finite-difference product when the step is doubled; 0 with gradients."""
         error = torch.zeros(len(self.row), dtype=torch.float64)
         for part in self.parts:
             if isinstance(part, RowProducts):
@@ -143,7 +143,7 @@ class Jacobian:
         return error
 
     def transposed(self, u: Tensor) -> Tensor:
-        """Products J'u.
+        """Products J'u with the transposed Jacobian.
 
         Args:
             u: `sample d_model n`, n directions for each sample.

@@ -38,7 +38,7 @@ def lengthening(x: Tensor) -> Tensor:
 
 
 def adds_input(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x plus something, according to the autograd graph: a path of sums and of operations that move numbers.
+    """Whether y is x plus something: in the autograd graph, sums, reshapes and copies alone lead from x to y.
 
     Args:
         x: a leaf of the graph.

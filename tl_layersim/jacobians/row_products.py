@@ -61,7 +61,7 @@ class RowProducts:
         self.batched = differences and self._can_be_batched()
 
     def _can_be_batched(self) -> bool:
-        """Whether the block treats copies of its batch alike; it does not where an argument has a row for each head."""
+        """Whether the block gives equal outputs for copies of its batch; blocks whose arguments have a row per head do not."""
         try:
             twice = whole_block(self.call, self.dtype, self.row, self.t_in, self.t_out, copies=2)(self.x.repeat(2, 1))
         except (IndexError, RuntimeError, TypeError, ValueError):
@@ -69,13 +69,13 @@ class RowProducts:
         return reproduces(twice, self.y.repeat(2, 1), self.call.hidden.dtype)
 
     def lengthened_difference(self) -> Tensor:
-        """Output for the lengthened token at twice its length minus the output at its length, `sample d_model`."""
+        """Block output at 2cx minus block output at cx, with c the factor of `lengthening`, `sample d_model`."""
         x = self.x.detach()
         with torch.no_grad(), plain_attention():
             return self.block(2 * lengthening(x) * x) - self.block(lengthening(x) * x)
 
     def value(self) -> Tensor:
-        """The block's output at the tokens that are read, `sample d_model`."""
+        """The block's output at each sample's token `t_out`, `sample d_model`."""
         return self.y.detach()
 
     def adds_input(self) -> bool:

@@ -98,7 +98,7 @@ class ExitRule(ABC):
 
     @property
     def gives_logits(self) -> bool:
-        """Whether a check computes logits over the whole vocabulary, which the tokens that exit there keep."""
+        """Whether a check computes logits over the whole vocabulary, which are then the logits of the tokens that exit."""
         return self.reads_logits and self.shortlist is None
 
     def new_state(self, count: int) -> RuleState:
