@@ -91,7 +91,7 @@ def test_chats_in_lists_are_refused_so_too(llama, data):
 
 
 NO_DATA = {
-    "numbers that are no ids": ({"x": [1.5, 2.5]}, "x", "whole numbers"),
+    "numbers that are no ids": ({"x": [1.5, 2.5]}, "x", "integer token ids"),
     "mappings": ({"x": [{"a": 1}]}, "x", "neither texts nor token ids"),
     "ids with a hole": ({"input_ids": [[3, 4], None]}, None, "neither texts nor token ids"),
     "ids as text": ({"input_ids": [["3", "4"], ["3"]]}, None, "neither texts nor token ids"),
