@@ -83,7 +83,7 @@ def krylov(jacobian: Jacobian, k: int, seed: int) -> Top:
 
 
 def orthogonal_to(block: Tensor, basis: list[Tensor], generator: torch.Generator) -> Tensor:
-    """An orthonormal basis of the part of a block that is orthogonal to a basis; random directions replace dependent columns.
+    """Orthonormalise the part of `block` that is orthogonal to `basis`; random directions replace linearly dependent columns.
 
     Args:
         block: `sample d_model n`.

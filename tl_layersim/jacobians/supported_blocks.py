@@ -64,7 +64,7 @@ def need_memory(memory_mb: float) -> None:
 
 
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
-    """Refuse Jacobians of blocks that differ when replayed, have no skip connection, or have too coarse finite differences.
+    """Refuse Jacobians of blocks whose replay differs, that lack a skip connection, or whose finite differences are too coarse.
 
     Args:
         differs: `layer`, number of replays whose output differs from the forward pass.

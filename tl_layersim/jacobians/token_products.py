@@ -43,7 +43,7 @@ class TokenProducts:
         self.graphs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def graph(self, n: int) -> tuple[Tensor, Tensor]:
-        """Copies of the tokens and the block's output for them, kept for further products with as many directions.
+        """`n` copies of the tokens and the block's output for them, with their autograd graph; cached by `n`.
 
         Args:
             n: number of copies.
@@ -94,7 +94,7 @@ class TokenProducts:
         return self.given
 
     def adds_input(self) -> bool:
-        """Whether the block's own operations add its input to something."""
+        """Whether the block adds its input to another tensor, as a skip connection does."""
         return adds_input(*self.graph(1))
 
     def transposed(self, u: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Refusals of activations that are not finite, and of a logit lens that does not reproduce the model's logits."""
+"""Checks that activations are finite, and that the logit lens reproduces the model's logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .unembed import rounding
 
 
 def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
-    """The result of `measure`, which compares the lens with the model's logits.
+    """Run `measure`, which compares the lens with the model's logits; failures of the head become a `LayersimError`.
 
     Args:
         model: the model.

@@ -90,7 +90,7 @@ def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = No
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor inside a value in a dtype. Inference tensors are cloned, as autograd cannot keep them."""
+    """Cast every floating-point tensor inside a value to a dtype. Inference tensors are cloned: autograd cannot keep them."""
     if isinstance(value, Tensor):
         value = value.clone() if value.is_inference() else value
         return value.to(dtype) if value.is_floating_point() else value
@@ -249,7 +249,7 @@ class FewTokens:
         self.mask = self._mask(named.get("attention_mask"))
 
     def _rows(self, value: Tensor) -> Tensor:
-        """The rows of the samples, of an argument with one row for each row of the batch or one for all."""
+        """The rows of an argument that belong to the samples; the single row of an argument that all rows share is expanded."""
         if value.shape[0] == len(self.hidden):
             return value.index_select(0, self.row.to(value.device))
         return value.expand(len(self.row), *value.shape[1:])

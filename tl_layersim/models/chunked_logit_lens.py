@@ -82,7 +82,7 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
 
 
 def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
-    """`read_lens` of the logits `token layer vocabulary` of some tokens, each `token layer`."""
+    """The statistics of `read_lens`, each `token layer`, for one chunk of logits `token layer vocabulary`."""
     known = target != NO_LABEL
     target_id = target.where(known, 0)[:, None].expand(z.shape[:2])
     if bool(((target_id < 0) | (target_id >= z.shape[-1])).any()):
@@ -157,7 +157,7 @@ def _moments(z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _group_maxima(z: Tensor, out: Tensor) -> Tensor:
-    """Write the maximum of each GROUP_SIZE neighbours in the rows of z into `out`; the last group may be smaller."""
+    """Write the maximum of each GROUP_SIZE consecutive logits in each row of z into `out`; the last group may be smaller."""
     whole = z.shape[-1] // GROUP_SIZE
     if whole:
         torch.amax(z[:, : whole * GROUP_SIZE].reshape(len(z), whole, GROUP_SIZE), -1, out=out[:, :whole])
@@ -247,7 +247,7 @@ def _top_ids(view: View, x: Tensor, normed: bool, memory_mb: float) -> tuple[Ten
 
 
 def _room(unembed: Unembed, z: Tensor, memory_mb: float, left: int) -> tuple[int, Tensor | None]:
-    """Number of tokens per chunk, and memory for their logits, computed from the logits z of a first chunk."""
+    """Number of tokens per chunk that fits into `memory_mb`, and a buffer for their logits, from the first chunk's logits z."""
     step = min(max(1, int(memory_mb * 2**20 / (z[0].numel() * z.element_size()))), max(left, 1))
     rows = step * z[0].numel() // z.shape[-1]
     return step, z.new_empty(rows, z.shape[-1]) if unembed.linear is not None else None

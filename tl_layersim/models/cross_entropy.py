@@ -17,7 +17,7 @@ LEAST = {torch.float64: -700.0, torch.float32: -80.0}
 
 
 def on_float64_device(x: Tensor) -> Tensor:
-    """The tensor on a device with float64: on the CPU if it is on an Apple GPU."""
+    """Move a tensor on an Apple GPU, which has no float64, to the CPU; other tensors stay where they are."""
     return x.cpu() if x.device.type == "mps" else x
 
 
@@ -44,7 +44,7 @@ def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy`, and the gradient by z of the sum over rows of `weight` times it, both without an autograd graph.
+    """`cross_entropy`, and the gradient by z of its sum over rows, weighted by `weight`; both without an autograd graph.
 
     Exponentials are computed in the dtype of z, which is much faster on a GPU, and summed in float64. The cross-entropy differs
     from that of float64 by about 1e-7.
@@ -65,7 +65,7 @@ def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Ten
 
 
 def _shifted(z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy `row`, and the sum `row 1` of exponentials of z minus its largest, with which z is overwritten."""
+    """Cross-entropy `row`, and softmax denominators `row 1`; z is overwritten with the numerators exp(z - max z)."""
     wide = torch.float32 if z.device.type == "mps" else torch.float64
     z.sub_(z.amax(-1, keepdim=True))
     target_logit = z.gather(-1, target[:, None])[:, 0].to(wide)

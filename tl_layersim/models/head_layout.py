@@ -63,7 +63,7 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
 
 
 def _above(block: str, names: dict[str, torch.nn.Module]) -> list[str]:
-    """Paths of the modules beside the list of blocks, or beside the module that holds the list where no norm is among them."""
+    """Paths of the modules on the lowest level above a block that contains a norm; empty if no level contains one."""
     parts = block.split(".")[:-1]
     while parts:
         parent = ".".join(parts[:-1])

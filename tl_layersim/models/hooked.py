@@ -42,12 +42,12 @@ from .view import Kernel, Reduced, View, reduce, tokens_alone
 
 
 def taps(blocks: list[torch.nn.Module]) -> list[Tap]:
-    """The places of the residual layers of consecutive blocks: the input of the first block, and the output of each."""
+    """The taps that read the residual layers of consecutive blocks: the first block's input, and every block's output."""
     return [Tap(blocks[0], True), *(Tap(block, False) for block in blocks)]
 
 
 class HookedSource(Source):
-    """A model whose blocks are modules of this process.
+    """Source of a model whose blocks are modules of this process, read by forward hooks.
 
     Args:
         model: HookedTransformer, TransformerBridge, or a Hugging Face model.
@@ -233,7 +233,7 @@ class HookedSource(Source):
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
 
     def _forward(self, batch: Batch) -> None:
-        """One forward pass.
+        """Run one forward pass, and explain an error that it raises.
 
         Raises:
             LayersimError: the model cannot be run on tokens and a mask alone.

@@ -43,7 +43,7 @@ def on_leave(
 
 @contextmanager
 def temporary_hooks() -> Iterator[list[RemovableHandle]]:
-    """A context that yields an empty list and removes the hooks whose handles it then contains at the end."""
+    """A context that yields a list; the hooks whose handles the caller appends to the list are removed at the end."""
     handles: list[RemovableHandle] = []
     try:
         yield handles
@@ -107,7 +107,7 @@ def eval_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def every_module(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The submodules of a module, and of the model inside a TransformerBridge, some of which the bridge does not list."""
+    """All submodules of a module, including those inside a TransformerBridge that the bridge itself does not list."""
     inner = vars(module).get("original_model")
     more = inner.modules() if isinstance(inner, torch.nn.Module) else ()
     return list(dict.fromkeys((*module.modules(), *more)))
@@ -146,7 +146,7 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Hook:
-    """A forward hook or forward pre-hook that is not part of copies of its module.
+    """A forward hook or forward pre-hook that is not copied with its module.
 
     A deep copy of the module has no hook in place of this one. A pickled module has a hook that does nothing.
 

@@ -123,7 +123,7 @@ def same_stream(given: Tensor, before: Tensor) -> bool:
 
 
 def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
-    """Numbers of these blocks in the model; None if any is not a block, or the layout is not known."""
+    """Block numbers of the modules at these paths; None if a module is not a block, or the layout is not known."""
     blocks = _known_or_none(module)
     return [blocks.index(path) for path in paths] if set(paths) <= set(blocks) else None
 
@@ -165,7 +165,7 @@ def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
 
 
 def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> list[str]:
-    """The paths that the user named for an argument.
+    """Check the paths that the user gave for an argument, and return them.
 
     Raises:
         LayersimError: the model has no module at a path, or none is named.

@@ -60,7 +60,7 @@ def describe(
 
 
 def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
-    """The fields of `Model` by which data is read for a Hugging Face model: `inputs`, `pads` and `ends`.
+    """The fields `inputs`, `pads` and `ends` of `Model`, which say how data is read for a Hugging Face model.
 
     Args:
         module: the model.
@@ -76,7 +76,7 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
 
 
 def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
-    """Names of the inputs of the model's forward, and of the forwards inside it to which it passes keyword arguments on."""
+    """Names of the arguments of the model's `forward`, and of inner `forward`s that receive its further keyword arguments."""
     path = block.split(".")
     names: dict[str, None] = {}
     for depth in range(len(path)):
@@ -91,7 +91,7 @@ def _forward_names(module: torch.nn.Module, block: str) -> list[str]:
 
 
 def _ids(config: Any, text: Any, name: str) -> list[int]:
-    """Token ids under a name in a configuration, which holds one, several or none."""
+    """Token ids that a configuration holds under a name: none, one or several."""
     ids = getattr(text, name, None)
     ids = getattr(config, name, None) if ids is None else ids
     return [i for i in (ids if isinstance(ids, list | tuple) else [ids]) if isinstance(i, int) and i >= 0]

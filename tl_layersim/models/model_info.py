@@ -109,7 +109,7 @@ def layer_names(blocks: int) -> tuple[str, ...]:
 
 
 def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
-    """TransformerLens names of the input of the first of these blocks, and of the output of each.
+    """TransformerLens names of the residual layers of these blocks: the first block's input, and every block's output.
 
     >>> block_sites([1, 3])
     ('blocks.1.hook_resid_pre', 'blocks.1.hook_resid_post', 'blocks.3.hook_resid_post')
@@ -118,7 +118,7 @@ def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
 
 
 def entering(name: str) -> str:
-    """The name of the input of the block or module whose output is the site `name`.
+    """Name of the input site of the block or module whose output site is `name`.
 
     >>> entering("blocks.3.hook_resid_post"), entering("layers.1.mlp")
     ('blocks.3.hook_resid_pre', 'layers.1.mlp.input')
@@ -128,7 +128,7 @@ def entering(name: str) -> str:
 
 
 def module_sites(paths: Sequence[str]) -> tuple[str, ...]:
-    """Names of the input of the first of these modules, and of the output of each: their module paths.
+    """Site names of these modules, from their module paths: the first module's input, and every module's output.
 
     >>> module_sites(["layers.0.mlp", "layers.1.mlp"])
     ('layers.0.mlp.input', 'layers.0.mlp', 'layers.1.mlp')

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class NNsightSource(Source):
-    """An nnsight model: `TransformersModel`, `NNsight(module)`, or anything that traces like them.
+    """Source of an nnsight model: `TransformersModel`, `NNsight(module)`, or anything that traces like them.
 
     Kernels run inside the trace, and only their sums leave it.
 
@@ -213,7 +213,7 @@ def _trace(
     kernels: dict[str, Kernel],
     calling: bool,
 ) -> Reduced:
-    """One trace. Its body is shipped: it refers to local names and to functions of torch and the standard library alone."""
+    """Run kernels on a batch in one trace, whose body is shipped: it refers to local names, torch and the stdlib alone."""
     import nnsight
 
     keep, kept = kept_of(batch)

@@ -1,4 +1,4 @@
-"""Opening of a model in this process: the source that fits the type of the model."""
+"""Opening of a model in this process: `open_local` returns the source that fits the type of the model."""
 
 from __future__ import annotations
 

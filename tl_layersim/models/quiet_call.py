@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Quiet:
-    """A module of the model that is called without hooks and without dropout, as a lens is no part of a forward pass.
+    """Calls a module of the model without hooks and without dropout, because the logit lens is not part of a forward pass.
 
     The module itself is not changed, because other threads may be running it.
     """

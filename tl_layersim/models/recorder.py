@@ -40,7 +40,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class Stack:
-    """The stack of an encoder-decoder that is read.
+    """The stack, encoder or decoder, of an encoder-decoder model whose residual stream is read.
 
     Attributes:
         side: "encoder" or "decoder"; "" for a model of one stack, "both" for blocks of both.
@@ -53,7 +53,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Call:
-    """Facts about one forward pass, as they are when its first layer is read.
+    """Shape and inputs of one forward pass, as known when its first residual layer is read.
 
     Attributes:
         shape: `batch pos` of the activations in the blocks (one position per row in cached generation).
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Choice:
-    """Positions of a forward pass.
+    """Positions of a forward pass that are counted, and positions that the model attends to.
 
     Attributes:
         counted: `batch pos`, positions that become tokens of the view.
@@ -133,7 +133,7 @@ class Recorder:
     # ---- registration of hooks
 
     def watch(self, module: torch.nn.Module, level: int) -> list[Any]:
-        """Register hooks on the model (level 0), or on a stack inside it, at the begin and the end of a forward pass."""
+        """Register hooks at the start and the end of a forward pass of the model (level 0), or of a stack inside it."""
 
         def begin(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
             self._begin(level, module, args, kwargs)

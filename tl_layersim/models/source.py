@@ -23,7 +23,7 @@ from .view import Kernel, Reduced, View
 @named
 @dataclass(frozen=True)
 class PartialSums:
-    """Sums over some consecutive batches.
+    """Sums of kernel outputs over a group of consecutive batches.
 
     Attributes:
         count: number of batches, a power of two.
@@ -88,7 +88,7 @@ class Source(ABC):
 
     @property
     def sum_group(self) -> int:
-        """Number of batches that are added in pairs, see `pairwise_summation`, before they join the total; 1 to add each."""
+        """Number of batches whose sums are added in pairs (`pairwise_summation`) before they join the total; 1 for no pairs."""
         return 1
 
     def stream(
@@ -120,7 +120,7 @@ class Source(ABC):
         return ""
 
     def refuse_larger(self, rows: int, positions: int) -> None:  # noqa: B027 (there is no limit in this process)
-        """Refuse batches that are larger than a request may be.
+        """Refuse batches that exceed `tokens_per_request`.
 
         Args:
             rows: of the largest batch.
@@ -128,7 +128,7 @@ class Source(ABC):
         """
 
     def record(self) -> dict[str, Any]:
-        """What a result records of the server; empty for a model in this process."""
+        """Facts about the server that a result records; empty for a model in this process."""
         return {}
 
     def peers(self) -> frozenset[int]:
@@ -139,7 +139,7 @@ class Source(ABC):
         return frozenset()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context in which the model runs without dropout, and after which it is as it was before."""
+        """A context in which the model runs without dropout; the model's previous state is restored at the end."""
         return nullcontext()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Split models: a model of which the lower part is run up to a layer, or the upper part from a layer on."""
+"""Split models: models whose lower part runs up to a layer, or whose upper part runs from a layer on."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class SplitModel(ABC):
 
     @abstractmethod
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context without dropout and without gradients of the weights, after which the model is as it was before."""
+        """A context without dropout and without gradients of the weights; the model's previous state is restored at the end."""
 
     @abstractmethod
     def hidden(self, batch: Batch, layer: int) -> Tensor:
@@ -143,7 +143,7 @@ class SplitModel(ABC):
 
     @abstractmethod
     def score(self, batch: Batch, targets: Tensor, layer: int = 0, x: Tensor | None = None) -> dict[str, Tensor]:
-        """`score_of` the model's logits, with `x` in place of its own residual at a layer where `x` is given."""
+        """`score_of` applied to the model's logits; `x`, if given, replaces the model's own residual at a layer."""
 
     @abstractmethod
     def loss_and_gradient(self, batch: Batch, targets: Tensor, layer: int, x: Tensor) -> tuple[float, Tensor]:
@@ -151,7 +151,7 @@ class SplitModel(ABC):
 
     @abstractmethod
     def moments(self, batch: Batch, layer: int, moments_of: Moments, h: Tensor) -> dict[str, Tensor]:
-        """Sums over attended tokens of the front's residual and this model's own at a layer, computed where this model is.
+        """Sums by `moments_of` over attended tokens of the front's residual and this model's own, computed where this model is.
 
         Args:
             batch: the tokens.
@@ -161,7 +161,7 @@ class SplitModel(ABC):
         """
 
     def padded(self, batch: Batch) -> Batch:
-        """The batch with the padding token of this model's own configuration.
+        """The batch, with the padding token of this model's configuration at padding positions.
 
         Hugging Face classifiers find the last token of a row by the padding token and ignore the mask.
         """
@@ -171,7 +171,7 @@ class SplitModel(ABC):
         return replace(batch, tokens=torch.where(batch.attention, batch.tokens, pad))
 
     def check(self, batch: Batch, targets: Tensor, layer: int) -> None:
-        """Check that the upper part reproduces the model's loss from the model's own residual, and not from another residual.
+        """Check that the upper part gives the model's loss for the model's own residual, and another loss for another residual.
 
         Raises:
             LayersimError: it does not.
@@ -200,7 +200,7 @@ class SplitModel(ABC):
 
 
 def attended(batch: Batch, x: Tensor) -> Tensor:
-    """The positions of `batch pos d_model` that the model attends to, `token d_model`."""
+    """Activations at the positions that the model attends to: from `batch pos d_model` to `token d_model`."""
     return x[batch.attention.to(x.device)]
 
 

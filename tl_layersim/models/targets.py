@@ -47,7 +47,7 @@ def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
 
 
 def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]]) -> str | Tensor:
-    """Labels in the form of `as_labels`, by default those for which the heads of the models are made.
+    """Labels in the form of `as_labels`; by default the labels that the models' heads are made to predict.
 
     Args:
         labels: as the user passed them; None for the next token, or for the data's labels of classifiers.
@@ -77,7 +77,7 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]]) -> str | Tens
 
 
 def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
-    """Refuse a batch without labels, or with labels of another convention.
+    """Refuse a batch whose labels are missing, or are evidently not the targets of its positions.
 
     Args:
         labels: as `as_labels` gives them.
@@ -139,6 +139,6 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
 
 
 def with_labels(view: View, labels: str | Tensor, index: Tensor | None) -> Tensor:
-    """`targets` at some of the tokens, None for all."""
+    """`targets` at the tokens `index`, or at all tokens if `index` is None."""
     ids = targets(view, labels)
     return ids if index is None else ids[index]

@@ -61,7 +61,7 @@ def open_transformer_lens(model: Any) -> tuple[list[torch.nn.Module], torch.nn.M
 
 
 def _transformer_lens_data(model: Any) -> dict[str, Any]:
-    """Fields of `Model` by which data is read: a bridge takes the inputs of its Hugging Face model, the other one tokens."""
+    """Fields of `Model` for reading data: a TransformerBridge takes the inputs of its Hugging Face model, others tokens."""
     if type(model).__name__ != "TransformerBridge":
         return {}
     wrapped = model.original_model

@@ -72,7 +72,7 @@ class Unembed:
     norm_dtype: torch.dtype | None = None
 
     def raw(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
-        """Output of the last part, before scale and soft-cap.
+        """Logits before logit scaling and soft-cap.
 
         Args:
             x: residuals `... d_model`.
@@ -106,7 +106,7 @@ class Unembed:
         return self.finish(self.raw(x, normed, spare))
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Apply scale and soft-cap."""
+        """Apply logit scaling and soft-cap to logits."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.soft_cap is not None:

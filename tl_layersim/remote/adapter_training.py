@@ -147,7 +147,7 @@ def loss_and_gradient(
 
 
 def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
-    """Summed cross-entropy of residuals `token d_model`, float64, and with `sloped` its derivative by them."""
+    """Summed cross-entropy of residuals `token d_model`, float64, and, if `sloped`, its gradient with respect to them."""
     with torch.no_grad():
         rows = max(1, LOGITS_AT_ONCE // unembed(x[:1]).shape[-1])
     total = torch.zeros((), dtype=torch.float64)
@@ -168,7 +168,7 @@ def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: b
 
 
 def adamw_step(state: Parts, slopes: list[Tensor], step: int, rate: float) -> Parts:
-    """One step of AdamW, the `step`-th from 1, as a new state.
+    """The state after one step of AdamW, whose number `step` counts from 1.
 
     Source:
         Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2; torch's defaults.
@@ -205,7 +205,7 @@ def _local_trace(
     weights: list[float],
     where: dict[str, Any],
 ) -> tuple[Tensor, Parts]:
-    """One trace of a model that runs in this process, or in the simulation of a server."""
+    """Run one step or evaluation in a trace, in this process or in nnsight's simulation of a server."""
     import nnsight
 
     with torch.set_grad_enabled(item["rate"] is not None), model.trace(item["tokens"].long(), **where, **item["options"]):
@@ -223,7 +223,7 @@ def _session(
     weights: list[float],
     backend: Any,
 ) -> tuple[list[Tensor], Parts]:
-    """One request: a session of one trace for each item, which passes the state on to the next."""
+    """Run steps or evaluations in one request: a session with one trace for each, which passes the state to the next trace."""
     import nnsight
 
     found: Any = None
@@ -241,7 +241,7 @@ def _session(
 
 
 def open_traced(model: Any, layers: list[str] | None, unembed: list[str] | None, remote: bool | str) -> NNsightSource | None:
-    """The source of an nnsight model, or of a source that is one already; None for another model, which is not opened.
+    """The source of an nnsight model or of an `NNsightSource`; None for any other model, which is not opened.
 
     Raises:
         LayersimError: as `open_source`.
@@ -271,12 +271,12 @@ class RemoteDescent:
 
     @property
     def server(self) -> str | None:
-        """The server that makes the steps, None for this process."""
+        """Address of the server that runs the steps; None if they run in this process."""
         return self.source.offer.server if isinstance(self.source, RemoteSource) else None
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context without dropout, in which no gradient reaches the weights; afterwards the model is as before."""
+        """A context without dropout and without gradients of the weights; the model's previous state is restored at the end."""
         learning = [p for p in self.source.module.parameters() if p.requires_grad and not p.is_inference()]
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -315,7 +315,7 @@ class RemoteDescent:
     def run(
         self, count: int, item_of: Callable[[int], Item], state: Parts, start: int = 0, say: Callable[[str], None] = quiet
     ) -> Generator[tuple[list[LossSums], Parts], None, None]:
-        """Run items in order, as many in a request as its time allows; the grouping changes no bit.
+        """Run items in order, as many per request as the time allows; the grouping does not change any bit of the results.
 
         Args:
             count: number of items.

@@ -10,7 +10,7 @@ from ..core.server_addresses import is_address, shown, without_login
 
 
 def host_of(remote: bool | str) -> str:
-    """The server's address: nnsight's own setting (NDIF_HOST) for True, else `remote` itself. The API key is nnsight's.
+    """The server's address: nnsight's setting NDIF_HOST if `remote` is True, else `remote`. The API key is nnsight's.
 
     Raises:
         LayersimError: `remote` is not an address.

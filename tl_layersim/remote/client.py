@@ -28,7 +28,7 @@ def quiet(text: str) -> None:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """The certificates that httpx trusts, read once: it reads them at every call otherwise."""
+    """TLS context with the certificates that httpx trusts, cached because httpx would otherwise read them at every call."""
     import httpx
 
     return httpx.create_ssl_context()

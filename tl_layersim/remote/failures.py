@@ -26,7 +26,7 @@ class JobTooLong(Exception):
 
 
 class TransientFailure(Exception):
-    """A failure of the network or the server that the next attempt may not meet."""
+    """A failure of the network or the server that another attempt may avoid."""
 
 
 class ModelNotRunning(TransientFailure):
@@ -39,7 +39,7 @@ class ConnectionStalled(Exception):
 
 @dataclass(frozen=True)
 class FailureMap:
-    """Maps what a server or the network reports to a retry, to smaller requests, or to the error that ends the run.
+    """Maps a failure that the server or the network reports to a retry, to smaller requests, or to the error that ends the run.
 
     Attributes:
         host: the server's address, which may hold a login.

@@ -55,7 +55,7 @@ class JobDisplay:
     _started: float | None = None
 
     def update(self, response: Any) -> None:
-        """Take a status message."""
+        """Note the time of a status message, and pass the message to `report`."""
         self._last_message = time.monotonic()
         status = response.status.value
         if status == "RUNNING" and self._started is None:
@@ -65,7 +65,7 @@ class JobDisplay:
         self.report(response)
 
     def refresh(self) -> None:
-        """Check the connection, where there was no message for long.
+        """Check the connection if no message has arrived for `SILENCE` seconds.
 
         Raises:
             ConnectionStalled: the server does not respond.

@@ -51,7 +51,7 @@ def open_source(
 
 
 def on_server(source: Source) -> RemoteSource:
-    """The source as one that sends requests to an NDIF server.
+    """Check that a source sends requests to an NDIF server, and return it.
 
     Raises:
         LayersimError: its model runs in this process.

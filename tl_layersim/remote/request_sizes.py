@@ -36,7 +36,7 @@ class RequestSchedule:
         self._seconds_per_batch: float | None = None
 
     def refuse_larger(self, rows: int, positions: int) -> None:
-        """Refuse a forward pass that is larger than a request may be, before anything is sent."""
+        """Refuse a forward pass that exceeds `tokens_per_request`, before anything is sent."""
         if self.most_tokens is not None and positions > self.most_tokens:
             width = positions // rows
             fits = self.most_tokens // width
@@ -92,7 +92,7 @@ class RequestSchedule:
         return max(1, min(self.most_batches, int(seconds / self._seconds_per_batch)))
 
     def measure(self, seconds: float, count: int) -> None:
-        """Take the time of a job of this number of batches."""
+        """Record the time of a job with this number of batches."""
         self._seconds_per_batch = max(seconds, 1e-3) / count
 
     def lower(self, most_batches: int) -> None:

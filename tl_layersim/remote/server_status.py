@@ -32,7 +32,7 @@ class ServerStatus:
 
 
 def parse_status(model_key: str, status: Any, env: Any) -> ServerStatus:
-    """Read the JSON of /status and /env. JSON of another form raises whatever Python raises on it.
+    """Read the JSON of /status and /env. Malformed JSON raises ordinary Python errors.
 
     Args:
         model_key: the model's name on the server.

@@ -28,7 +28,7 @@ class ShippedSource:
 
     @contextmanager
     def in_place(self, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """A context in which Python's cache of source lines holds this text. The previous entries are restored at the end.
+        """A context in which `linecache` holds this text; the previous entries are restored at the end.
 
         Args:
             kernels: by name, the functions that are shipped.

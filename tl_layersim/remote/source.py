@@ -35,7 +35,7 @@ LARGE_SUMS = 8e6
 
 
 class RemoteSource(NNsightSource):
-    """An nnsight model on an NDIF server.
+    """Source of an nnsight model on an NDIF server.
 
     Args:
         model: the nnsight model, as `TransformersModel('org/name', ...)` makes it without weights.
@@ -84,7 +84,7 @@ class RemoteSource(NNsightSource):
         )
 
     def _ask_offer(self) -> ServerOffer:
-        """What the server allows: its status, and the facts from a request of one token."""
+        """The server's offer for this model, from the server's status and from a request with one token."""
         status = self.ndif.status
         facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, backend), patient=False)
         return ServerOffer(
@@ -170,7 +170,7 @@ class RemoteSource(NNsightSource):
             self.ndif.say = quiet
 
     def _in_time(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> Iterator[list[PartialSums]]:
-        """Run the group in one request, or in two where the server ends such a job or has ended a shorter one."""
+        """Run the group in one request, or in two if the job takes too long, or if an earlier job has lowered the limit."""
         first = 1 << ((len(group) - 1).bit_length() - 1) if len(group) > 1 else 0
         result = None
         if len(group) <= self.schedule.most_batches:
@@ -203,7 +203,7 @@ class RemoteSource(NNsightSource):
         return submit(self.envoy, self.blocks, work, self._unembed, kernels, self.calling, backend)
 
     def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
-        """Warn once of an analyzer whose sums are large."""
+        """Warn once for each analyzer that returns large sums."""
         for name, one in parts[0].out.items():
             size = sum(value.numel() * value.element_size() for value in one.values())
             if size > LARGE_SUMS and name not in self._warned:

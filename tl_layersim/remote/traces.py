@@ -32,7 +32,7 @@ def submit(
     calling: bool,
     backend: Any,
 ) -> list[tuple[int, BatchSums]]:
-    """One request: a session with one trace for each batch, and the pairwise sums of what the kernels return.
+    """Submit one request: a session with one trace for each batch, and the pairwise sums of the kernels' results.
 
     Forward passes run to the end of the model, not to the last block: a sandbox fails where a trace is stopped and another one
     follows. The results of a non-blocking job are read by the local name `found`.
@@ -129,13 +129,13 @@ def remote_lens(unembed: Unembed, hidden: Tensor) -> Unembed:
 
 
 def on_cpu(reduced: Any) -> Any:
-    """What `reduce` returned, on the CPU."""
+    """Move the result of `reduce` to the CPU."""
     counts, out = reduced
     return counts, {name: {key: value.detach().cpu() for key, value in one.items()} for name, one in out.items()}
 
 
 def add_batch_sums(a: Any, b: Any) -> Any:
-    """The sums of two groups of batches: integers as int64, floats as float64.
+    """Add the sums of two groups of batches: integers as int64, floats as float64.
 
     Where tensors cannot be added, a message takes the place of the sums. Where activations are not finite, only the counts are
     kept.

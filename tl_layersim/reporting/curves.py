@@ -17,7 +17,7 @@ LAYER_AXES = ("row", "column", "residual", "layer", "centre")
 
 
 def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: str, quantity: str, axis: str) -> go.Figure:
-    """One or more series over layers, numbers or names.
+    """Line plot of one or more series over layers, numbers or names.
 
     Args:
         names: labels along the axis.
@@ -171,7 +171,7 @@ def over_groups(values: Any, interval: tuple[float, float, float], title: str, u
 def directions(
     values: Any, low: Any, high: Any, names: tuple[str, ...], seams: tuple[str, ...], title: str, unit: str
 ) -> go.Figure:
-    """A value of each stitch by stitch point, with its interval.
+    """Line plot over stitch points of one value of each stitch, with its interval.
 
     Two models have one colour, solid in one direction and dotted in the other; a model with itself is dashed and grey.
 
@@ -218,7 +218,7 @@ def directions(
 
 
 def _pairs(count: int) -> tuple[list[tuple[int, int]], dict[tuple[int, int], str]]:
-    """Pairs of models, both directions of two side by side and each with itself last; and a colour for each."""
+    """Pairs of models in plotting order, both directions of a pair together and self-pairs last; and a colour for each."""
     together = [(a, b) for a in range(count) for b in range(a + 1, count)]
     greys = ["#333", "#777", "#999", "#bbb"]
     colours = {(a, a): greys[a % len(greys)] for a in range(count)}

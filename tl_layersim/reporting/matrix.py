@@ -13,7 +13,7 @@ from .style import colour_bar, layer_axis, styled
 
 
 def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str) -> go.Figure:
-    """Layers by layers, of one model or of two; of blocks without the diagonal.
+    """Heatmap of layers by layers, of one model or of two; between blocks the diagonal is left out.
 
     Args:
         result: whose layers and models stand on the axes.
@@ -51,7 +51,7 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
 
 
 def series_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str) -> go.Figure:
-    """Many series over layers: one line of the heatmap for each series, with its label.
+    """Heatmap of many series over layers: one row for each series, with its label.
 
     Args:
         result: whose labels stand on the axes.

@@ -14,7 +14,7 @@ LEVELS = 20
 
 
 def coupling_network(strength: Any, strongest: float, names: tuple[str, ...], title: str) -> go.Figure:
-    """Blocks on a circle with an edge between each two, the more opaque the stronger.
+    """Blocks on a circle with an edge between each pair of blocks; the stronger their coupling, the more opaque the edge.
 
     Args:
         strength: `layer layer`, symmetric, 0 for no edge.

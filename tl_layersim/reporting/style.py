@@ -37,7 +37,7 @@ def colour_bar(title: str) -> dict[str, Any]:
 
 
 def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: str) -> None:
-    """Name the layers along an axis, so few of them that their labels do not overlap.
+    """Label the layers along an axis, and skip some of them where labels would overlap.
 
     Args:
         update: `update_xaxes` or `update_yaxes` of a figure, whose positions are 0, 1, 2, ...

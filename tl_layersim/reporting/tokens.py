@@ -16,7 +16,7 @@ def prediction_heatmap(
     tokens: tuple[str, ...],
     layers: tuple[str, ...],
 ) -> go.Figure:
-    """Each layer's first choice after each token, coloured by its probability, bold from its saturation layer on.
+    """Heatmap of each layer's top-1 prediction after each token, coloured by probability, bold from the saturation layer on.
 
     Args:
         words: `token layer`, the first choices.

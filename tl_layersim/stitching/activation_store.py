@@ -46,7 +46,7 @@ class StitchData:
 
     @staticmethod
     def of(batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool) -> StitchData:
-        """Read the data. Where an adapter is fitted and no other data is held out, that is the last fifth of the rows.
+        """Read the data. If an adapter is fitted and `held_out` is None, the last fifth of the rows is held out.
 
         Args:
             batches: the data of the fit, or of the evaluation where nothing is fitted.
@@ -119,14 +119,14 @@ def _split(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 
 def _in_small_batches(batches: list[Batch], largest: int, labels: str | Tensor, model: Model) -> tuple[Batch, ...]:
-    """The same rows in ten batches or more, as far as there are rows, and none without targets."""
+    """The same rows in at least `MIN_BATCHES` batches if there are enough rows; batches without targets are left out."""
     size = max(1, min(largest, sum(len(batch.tokens) for batch in batches) // MIN_BATCHES))
     parts = (b.rows(start, start + size) for b in batches for start in range(0, len(b.tokens), size))
     return tuple(part for part in parts if _has_targets(part, labels, model))
 
 
 def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
-    """Warn of rows of the evaluation that the adapter is fitted on."""
+    """Warn of evaluation rows that are also rows of the fit."""
     fitted = {row.numpy().tobytes() for batch in fit for row in _rows_of(batch)}
     common = [row.numpy().tobytes() in fitted for batch in held_out for row in _rows_of(batch)]
     if any(common):

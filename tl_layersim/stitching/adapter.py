@@ -76,7 +76,7 @@ class Adapter(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The mapped residual, in the dtype of the weight; of a kind without one in the residual's own."""
+        """The mapped residual, in the dtype of the weight; an adapter without a weight keeps the residual's dtype."""
         hidden = hidden if self.weight is None else hidden.to(self.weight.dtype)
         return self.definition.apply(hidden, self.weight, self.bias)
 

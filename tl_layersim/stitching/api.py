@@ -235,7 +235,7 @@ def stitch_grid(
 def _run_grid(
     experiment: StitchExperiment, models: Mapping[str, SplitModel], points: Mapping[str, list[int]], progress: Progress
 ) -> Cells:
-    """Every stitch of a grid, by front, back and number of the stitch point."""
+    """Run every stitch of a grid, and return the runs by front, back and number of the stitch point."""
     count = len(next(iter(points.values())))
     cells: dict[tuple[str, str, int], StitchRun] = {}
     with experiment, tqdm(total=len(models) ** 2 * count, desc="stitches", disable=None) as bar:

@@ -32,7 +32,7 @@ def own_moments(features: Features, hidden: Tensor) -> dict[str, Tensor]:
 def cross_moments(
     features: Features, adds_residual: Callable[[int, int], bool], hidden: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
-    """Sums over tokens of the front's features and the back's residuals together.
+    """Sums over tokens of the back's residuals, and of their products with the front's features.
 
     Args:
         features: see `AdapterKind.features`.

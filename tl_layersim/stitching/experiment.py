@@ -39,7 +39,7 @@ JUDGED = ("tokens", "loss", "back_loss", "correct", "back_correct")
 
 @dataclass(frozen=True)
 class StitchRun:
-    """One stitch, judged: by batch how many answers, losses and hits; the adapter and how it came."""
+    """One finished stitch: targets, losses and correct predictions by batch, the adapter, and the record of its fit."""
 
     judged: Mapping[str, Tensor]
     curve: tuple[float, ...]
@@ -48,7 +48,7 @@ class StitchRun:
     stopped: int
 
     def note(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """For a file."""
+        """Notes and tensors of this stitch, for a file."""
         parts = {"weight": self.adapter.weight, "bias": self.adapter.bias}
         tensors = dict(self.judged) | {name: part for name, part in parts.items() if part is not None}
         plain = {"done": True, "kind": self.adapter.kind, "explained": self.explained, "stopped": self.stopped}
@@ -56,7 +56,7 @@ class StitchRun:
 
     @staticmethod
     def read(note: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StitchRun:
-        """From a file."""
+        """The stitch that the notes and tensors of a file describe."""
         adapter = Adapter(note["kind"], tensors.get("weight"), tensors.get("bias"))
         judged = {name: tensors[name] for name in JUDGED}
         return StitchRun(judged, tuple(tensors["curve"].tolist()), adapter, note["explained"], note["stopped"])
@@ -139,7 +139,7 @@ class StitchExperiment:
         self._stack.close()
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
+        """Models, data, settings and version, which must be the same in a checkpoint."""
         return {
             "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.dtype) for m in (h.model for h in self.models)],
             "blocks": self.layers,
@@ -233,7 +233,7 @@ class StitchExperiment:
         return start_of(spec.kind, width, back.model.d_model or width).to(self.dtype), float("nan")
 
     def _evaluate(self, back: SplitModel, layer: int, acts: ActivationStore, adapter: Adapter) -> dict[str, Tensor]:
-        """For each batch of the evaluation: number of targets, losses and hits of the stitched model and of the back alone."""
+        """Number of targets, losses and correct predictions of the stitched model and the back, by evaluation batch."""
         alone = self._scores_of_back(back)
         worker = copy.deepcopy(adapter).to(back.device)
         scores = []
@@ -253,7 +253,7 @@ class StitchExperiment:
         return {"tokens": alone["count"], "back_loss": alone["loss"], "back_correct": alone["correct"]} | stitched
 
     def _scores_of_back(self, back: SplitModel) -> dict[str, Tensor]:
-        """For each batch of the evaluation: number of targets, losses and hits of the back alone, computed once."""
+        """Number of targets, losses and correct predictions of the back alone, by evaluation batch; computed once."""
         if id(back) not in self._back_scores:
             each = [back.score(batch, answers(batch, self.labels, back.model)) for batch in self.data.evaluation]
             scores = _stacked(each, "loss", "correct", "count")
@@ -280,7 +280,7 @@ class StitchExperiment:
             self._checked.add((id(back), layer))
 
     def _report_traffic(self) -> None:
-        """Print how many bytes and requests a stitch with a server takes, before it takes them."""
+        """Print how many bytes and requests a stitch with a remote model needs, before any are sent."""
         remote = [each for each in self.models if each.is_remote]
         if not remote:
             return
@@ -301,12 +301,12 @@ class StitchExperiment:
 
 
 def _stacked(scores: list[dict[str, Tensor]], *names: str) -> dict[str, Tensor]:
-    """Scores of batches, `batch` each."""
+    """Stack the scores of batches into one tensor, `batch`, for each name."""
     return {name: torch.stack([score[name].double() for score in scores]) for name in names}
 
 
 def _note_training(state: Trained, start: Adapter | None, explained: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Where a training stands, for a file."""
+    """Notes and tensors of the state of a training, for a file."""
     note: dict[str, Any] = {
         "done": False,
         "step": state.step,

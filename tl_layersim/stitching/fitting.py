@@ -87,7 +87,7 @@ class StitchTraining:
 
 @dataclass(frozen=True)
 class Trained:
-    """Where a training stands: all that it needs to go on with the same numbers.
+    """The state of a training, sufficient to resume it with identical numbers.
 
     Attributes:
         step: how many steps were made.
@@ -183,7 +183,7 @@ class BackLoss:
 
 
 class _Descent(TrainingSteps):
-    """Stochastic gradient descent on what is added to the weight and the bias of an adapter.
+    """Stochastic gradient descent on the changes that are added to the initial weight and bias of an adapter.
 
     Args:
         start: the adapter to which it is added.
@@ -232,7 +232,7 @@ class _Descent(TrainingSteps):
         return self.state.step
 
     def parts_of(self, learnt: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the adapter: the start, and what was learnt in its units."""
+        """Weight and bias of the adapter: the initial values plus the learnt changes in their units."""
         whole = [part + more * unit for part, more, unit in zip(self.fixed, learnt, self.units, strict=False)]
         return whole[0], whole[1] if len(whole) > 1 else None
 
@@ -326,7 +326,7 @@ def descend(
 
 
 def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, training: StitchTraining) -> str:
-    """The last adapter, unless training exploded or ended above its start: then, with a warning, the best that there was."""
+    """Name of the adapter to keep: the last, or, with a warning, the best if the loss exploded or ended above its start."""
     last, start = ends[0], ends[-1]
     losses: dict[str, float] = {}
     if state.stopped < 0:
@@ -345,7 +345,7 @@ def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, tr
 
 
 def _loss(kind: AdapterKind, parts: tuple[Tensor, Tensor | None], data: BackLoss) -> float:
-    """Loss with an adapter on a few batches of the fit, spread over it."""
+    """Loss with an adapter on a few evenly spaced batches of the fit."""
     total, count = 0.0, 0.0
     for index in range(0, len(data.acts), max(1, len(data.acts) // LOOK)):
         with torch.no_grad():
@@ -358,7 +358,7 @@ def _loss(kind: AdapterKind, parts: tuple[Tensor, Tensor | None], data: BackLoss
 def _units(
     kind: AdapterKind, acts: ActivationStore, back: SplitModel, layer: int, training: StitchTraining
 ) -> tuple[float, float]:
-    """What one unit of the weight and of the bias is, see `StitchTraining.relative`; measured on the first batch."""
+    """Units in which weight and bias are learnt, see `StitchTraining.relative`; measured on the first batch."""
     if not training.relative:
         return 1.0, 1.0
     batch = acts.batches[0]
@@ -369,6 +369,6 @@ def _units(
 
 
 def typical_size(hidden: Tensor) -> float:
-    """Geometric mean over tokens `token d_model` of the root mean square of each: a few massive tokens do not set it."""
+    """Typical size of residuals `token d_model`: geometric mean over tokens of the root mean square, robust to outliers."""
     size = hidden.double().square().mean(-1).sqrt()
     return float(size[size > 0].log().mean().exp()) if bool((size > 0).any()) else 1.0

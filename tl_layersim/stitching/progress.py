@@ -29,7 +29,7 @@ class Progress:
         self._notes, self._tensors = self.file.resume(_states_of) or ({}, {})
 
     def get(self, key: str, parse: Callable[[dict[str, Any], Mapping[str, Tensor]], T]) -> T | None:
-        """The state of a stitch, which `parse` makes of its notes and tensors; None where nothing is known of it.
+        """The state of a stitch, which `parse` reads from its notes and tensors; None if no state of the stitch is kept.
 
         Raises:
             LayersimError: the file lacks something.

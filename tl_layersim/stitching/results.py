@@ -143,7 +143,7 @@ class StitchResult(Result):
 
     @property
     def curve(self) -> Tensor:
-        """`step`, the same as `values`."""
+        """Training losses, `step`, the same as `values`."""
         return self.values
 
     @property
@@ -163,12 +163,12 @@ class StitchResult(Result):
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the stitched model's first choices that are right."""
+        """Accuracy of the stitched model: the fraction of targets that are its top-1 predictions."""
         return float(self.batch_correct.sum() / self.batch_tokens.sum())
 
     @property
     def back_accuracy(self) -> float:
-        """Fraction of the first choices of the back alone that are right."""
+        """Accuracy of the back alone: the fraction of targets that are its top-1 predictions."""
         return float(self.batch_back_correct.sum() / self.batch_tokens.sum())
 
     @property
@@ -177,7 +177,7 @@ class StitchResult(Result):
         return self.accuracy_interval().value
 
     def penalty_interval(self, confidence: float = 0.95) -> Interval:
-        """The penalty, with its confidence interval over batches; each batch is compared with itself."""
+        """The penalty, with its confidence interval over batches, from the paired differences of their losses."""
         return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
 
     def accuracy_interval(self, confidence: float = 0.95) -> Interval:
@@ -186,7 +186,7 @@ class StitchResult(Result):
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter, a module that maps `... d_front` to `... d_back`; in float32, or float64 where a model is."""
+        """The adapter, a module that maps `... d_front` to `... d_back`; in float64 if a model is float64, else in float32."""
         dtype = torch.float64 if "float64" in self.provenance.dtype else torch.float32
         weight = self.weight.to(dtype) if len(self.weight) else None
         return Adapter(self.kind, weight, self.bias.to(dtype) if len(self.bias) else None)
@@ -311,7 +311,7 @@ class StitchGrid(Result):
 
     @property
     def penalty(self) -> Tensor:
-        """`front back seam`, the same as `values`."""
+        """Stitching penalties in nats, `front back seam`, the same as `values`."""
         return self.values
 
     def asymmetry(self, first: str, second: str, confidence: float = 0.95) -> pandas.DataFrame:
@@ -360,7 +360,7 @@ class StitchGrid(Result):
         return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
 
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
-        """A field by stitch point, a line for each direction, with intervals where there are; models with themselves dashed."""
+        """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
         from ..reporting.curves import directions
 
         field = "penalty" if field == "values" else field

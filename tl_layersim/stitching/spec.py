@@ -1,4 +1,4 @@
-"""What a call stitches: the adapter and its fit, and the layers at which models are joined."""
+"""Specification of a stitch: the adapter and its fit, and the layers at which models are joined."""
 
 from __future__ import annotations
 

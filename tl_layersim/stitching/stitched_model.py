@@ -134,7 +134,7 @@ class StitchedModel(nn.Module):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """A context in which every forward pass of the back reads its tokens through the front."""
+        """A context in which forward passes of the back run the front first, and start from the output of the adapter."""
         front, back = self._split_models
         own = vars(self.back).get("forward")
         call: Callable[..., Any] = self.back.forward

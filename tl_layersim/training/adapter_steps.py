@@ -98,7 +98,7 @@ class AdapterSteps(TrainingSteps):
         self.state = file.resume(lambda notes, tensors: self._state_of(*state_of(notes, tensors))) or self.state
 
     def run(self, file: ResumableFile) -> tuple[Parts, Tensor]:
-        """Train to the last step; the adapters after it, and the losses `step layer` of all steps.
+        """Train to the last step, and return the adapters and the losses `step layer` of all steps.
 
         Raises:
             LayersimError: a loss or an adapter is not finite.
@@ -164,25 +164,25 @@ class AdapterSteps(TrainingSteps):
         return losses / targets
 
     def tally(self, seconds: float) -> Tally:
-        """The counts of the evaluation, for a record."""
+        """Counts of rows, targets and batches of the evaluation, for the provenance."""
         count = len(self.eval_data)
         targets = sum(int((self.eval_data.take([row]).targets != NO_LABEL).sum()) for row in range(count))
         return Tally({}, -(-count // self.settings.batch_size), count, targets, self.eval_data.digest(), seconds)
 
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
-        """What is sent of some rows."""
+        """The inputs of a step or an evaluation on some rows."""
         batch = data.take(rows)
         index, targets = positions_with_targets(self.head_reads, batch.targets, batch.attended, batch.main.shape[1])
         return self.descent.item(batch.main, batch.options, index, targets, step, rate)
 
     def _item_of_step(self, step: int) -> Item:
-        """What is sent of a step, counted from 0."""
+        """The inputs of a step, counted from 0."""
         size = self.settings.batch_size
         rows = [self._shuffle.row(place) for place in range(step * size, (step + 1) * size)]
         return self._item(self.training_data, rows, step + 1, self.settings.rate(step))
 
     def _state_of(self, state: State, tensors: Parts) -> tuple[Parts, State, list[Tensor]]:
-        """The state in a file, if its tensors have the shapes that the training begins with."""
+        """The state in a file, after a check that its tensors have the shapes of the initial state."""
         start, layers = self.start, len(self._weights)
         parts = {name: tensors[name] for name in start}
         wrong = [name for name, part in parts.items() if part.shape != start[name].shape or part.dtype != start[name].dtype]
@@ -192,7 +192,7 @@ class AdapterSteps(TrainingSteps):
 
 
 def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
-    """A as normal numbers of variance 1 / d_model, B as zeros, and moments of zero; of so many adapters of one rank."""
+    """The initial state of adapters of one rank: A normal with variance 1 / d_model, B zero, and the moments of AdamW zero."""
     assert model.d_model is not None
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if model.dtype == "torch.float64" else torch.float32

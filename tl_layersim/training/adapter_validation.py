@@ -12,7 +12,7 @@ from ..stitching.stitched_model import StitchedModel
 
 
 def no_traced_model(model: Any) -> LayersimError:
-    """The refusal of a model that nnsight does not run."""
+    """The error for a model that is not an nnsight model."""
     stitched = isinstance(model, StitchedModel)
     return LayersimError(
         "`model` must be an nnsight model: adapters are trained inside its traces.",

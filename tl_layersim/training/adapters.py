@@ -83,11 +83,11 @@ class AlignedAdapters(Result):
 
     @property
     def losses(self) -> Tensor:
-        """`stage layer`, the same as `values`."""
+        """Held-out cross-entropies in nats, `stage layer`, the same as `values`."""
         return self.values
 
     def aligned(self, stage: str) -> float:
-        """The held-out aligned loss, `"before"` or `"after"`."""
+        """The held-out aligned loss without adapters (`"before"`) or with them (`"after"`)."""
         return float(self.values[STAGES.index(stage)] @ torch.tensor(self.weights, dtype=torch.float64))
 
     def apply(self, model: Any) -> None:

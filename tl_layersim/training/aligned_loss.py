@@ -1,4 +1,4 @@
-"""`aligned_loss`: the weighted cross-entropies of all layers of a batch, for a training loop of one's own."""
+"""`aligned_loss`: the weighted cross-entropies of all layers of a batch, for a custom training loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def aligned_loss(
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
 ) -> Tensor:
-    r"""The aligned loss of a batch, for a training loop of one's own: the weighted cross-entropies of all layers.
+    r"""The aligned loss of a batch, for a custom training loop: the weighted cross-entropies of all layers.
 
     $$\sum_{l=1}^{L} w_l \, CE\big(W \, \mathrm{norm}(x^l), y\big)$$
 

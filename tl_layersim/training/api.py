@@ -156,7 +156,7 @@ def _refuse_float16(model: Model) -> None:
 
 @contextmanager
 def _with_lora(model: Any, training: AlignedTraining) -> Iterator[Any]:
-    """A context with low-rank adapters in the model. The function it yields merges them; otherwise they are removed."""
+    """A context with LoRA adapters in the model, which yields a function that merges them; unmerged adapters are removed."""
     if training.lora is None:
         yield lambda: None
         return

@@ -182,7 +182,7 @@ def export_bridge(bridge: Any, batch: TrainingBatch) -> nn.Module:
 
 
 def _joined_weights(part: Any, fresh: nn.Module) -> dict[str, Tensor]:
-    """Fused weights from their split copies, by the name of the parameter in the fresh attention.
+    """Fused weights joined from their split copies, by the parameter names of the fresh attention module.
 
     The place of each number follows from splitting the numbers 0, 1, 2, ... in place of weights.
     """

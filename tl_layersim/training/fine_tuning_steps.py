@@ -155,7 +155,7 @@ class FineTuning(TrainingSteps):
         return state_snapshot(self.state, tensors)
 
     def _restored(self, state: State, tensors: dict[str, Tensor]) -> State:
-        """The state of a file, once its weights are in the model."""
+        """Load the weights and the optimiser's moments of a file, and return its state."""
         known = ("step", "exp_avg", "exp_avg_sq")
         for name, parameter in self.parameters.items():
             shapes = {
@@ -177,7 +177,7 @@ class FineTuning(TrainingSteps):
         return state
 
     def _loss_and_gradients(self, step: int) -> float:
-        """The loss of a step, its mean over the targets on all processes; gradients are left in the parameters."""
+        """Mean loss of a step over the targets on all processes; the gradients are stored in the parameters."""
         accelerator = self.accelerator
         batches = [self.training_data.take(rows).to(self.device) for rows in self._rows(step)]
         count = torch.tensor(float(sum(_target_count(batch) for batch in batches)), device=self.device)
@@ -217,14 +217,14 @@ class FineTuning(TrainingSteps):
 
     @contextmanager
     def _seeded(self, number: int) -> Iterator[None]:
-        """Dropout that depends on the seed and the number of the forward pass alone, so that none of it has to be saved."""
+        """A context that seeds dropout by the seed and the number of the forward pass, so that no random state is saved."""
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.settings.seed * 1_000_003 + number * ranks + rank)
             yield
 
     def _evaluate(self) -> None:
-        """Evaluate every layer on the held-out rows, once for each step."""
+        """Evaluate every layer on the held-out rows, unless this step has been evaluated already."""
         if self.step in self.state.evaluations:
             return
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index

@@ -149,7 +149,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         return TrainingBatch(main, given, labels, None if mask is None else mask.bool())
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The batches of a step, and their number of targets, which Trainer derives from class names instead."""
+        """The batches of a step, and their number of targets, which Trainer itself would derive from class names."""
         samples, known = super().get_batch_samples(epoch_iterator, num_batches, device)
         if known is None or not samples or "labels" not in samples[0]:
             return samples, known
@@ -194,10 +194,10 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Targets of each position from the labels at each position, both `batch pos`: the next label, and none at the end."""
+    """Shift labels `batch pos` to targets `batch pos`: each target is the label of the next position, and the last has none."""
     return torch.cat([_cut(labels), torch.full_like(labels[:, :1], NO_LABEL)], 1)
 
 
 def _cut(labels: Tensor) -> Tensor:
-    """All labels but the first of each row, which no position precedes."""
+    """All labels but the first of each row, which is no position's target."""
     return labels[:, 1:]

@@ -17,7 +17,7 @@ SOURCE = " (Jiang, Zhou and Zhu 2024, {})."
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LayerChange(Result):
-    """Two models of the same layers on the same data, such as before and after a fine-tune. Tensors are float64.
+    """Measures by layer of two models on the same data, such as before and after a fine-tune. Tensors are float64.
 
     Attributes:
         values: `model layer`, the same as `cross_entropy`, of the lens in nats.
@@ -86,7 +86,7 @@ class LayerChange(Result):
 
     @property
     def cross_entropy(self) -> Tensor:
-        """`model layer`, the same as `values`."""
+        """Cross-entropies in nats, `model layer`, the same as `values`."""
         return self.values
 
     def headline(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ LOGITS = 2**23
 
 
 def layer_weights(weights: Weights, n_layers: int) -> list[float]:
-    """The weight of each layer, the first block's first; they sum to 1.
+    """The weights of the layers, the first block's first; the weights sum to 1.
 
     Raises:
         LayersimError: the number of weights is not that of the layers, a weight is negative, or they do not sum to 1.
@@ -194,7 +194,7 @@ def chunks(count: int, size: int) -> Iterator[slice]:
 
 
 def rows_at_once(width: int) -> int:
-    """Number of rows of logits of a width that are held at once."""
+    """Number of rows of logits, `width` numbers each, that are held in memory at once."""
     return max(1, LOGITS // width)
 
 

@@ -25,7 +25,7 @@ from .losses import positions_with_targets, summed_loss
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """One forward pass of training.
+    """Inputs and targets of one forward pass in training.
 
     Attributes:
         main: `batch pos` token ids, or the pixel values of a vision model.
@@ -112,7 +112,7 @@ class ResidualStream:
 
     @property
     def _pad(self) -> int | None:
-        """The id by which a Hugging Face classifier finds the last token of a row, which ignores the mask."""
+        """The padding id by which a Hugging Face classifier, which ignores the mask, finds the last token of a row."""
         pad = getattr(getattr(self.module, "config", None), "pad_token_id", None)
         return pad if self.reads == "last" and isinstance(pad, int) and pad >= 0 else None
 
@@ -184,7 +184,7 @@ class ResidualStream:
         run: Callable[[], Any] | None = None,
         whole: bool = False,
     ) -> tuple[Tensor, int]:
-        """Sum over targets of the weighted sum over layers of cross-entropies, and the number of targets.
+        """Sum of cross-entropies over the targets and, weighted, over layers; and the number of targets.
 
         Args:
             batch: inputs and targets.
@@ -198,7 +198,7 @@ class ResidualStream:
         return self.weighted(rows, targets, terms, norm), len(targets)
 
     def weighted(self, rows: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float], norm: bool) -> Tensor:
-        """Weighted sum over layers of the sums of cross-entropies at rows `token d_model`."""
+        """Weighted sum over layers of the summed cross-entropy of each layer's residuals `token d_model`."""
         device = next(iter(rows.values())).device
         # All layers in one call, so that one gradient of the head is held.
         x = torch.cat([self.normed(layer, rows[layer], norm) for layer in terms])
@@ -262,7 +262,7 @@ def check_once(stream: ResidualStream, batch: TrainingBatch, paths: Any) -> None
 
 @contextmanager
 def training_mode(module: nn.Module) -> Iterator[None]:
-    """A context in training mode; afterwards each module has its mode from before."""
+    """A context in training mode; each module's previous mode is restored at the end."""
     before = {part: part.training for part in every_module(module)}
     try:
         for part in before:

@@ -17,7 +17,7 @@ from .state import State
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AlignedResult(Result):
-    """A fine-tune: its loss, and the held-out loss and accuracy of each layer before, during and after it. Tensors are float64.
+    """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer by evaluation. Tensors are float64.
 
     Attributes:
         values: `look layer`, the same as `held_out_loss`: cross-entropy in nats of each layer, under
@@ -49,7 +49,7 @@ class AlignedResult(Result):
 
     @property
     def held_out_loss(self) -> Tensor:
-        """`look layer`, the same as `values`."""
+        """Held-out cross-entropies in nats, `look layer`, the same as `values`."""
         return self.values
 
     @property

@@ -31,7 +31,7 @@ class State:
 
 
 def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[str, Any]) -> ResumableFile:
-    """The file of a training; None keeps nothing.
+    """Open the resumable file of a training; nothing is saved if `path` is None.
 
     Args:
         path: of the file.
@@ -41,14 +41,14 @@ def open_training_file(path: str | os.PathLike[str] | None, identity: Mapping[st
 
 
 def state_snapshot(state: State, tensors: Mapping[str, Tensor]) -> Snapshot:
-    """The state and further tensors, for a file."""
+    """Notes and tensors of the state and of further tensors, for a resumable file."""
     curve = {"curve": torch.tensor(state.curve, dtype=torch.float64)}
     evaluations = {f"look/{step}": sums for step, sums in state.evaluations.items()}
     return {"step": state.step}, dict(tensors) | curve | evaluations
 
 
 def state_of(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
-    """The state of which `state_snapshot` made notes and tensors, and the further tensors."""
+    """Inverse of `state_snapshot`: the state and the further tensors."""
     evaluations = {int(key.split("/")[1]): value for key, value in tensors.items() if key.startswith("look/")}
     further = {key: value for key, value in tensors.items() if key != "curve" and not key.startswith("look/")}
     state = State(notes["step"], tensors["curve"].tolist(), dict(sorted(evaluations.items())))
@@ -58,7 +58,7 @@ def state_of(notes: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Stat
 
 
 def _refuse(path: Path, identity: Any, found: Any) -> None:
-    """Refuse a file of another run, and one whose run has changed the model that is passed again."""
+    """Refuse a file of another run, and a model whose weights are not those with which the run in the file began."""
     ours, theirs = ({key: value for key, value in each.items() if key != "model"} for each in (identity, found))
     if ours == theirs and identity["model"] != found["model"]:
         raise LayersimError(

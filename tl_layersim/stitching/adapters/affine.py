@@ -8,7 +8,7 @@ from .base import AdapterKind
 
 
 class Affine(AdapterKind):
-    """$y = W h + b$.
+    """Affine map, $y = W h + b$.
 
     Source:
         Brown et al. 2023 (arXiv 2310.14993), section 3.

@@ -1,4 +1,4 @@
-"""The contract of a kind of adapter."""
+"""Base class of the kinds of adapters."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class AdapterKind(ABC):
     @staticmethod
     @abstractmethod
     def features(hidden: Tensor) -> Tensor:
-        """The features `... d_front` that the weight multiplies, of residuals `... d_front`."""
+        """Features `... d_front` of residuals `... d_front`; the adapter's weight multiplies these features."""
 
     @staticmethod
     def adds_residual(d_front: int, d_back: int) -> bool:
-        """Whether the residual itself is added to what the weight makes of its features, between streams of these widths."""
+        """Whether the adapter between streams of these widths has a skip connection, which adds the residual itself."""
         return False
 
     def apply(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The map with these parameters: `... d_front` to `... d_back`."""
+        """Map residuals `... d_front` to `... d_back` with these parameters."""
         out = self.features(hidden)
         if weight is None:
             return out

@@ -1,4 +1,4 @@
-"""The adapter that hands the front's residual stream on as it is."""
+"""The identity adapter, which passes the front's residual stream on unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .base import AdapterKind
 
 
 class Identity(AdapterKind):
-    """$y = h$: both models are taken to write in the same coordinates."""
+    """Identity map, $y = h$, for models whose residual streams share their coordinates."""
 
     name = "identity"
     has_weight = False

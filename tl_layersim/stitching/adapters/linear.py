@@ -8,7 +8,7 @@ from .base import AdapterKind
 
 
 class Linear(AdapterKind):
-    """$y = W h$."""
+    """Linear map, $y = W h$."""
 
     name = "linear"
     has_bias = False

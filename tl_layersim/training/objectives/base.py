@@ -149,7 +149,7 @@ class Objective(nn.Module, ABC):
 
 
 def out_of_range(settings: ObjectiveSettings, name: str, expected: str) -> LayersimError:
-    """The refusal of a setting whose value is out of range.
+    """The error for a setting whose value is out of range.
 
     Args:
         settings: of the training.
