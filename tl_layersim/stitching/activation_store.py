@@ -37,7 +37,7 @@ class StitchData:
     Attributes:
         fit: batches that adapters are fitted on.
         evaluation: batches that the penalty is measured on.
-        labels: see `labels.targets`.
+        labels: see `models.targets`.
     """
 
     fit: tuple[Batch, ...]
@@ -51,7 +51,7 @@ class StitchData:
         Args:
             batches: the data of the fit, or of the evaluation where nothing is fitted.
             held_out: the data of the evaluation, None to take it from `batches`.
-            labels: see `labels.targets`.
+            labels: see `models.targets`.
             model: the back.
             fitted: whether an adapter is fitted.
 

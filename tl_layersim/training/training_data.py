@@ -73,7 +73,7 @@ class TokenTrainingData(TrainingData):
 
     Args:
         batches: the data.
-        labels: see `labels.targets`.
+        labels: see `models.targets`.
         model: description of the model.
         module: the model.
         rows: of the data, None to read them.
