@@ -223,7 +223,7 @@ def _load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> 
     except (OSError, ValueError, KeyError) as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise LayersimError(
-                "`--model` names a model with Python code of its own, which would run with your rights.",
+                "`--model` names a model with custom Python code, which would run with your permissions.",
                 given=f"--model {name}",
                 expected="a model of a class that transformers has",
                 do="read the .py files of that folder or repository, and add --trust-remote-code if you trust them",
@@ -231,7 +231,7 @@ def _load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> 
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise LayersimError(
             "`--model` could not be loaded"
-            + ("." if Path(name).is_dir() else ": no folder here has this name, nor a model of the hub."),
+            + ("." if Path(name).is_dir() else ": there is no folder here and no model on the hub of this name."),
             given=f"--model {name}; transformers says: {first}",
             expected="a folder that save_pretrained wrote, or a hub name such as org/name",
             do="check the path, the spelling and the network",
@@ -325,7 +325,7 @@ def _read_data(name: str, split: str) -> Any:
         return datasets.load_dataset(name, split=split, streaming=True)
     except (OSError, ValueError) as error:
         raise LayersimError(
-            "`--data` is neither a file or folder here nor a data set that the hub gives.",
+            "`--data` is neither a local file or folder nor a data set that can be loaded from the hub.",
             given=f"{name}, split {split}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",
             expected="a text file, a table, a folder of a saved data set, or a hub name",
             do="check the path or the name, the split and the network",

@@ -65,7 +65,7 @@ def test_data_of_which_nothing_counts_is_refused():
     data = {"input_ids": random_tokens(), "attention_mask": torch.zeros(8, 20)}
     with pytest.raises(lsim.LayersimError, match="empty"):
         lsim.analyze(tiny_llama(), data, cosine_and_cka())
-    with pytest.raises(lsim.LayersimError, match=r"`data` has no counted token(.|\n)*8 rows, 0 counted(.|\n)*skip_first="):
+    with pytest.raises(lsim.LayersimError, match=r"`data` has no token to measure(.|\n)*8 rows, 0 counted(.|\n)*skip_first="):
         lsim.analyze(tiny_llama(), random_tokens(), cosine_and_cka(), skip_first=20)
 
 
@@ -134,7 +134,7 @@ def test_a_result_that_does_not_fit_its_layers_is_refused():
 
 
 def test_a_source_has_its_own_place():
-    with pytest.raises(lsim.LayersimError, match="own layers and its own place"):
+    with pytest.raises(lsim.LayersimError, match="which already defines them"):
         lsim.analyze(HookedSource(tiny_llama()), random_tokens(), "cka", remote=True)
     found = lsim.analyze(HookedSource(tiny_llama()), ["w3 w4 w5 w6"], "cosine", tokenizer=tiny_tokenizer())
     assert found["cosine"].provenance.tokens == 5

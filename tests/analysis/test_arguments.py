@@ -86,7 +86,7 @@ def test_a_missing_argument_and_one_too_many_are_named(llama):
         lambda: lsim.analyze(llama, tokens): "`analyzers` of analyze is missing",
         lambda: lsim.stitch(llama, llama, tokens): "`at` of stitch is missing",
         lambda: lsim.truncate(): "`model`, `n_layers` of truncate are missing",
-        lambda: lsim.analyze(llama, tokens, "cosine", 16): "`analyze` takes 3 arguments without a name",
+        lambda: lsim.analyze(llama, tokens, "cosine", 16): "`analyze` takes 3 positional arguments",
         lambda: lsim.analyze(llama, tokens, "cosine", model=llama): "`model` of analyze is given twice",
         lambda: lsim.EarlyExit(): "`model` of EarlyExit is missing",
     }.items():

@@ -139,7 +139,7 @@ def test_rows_are_not_made_of_single_steps():
     with torch.no_grad(), lsim.attach(model, lsim.CKA(level="sequence")) as probe:
         model(tokens)
         model(tokens[:, :1])
-    with pytest.raises(lsim.LayersimError, match=r"whole rows was attached to single steps"):
+    with pytest.raises(lsim.LayersimError, match=r"needs full sequences, but this forward pass has a single position"):
         probe.results()
 
 

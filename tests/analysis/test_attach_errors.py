@@ -81,12 +81,12 @@ def test_attach_without_with_says_what_to_do():
     probe = lsim.attach(model, COSINE)
     model(random_tokens(1, 5))
     assert hooks(model) == 0
-    with pytest.raises(lsim.LayersimError, match=r"nothing outside of a `with` block(.|\n)*with lsim.attach"):
+    with pytest.raises(lsim.LayersimError, match=r"no results: .* needs a `with` block(.|\n)*with lsim.attach"):
         probe.results()
     with torch.no_grad(), probe:
         model(random_tokens(1, 5))
     assert probe.results()["cosine"].provenance.tokens == 5
-    with pytest.raises(lsim.LayersimError, match="attached before"), probe:
+    with pytest.raises(lsim.LayersimError, match="was already attached"), probe:
         pass
 
 

@@ -63,7 +63,7 @@ def test_pads_that_no_mask_tells_of_are_refused():
     padded = torch.tensor([[1, 5, 6, 2, 2, 2], [1, 5, 6, 7, 8, 9]])
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         model(padded)
-    with pytest.raises(lsim.LayersimError, match=r"no mask says so(.|\n)*probe.mask"):
+    with pytest.raises(lsim.LayersimError, match=r"`attention_mask` is missing(.|\n)*probe.mask"):
         probe.results()
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         probe.mask = padded != 2

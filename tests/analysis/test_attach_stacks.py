@@ -158,12 +158,12 @@ def test_padding_of_a_decoder_that_no_mask_tells_of_is_refused_and_its_start_tok
     given["decoder_input_ids"][:, 0] = 0
     assert attached(model, paths("decoder.block"), given).provenance.tokens == 72
     given["decoder_input_ids"][0, 6:] = 0
-    with pytest.raises(lsim.LayersimError, match="no mask says so"):
+    with pytest.raises(lsim.LayersimError, match="`attention_mask` is missing"):
         attached(model, paths("decoder.block"), given)
 
 
 def test_blocks_of_both_stacks_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"`layers` must lie in one stack(.|\n)*decoder.block"):
+    with pytest.raises(lsim.LayersimError, match=r"`layers` must all lie in the encoder(.|\n)*decoder.block"):
         lsim.attach(t5(), COSINE, layers=[*paths("encoder.block"), *paths("decoder.block")])
 
 

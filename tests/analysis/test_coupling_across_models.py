@@ -45,7 +45,7 @@ class TestRelate:
             ({"a": 1, "b": float("nan"), "c": 1}, {"a": 1, "b": 2, "c": 3}, "must be finite and differ"),
             ({"a": 0.1, "b": 0.1 + 1e-14, "c": 0.1}, {"a": 1, "b": 2, "c": 3}, "must be finite and differ"),
             ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 1, "c": 1}, "must be finite and differ"),
-            ({"a": None, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, "must hold couplings"),
+            ({"a": None, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, "must contain results of BlockCoupling"),
         ):
             with pytest.raises(lsim.LayersimError, match=match):
                 lsim.relate(couplings, scores)

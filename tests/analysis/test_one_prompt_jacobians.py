@@ -73,16 +73,16 @@ class TestPrompt:
         model, tokens = tiny_llama(), random_tokens(1, 9)[0]
         for match, call in {
             "no effect on earlier": lambda: lsim.coupling_matrices(model, tokens, along="fixed-input", token=3, positions=[1]),
-            "lies outside of the prompt": lambda: lsim.coupling_matrices(model, tokens, token=9),
+            "lies outside the prompt": lambda: lsim.coupling_matrices(model, tokens, token=9),
             "a block that does not exist": lambda: lsim.block_jacobians(model, tokens, layers=[3]),
             "names a block twice": lambda: lsim.block_jacobians(model, tokens, layers=[0, -3]),
-            "must be tokens or pairs": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
+            "must contain token indices": lambda: lsim.block_jacobians(model, tokens, positions=["first"]),
             "must be at least 2 and at most d_model": lambda: lsim.coupling_matrices(model, tokens, k=33),
-            "`token` has no meaning": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
-            "`positions` has no meaning": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
-            "names a connection twice": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
+            "`token` cannot be used": lambda: lsim.coupling_matrices(model, tokens, along="self", token=1),
+            "`positions` cannot be used": lambda: lsim.coupling_matrices(model, tokens, positions=[1]),
+            "the same pair of tokens, twice": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
             "`positions` is empty": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
-            "`positions` must be tokens or pairs of tokens": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
+            "`positions` must contain token indices": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
             "`memory_mb` must be a finite number above 0": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):

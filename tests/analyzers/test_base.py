@@ -27,20 +27,20 @@ BAD_ANALYZERS = {
     "a class": (lambda: lsim.CKA, r"class CKA, not an instance of it(.|\n)*CKA\(\)"),
     "no name": (lambda: analyzer(give=grows, body={"name": ""}), r"no name that a report can use(.|\n)*mine"),
     "a slash in its name": (lambda: analyzer(give=grows, body={"name": "a/b"}), "no name that a report can use"),
-    "a kernel of lists": (lambda: analyzer(give=lambda v: [1]), r"kernel of 'mine' returned cannot be added"),
-    "a kernel of numbers": (lambda: analyzer(give=lambda v: {"x": 1.0}), r"cannot be added up(.|\n)*'x' is a float"),
-    "sums that grow": (lambda: analyzer(give=grows), r"cannot be added up(.|\n)*shape(.|\n)*sum over the token axis"),
+    "a kernel of lists": (lambda: analyzer(give=lambda v: [1]), r"kernel of 'mine' returned sums that cannot be added"),
+    "a kernel of numbers": (lambda: analyzer(give=lambda v: {"x": 1.0}), r"cannot be added across(.|\n)*'x' is a float"),
+    "sums that grow": (lambda: analyzer(give=grows), r"cannot be added across(.|\n)*shape(.|\n)*sum over the token axis"),
     "no result": (
         lambda: analyzer(give=lambda v: {"n": torch.tensor(1)}, back=torch.zeros(3)),
         r"compute must return a Result(.|\n)*Tensor",
     ),
     "a set of options": (
         lambda: analyzer(give=grows, body={"__annotations__": {"which": set}, "which": frozenset({1})}),
-        r"option cannot be recorded(.|\n)*frozenset",
+        r"option has a type that cannot be recorded(.|\n)*frozenset",
     ),
     "an option of the data": (
         lambda: analyzer(give=grows, body={"__annotations__": {"pack": bool}, "pack": True}),
-        r"option of the same name as an option of the data(.|\n)*pack",
+        r"option whose name is reserved for a data option(.|\n)*pack",
     ),
 }
 

@@ -97,7 +97,7 @@ def test_positions_are_tokens_of_each_prompt():
         expected.append([[oracles.miscoupling(oracles.coupling_matrix(a, b, 3)) for b in js] for a in js])
     np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-9)
     assert (found.lengths, found.length_count.tolist()) == (("8 to 15",), [2.0])
-    with pytest.raises(lsim.LayersimError, match=r"outside a prompt(.|\n)*at least 13"):
+    with pytest.raises(lsim.LayersimError, match=r"inside every prompt(.|\n)*at least 13"):
         lsim.analyze(tiny_llama(), random_tokens(2, 12), lsim.BlockCoupling(k=3, positions=(12,)))
 
 
@@ -108,7 +108,7 @@ def test_degenerate_jacobians():
     nothing = np.zeros((24, 24))
     full = u @ np.diag(np.geomspace(2, 0.2, 24)) @ v.T
     for method in ("dense", "krylov"):
-        with pytest.warns(lsim.LayersimWarning, match=r"not defined with blocks.0.hook_resid_post, blocks.2.hook_resid_post"):
+        with pytest.warns(lsim.LayersimWarning, match=r"not defined for blocks.0.hook_resid_post, blocks.2.hook_resid_post"):
             found = from_views(lsim.BlockCoupling(k=(5, 2), method=method), [linear_view([poor, full, nothing])])
         np.testing.assert_allclose(found.singular_values[0], [3, 3, 0, 0, 0], atol=1e-6)
         # A basis of fewer than k directions says nothing, a Jacobian of 0 neither; both are in nobody's mean.

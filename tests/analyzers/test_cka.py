@@ -99,7 +99,7 @@ def test_float32_survives_a_large_common_vector():
 
 def test_exact_refuses_where_its_digits_are_gone():
     x = residuals(0, tokens=40) + 1e5
-    with pytest.raises(lsim.LayersimError, match=r"digits(.|\n)*estimator=\"minibatch\""):
+    with pytest.raises(lsim.LayersimError, match=r"rounding(.|\n)*estimator=\"minibatch\""):
         from_views(lsim.CKA(estimator="exact"), [view(x)])
 
 

@@ -189,7 +189,7 @@ def test_a_block_that_does_nothing_leaves_the_coupling_of_the_others():
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight.zero_()
         model.model.layers[1].mlp.down_proj.weight.zero_()
-    with pytest.warns(lsim.LayersimWarning, match=r"Coupling is not defined with blocks\.1\.hook_resid_post"):
+    with pytest.warns(lsim.LayersimWarning, match=r"Coupling is not defined for blocks\.1\.hook_resid_post"):
         found = lsim.analyze(model, random_tokens(2, 6), lsim.BlockCoupling(k=3))["block_coupling"]
     assert found.values[1].isnan().all()
     assert found.values[:, 1].isnan().all()

@@ -42,7 +42,7 @@ def test_thresholds():
     assert curve.threshold_for(agreement=0.0) == 0.0
     with pytest.raises(lsim.LayersimError, match=r"was not measured(.|\n)*0, 0.5, 1(.|\n)*at\(0.5\), or ExitCurve"):
         curve.at(0.7)
-    with pytest.raises(lsim.LayersimError, match=r"No measured threshold reaches these values"):
+    with pytest.raises(lsim.LayersimError, match=r"no measured threshold reaches the requested values"):
         curve.threshold_for(accuracy=1.0)
     with pytest.raises(lsim.LayersimError, match=r"agreement= or accuracy="):
         curve.threshold_for()

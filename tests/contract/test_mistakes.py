@@ -21,7 +21,7 @@ NAN = float("nan")
         ({"weights": []}, "`weights` must be one number for each layer"),
         ({"weights": [0.5, NAN]}, "`weights` must be one number for each layer"),
         ({"weights": ""}, "`weights` cannot be ''"),
-        ({"save_to": ""}, "`save_to` of AlignedTraining is an empty text"),
+        ({"save_to": ""}, "`save_to` of AlignedTraining is an empty string"),
     ],
 )
 def test_settings_of_a_training_are_checked_when_they_are_written(options, says):
@@ -37,12 +37,12 @@ def test_an_empty_path_is_not_the_current_folder(llama):
         "save_to": lambda: lsim.truncate(llama, 1, save_to=""),
         "path": lambda: lsim.load(""),
     }.items():
-        with pytest.raises(lsim.LayersimError, match=f"`{name}` of .* is an empty text"):
+        with pytest.raises(lsim.LayersimError, match=f"`{name}` of .* is an empty string"):
             call()
 
 
 def test_an_empty_address_does_not_run_here(llama):
-    with pytest.raises(lsim.LayersimError, match="`remote` is an empty text"):
+    with pytest.raises(lsim.LayersimError, match="`remote` is an empty string"):
         lsim.analyze(llama, random_tokens(4), "cosine", remote="")
 
 
@@ -141,5 +141,5 @@ def test_a_place_that_is_none_is_refused_by_name(call):
 
 
 def test_a_mapping_of_analyzers_is_not_taken_for_data():
-    with pytest.raises(lsim.LayersimError, match="`analyzers` holds something other than an analyzer"):
+    with pytest.raises(lsim.LayersimError, match="`analyzers` must contain only analyzers"):
         lsim.analyze(tiny_llama(), random_tokens(2), {"a": lsim.Cosine()})

@@ -54,7 +54,7 @@ def test_code_of_a_model_does_not_run_and_nothing_is_asked(folder, monkeypatch):
     monkeypatch.setattr(builtins, "input", asked)
     done, _ = report(folder)
     assert isinstance(done.exception, lsim.LayersimError)
-    assert done.exception.what.startswith("`--model` names a model with Python code of its own")
+    assert done.exception.what.startswith("`--model` names a model with custom Python code")
     assert "--trust-remote-code" in done.exception.do
     assert not (folder.parent / "it ran").exists()
 

@@ -66,7 +66,7 @@ def test_a_full_disk_is_a_warning_and_on_an_interrupt_a_note(tmp_path, monkeypat
 
     monkeypatch.setattr(storage.os, "fsync", full)
     file = ResumableFile(tmp_path / "run", "training", {})
-    with pytest.warns(lsim.LayersimWarning, match="goes on without a new checkpoint"):
+    with pytest.warns(lsim.LayersimWarning, match="the run continues without it"):
         assert not file.save(NOTES, TENSORS)
     with pytest.raises(KeyboardInterrupt) as caught, file.saved_on_interrupt(lambda: (NOTES, TENSORS), lambda: "All is"):
         raise KeyboardInterrupt

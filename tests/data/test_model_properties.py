@@ -31,7 +31,7 @@ def pairs(rows: int = 6) -> dict[str, torch.Tensor]:
 
 def refused(name: str):
     return pytest.raises(
-        lsim.LayersimError, match=rf"^`{name}` in the data is an input of (.|\n)*would not reach it(.|\n)*attach"
+        lsim.LayersimError, match=rf"^`{name}` in the data is an input of (.|\n)*tl_layersim does not pass on(.|\n)*attach"
     )
 
 

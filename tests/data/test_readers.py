@@ -82,8 +82,8 @@ def test_streams_are_read_no_further_than_needed():
 
 
 REFUSALS = {
-    "a number": (7, {}, r"of a kind that cannot be read(.|\n)*int: 7"),
-    "bytes": ([b"abc"], {}, r"of a kind that cannot be read(.|\n)*bytes"),
+    "a number": (7, {}, r"has an unsupported type(.|\n)*int: 7"),
+    "bytes": ([b"abc"], {}, r"has an unsupported type(.|\n)*bytes"),
     "tokens and labels": ([(torch.tensor([3, 4]), torch.tensor([1, 0]))], {}, r"2 things together(.|\n)*tokens alone"),
     "batches of a DataLoader": ([[torch.tensor([[3, 4]]), torch.tensor([[1, 0]])]], {}, r"DataLoader gives tokens and masks"),
     "an additive mask": (
@@ -103,18 +103,18 @@ REFUSALS = {
         r"mask` does not fit(.|\n)*\(2, 3\)(.|\n)*\(2, 4\)",
     ),
     "pads without a mask": (torch.tensor([[1, 3, 2, 2], [1, 3, 4, 5]]), {}, r"start or end with padding(.|\n)*1 of 2 rows"),
-    "no text column": ([{"a": "x", "b": "y"}], {}, r"does not show which of its columns(.|\n)*\['a', 'b'\](.|\n)*column='a'"),
-    "a column that is not there": ([{"text": "x"}], {"column": "body"}, r"does not show which(.|\n)*column='body'"),
+    "no text column": ([{"a": "x", "b": "y"}], {}, r"no unambiguous column(.|\n)*\['a', 'b'\](.|\n)*column='a'"),
+    "a column that is not there": ([{"text": "x"}], {"column": "body"}, r"no unambiguous column(.|\n)*column='body'"),
     "a dictionary of splits": (
         datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})}),
         {},
-        r"does not show which of its columns(.|\n)*data\['train'\]",
+        r"no unambiguous column(.|\n)*data\['train'\]",
     ),
     "a row beyond the context": (torch.full((1, 65), 3), {}, r"longer than the model's context(.|\n)*65(.|\n)*seq_len=64"),
     "seq_len beyond the context": (TEXTS, {"seq_len": 65}, r"`seq_len` is longer than"),
     "packed tokens": (torch.tensor([[1, 3]]), {"pack": True}, "`pack` applies to texts only"),
     "batch_size of none": (TEXTS, {"batch_size": 0}, "`batch_size` must be at least 1"),
-    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` leaves out every position"),
+    "everything skipped": (TEXTS, {"seq_len": 4, "skip_first": 4}, "`skip_first` must be below `seq_len`"),
 }
 
 
@@ -139,7 +139,7 @@ def test_a_pandas_table_is_read_by_its_columns():
     assert rows(table) == ROWS
     assert rows(table["text"]) == ROWS
     assert rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}), column="b") == ROWS
-    with pytest.raises(lsim.LayersimError, match="does not show which of its columns"):
+    with pytest.raises(lsim.LayersimError, match="no unambiguous column"):
         rows(pandas.DataFrame({"a": TEXTS, "b": TEXTS}))
 
 

@@ -75,7 +75,7 @@ def test_a_lone_surrogate_is_named(llama):
 @pytest.mark.parametrize("column", [None, "messages"])
 def test_chat_messages_become_texts_by_the_template(llama, column):
     data = datasets.Dataset.from_dict({"messages": [CHAT] * 3})
-    with pytest.raises(lsim.LayersimError, match=r"^`data` holds chat messages(.|\n)*apply_chat_.*data\['messages'\]"):
+    with pytest.raises(lsim.LayersimError, match=r"^`data` contains chat messages(.|\n)*apply_chat_.*data\['messages'\]"):
         analyze(llama, data, column=column)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
@@ -86,7 +86,7 @@ def test_chat_messages_become_texts_by_the_template(llama, column):
 
 @pytest.mark.parametrize("data", [[CHAT, CHAT], CHAT], ids=["chats", "one chat"])
 def test_chats_in_lists_are_refused_so_too(llama, data):
-    with pytest.raises(lsim.LayersimError, match=r"^`data` holds chat messages(.|\n)*apply_chat_template"):
+    with pytest.raises(lsim.LayersimError, match=r"^`data` contains chat messages(.|\n)*apply_chat_template"):
         analyze(llama, data)
 
 
@@ -133,7 +133,7 @@ def test_pixels_are_measured_under_attach(llama, shape, kind):
     pixels = torch.randn(shape)
     whole = torch.zeros(2, *shape[-3:], dtype=torch.uint8)
     data = {"tensor": pixels, "list": [pixels], "array": pixels.numpy(), "bytes": whole}
-    with pytest.raises(lsim.LayersimError, match=r"^`data` holds images(.|\n)*lsim.attach(.|\n)*pixel_values=pixels") as caught:
+    with pytest.raises(lsim.LayersimError, match=r"contains images(.|\n)*lsim.attach(.|\n)*pixel_values=pixels") as caught:
         analyze(llama, data[kind])
     assert "to_tokens" not in str(caught.value)
 
@@ -195,5 +195,5 @@ def test_chat_data_on_the_command_line_is_refused_in_words(tmp_path):
     pandas.DataFrame({"messages": [CHAT] * 2}).to_json(path, orient="records", lines=True)
     done = command("--data", str(path), "--column", "messages", "--out", str(tmp_path / "out"))
     assert done.returncode == 1
-    assert "Error: `data` holds chat messages" in done.stderr
+    assert "Error: `data` contains chat messages" in done.stderr
     assert "Traceback" not in done.stderr

@@ -90,7 +90,7 @@ class TestWhatWasOnceWrong:
 
     def test_a_curve_of_other_weights_is_told(self):
         curve = lsim.analyze(tiny_llama(seed=1), random_tokens(), lsim.ExitCurve())["exit_curve"]
-        with pytest.warns(lsim.LayersimWarning, match="weights are not those"):
+        with pytest.warns(lsim.LayersimWarning, match="weights differ from those"):
             early = lsim.EarlyExit(tiny_llama(), 0.5, curve=curve)
         assert "max-prob > 0.5" in repr(early)
 

@@ -43,9 +43,9 @@ class TestRefusals:
             (tokens, {"max_new_tokens": 60}, "exceed the model's context"),
             (tokens, {"temperature": 2.0}, "require do_sample=True"),
             (tokens, {"do_sample": True, "top_p": 0.0}, "out of range"),
-            (tokens, {"attention_mask": torch.ones(2, 5)}, "does not hold token ids"),
+            (tokens, {"attention_mask": torch.ones(2, 5)}, "must be a tensor of token ids"),
             (tokens, {"attention_mask": torch.zeros(2, 6)}, "a row without a token"),
-            (tokens.float(), {}, "does not hold token ids"),
+            (tokens.float(), {}, "must be a tensor of token ids"),
             (tokens, {"stop": "w3"}, "`stop` requires a tokenizer"),
             (3, {}, "`prompt` must be text or token ids"),
             ("w3", {}, "tokenizer"),
@@ -62,7 +62,7 @@ class TestRefusals:
 
     def test_models(self):
         model = tiny_llama(3)
-        with pytest.raises(lsim.LayersimError, match="no head"):
+        with pytest.raises(lsim.LayersimError, match="no known head"):
             EarlyExit(model.model)
         with pytest.raises(lsim.LayersimError, match="not a model of a supported type"):
             EarlyExit("gpt2")
@@ -71,7 +71,7 @@ class TestRefusals:
         with pytest.raises(lsim.LayersimError, match="on one device"):
             EarlyExit(spread_out)
         stitched = lsim.stitch(model, model, random_tokens(4, 6), at=(1, 1), adapter="identity").model
-        with pytest.raises(lsim.LayersimError, match="its own blocks"):
+        with pytest.raises(lsim.LayersimError, match="the model's blocks"):
             EarlyExit(stitched)
 
     def test_models_of_other_libraries(self):
@@ -119,5 +119,5 @@ class TestRefusals:
                 return self.inner(x, *args, **kwargs) + self.calls
 
         model.model.layers[2] = Counting(model.model.layers[2])
-        with pytest.raises(lsim.LayersimError, match="gives other logits"):
+        with pytest.raises(lsim.LayersimError, match="gives different logits"):
             EarlyExit(model, at=(1, 2))

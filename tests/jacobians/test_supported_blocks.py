@@ -55,7 +55,7 @@ class TestRefusals:
         handle.remove()
 
     def test_a_probe(self):
-        with pytest.raises(lsim.LayersimError, match="calls blocks again"), lsim.attach(tiny_llama(), lsim.BlockCoupling(k=4)):
+        with pytest.raises(lsim.LayersimError, match="cannot be attached"), lsim.attach(tiny_llama(), lsim.BlockCoupling(k=4)):
             pass
 
     def test_options(self):

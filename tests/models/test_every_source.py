@@ -68,7 +68,7 @@ def test_a_wrapped_module_is_on_no_server():
 
 
 def test_a_path_that_does_not_exist_names_the_nearest():
-    with pytest.raises(lsim.LayersimError, match=r"no module at this path(.|\n)*did you mean 'model\.layers\.1'"):
+    with pytest.raises(lsim.LayersimError, match=r"names a module that(.|\n)*did you mean 'model\.layers\.1'"):
         lsim.analyze(tiny_llama(), random_tokens(), "cka", layers=["model.layers.0", "model.layer.1"])
 
 

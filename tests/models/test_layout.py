@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_refused_with_what_can():
         lsim.analyze(tiny_llama(), random_tokens(), "cka", remote=True)
     with pytest.raises(lsim.LayersimError, match="layers of Linear are not known"):
         lsim.analyze(torch.nn.Linear(3, 3), random_tokens(), "cka")
-    with pytest.raises(lsim.LayersimError, match="do not apply to TransformerLens models"):
+    with pytest.raises(lsim.LayersimError, match="cannot be given for TransformerLens models"):
         lsim.analyze(bridge(tiny_llama()), random_tokens(), "cka", layers=["blocks.0"])
 
 

@@ -149,7 +149,7 @@ def test_what_counts_blocks_refuses_some_of_them(make):
 
 def test_blocks_out_of_order_or_twice_are_refused_before_anything_runs():
     model = tiny_llama()
-    with pytest.raises(lsim.LayersimError, match=r"another order(.|\n)*do: .*layers\.0'.*layers\.2'"):
+    with pytest.raises(lsim.LayersimError, match=r"must name the blocks in the order(.|\n)*do: .*layers\.0'.*layers\.2'"):
         lsim.analyze(model, random_tokens(), "cka", layers=["model.layers.2", "model.layers.0"])
     with pytest.raises(lsim.LayersimError, match=r"names a module twice(.|\n)*model\.layers\.1"):
         lsim.analyze(model, random_tokens(), "cka", layers=["model.layers.1", "model.layers.1"])

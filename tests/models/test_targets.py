@@ -51,7 +51,7 @@ def test_labels_in_the_data_and_labels_in_a_tensor_are_one():
 def test_labels_that_are_the_tokens_themselves_are_refused():
     tokens = random_tokens(3, 9)
     hf = {"input_ids": tokens, "labels": tokens.clone()}
-    with pytest.raises(lsim.LayersimError, match=r"holds the tokens themselves(.|\n)*shift labels(.|\n)*next_token"):
+    with pytest.raises(lsim.LayersimError, match=r"are the input tokens(.|\n)*shift labels(.|\n)*next_token"):
         lsim.analyze(tiny_llama(), hf, lsim.LogitLens(labels="data"))
     # Without being asked for they are nobody's business.
     assert lsim.analyze(tiny_llama(), hf, lsim.LogitLens())
@@ -97,7 +97,7 @@ def test_columns_of_labels_are_read_from_tables():
     assert worst(found, frame) == 0
     for other in (["a", "b"] * 6, [0.5, 1.5] * 6, [[0, 3], [1]] * 6):
         odd = datasets.Dataset.from_dict({"text": texts, "label": other})
-        with pytest.raises(lsim.LayersimError, match=r"must be classes|`labels` do not fit"):
+        with pytest.raises(lsim.LayersimError, match=r"must be integers|`labels` do not fit"):
             lsim.analyze(model, odd, analyzer)
         # Nobody who does not ask for labels is bothered with them.
         assert lsim.analyze(model, odd, lsim.Cosine(center="none"))
@@ -144,7 +144,7 @@ def test_labels_follow_the_rows_and_positions_of_the_users_data():
         assert worst(lsim.analyze(nnsight(model), what, lsim.LogitLens(labels=labels))["logit_lens"], plain) < 1e-5
     split = lsim.analyze(model, tokens, lsim.LogitLens(labels=shifted), seq_len=4)["logit_lens"]
     assert split.targets == plain.targets
-    with pytest.raises(lsim.LayersimError, match=r"joined texts have no row"):
+    with pytest.raises(lsim.LayersimError, match=r"a packed row joins several texts"):
         lsim.analyze(model, texts, lsim.LogitLens(labels=label), pack=True)
 
 

@@ -140,7 +140,7 @@ def test_a_head_that_no_table_knows_can_be_named():
         assert found.unembedding == "speak(polish(x))"
         assert found.provenance.options["unembed"] == ["polish", "speak"]
     with pytest.raises(
-        lsim.LayersimError, match=r"no module at this path(.|\n)*unembed=\[..., 'polis'(.|\n)*did you mean 'polish'"
+        lsim.LayersimError, match=r"names a module that(.|\n)*unembed=\[..., 'polis'(.|\n)*did you mean 'polish'"
     ):
         lsim.analyze(Odd(), tokens, lsim.LogitLens(), layers=layers, unembed=["polis", "speak"])
 

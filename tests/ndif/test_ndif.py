@@ -59,13 +59,13 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_pat
     assert 2 < requests[1] <= 33
     # Left to itself it stays below the limit.
     assert equal(calm, lsim.analyze(load("tests/slow"), data, analyzers, **options))
-    with pytest.raises(lsim.LayersimError, match=r"longer than a job may(.|\n)*batch_size="):
+    with pytest.raises(lsim.LayersimError, match=r"the server's time limit for a job(.|\n)*batch_size="):
         lsim.analyze(load("tests/slow"), rows(120, 256), analyzers, remote=server.url, batch_size=120)
     # The same of jobs that are not waited for.
     run = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=100_000, blocking=False, **options)
     run.save(tmp_path / "run")
     assert equal(run.result(400), calm)
-    with pytest.raises(lsim.LayersimError, match="model is needed to send it again"):
+    with pytest.raises(lsim.LayersimError, match="cannot be sent again without the model"):
         lsim.load_run(tmp_path / "run").result(300)
     assert equal(lsim.load_run(tmp_path / "run", model=load("tests/slow")).result(400), calm)
 
@@ -256,7 +256,7 @@ def test_stitched_there_as_here(server, trust):
     assert found.back_loss == pytest.approx(expected.back_loss, abs=1e-6)
     training = {"fit": "sgd", "training": lsim.StitchTraining(steps=3, warmup=1)}
     if trust == "sandboxed":
-        with pytest.raises(lsim.LayersimError, match="sandbox that weights stay out of"):
+        with pytest.raises(lsim.LayersimError, match="sandbox of this server does not provide"):
             lsim.stitch(*there, data, remote=server.url, **(options | training))
         return
     trained = lsim.stitch(*there, data, remote=server.url, **(options | training | {"adapter": "affine-norm"}))

@@ -39,7 +39,7 @@ def test_sources_agree_on_a_real_model(stories15m, wikitext):
             np.testing.assert_allclose(found[name].values, plain[name].values, atol=2e-5)
 
 
-@pytest.mark.filterwarnings("ignore:CKA is decided by a few samples")
+@pytest.mark.filterwarnings("ignore:CKA is dominated by a few samples")
 def test_similarity_to_the_last_layer_rises_with_depth(stories15m, wikitext):
     found = lsim.analyze(stories15m, wikitext, [lsim.Cosine(), lsim.CKA()], pack=True, max_tokens=4096)
     to_last = found["cosine"].values[:, -1]
@@ -49,7 +49,7 @@ def test_similarity_to_the_last_layer_rises_with_depth(stories15m, wikitext):
 
 
 def test_the_first_token_is_an_outlier(stories15m, wikitext):
-    with pytest.warns(lsim.LayersimWarning, match=r"decided by a few samples(.|\n)*skip_first=2"):
+    with pytest.warns(lsim.LayersimWarning, match=r"dominated by a few samples(.|\n)*skip_first=2"):
         every = lsim.analyze(stories15m, wikitext, "cka", max_tokens=4096)["cka"]
     without = lsim.analyze(stories15m, wikitext, "cka", max_tokens=4096, skip_first=1)["cka"]
     assert (every.values - without.values).abs().max() > 0.05

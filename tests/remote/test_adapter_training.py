@@ -76,7 +76,7 @@ def test_a_cut_training_on_a_server_goes_on(small, tmp_path, monkeypatch):
 
 def test_a_step_that_takes_too_long_is_refused(small):
     small.set(most_batches=0)
-    with pytest.raises(LayersimError, match=r"takes longer than a job may(.|\n)*batch_size=2"):
+    with pytest.raises(LayersimError, match=r"exceeds the server's time limit for a job(.|\n)*batch_size=2"):
         train(small.model(), remote=small.url)
 
 

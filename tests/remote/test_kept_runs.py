@@ -59,7 +59,7 @@ def test_a_job_that_was_too_long_is_sent_in_halves(small, sent, waited, tmp_path
     run = sent(tokens_per_request=10_000)
     run.save(tmp_path / "run")
     assert equal(run.result(60), waited)
-    with pytest.raises(lsim.LayersimError, match=r"needed to send it again(.|\n)*load_run\(path, model=model\)"):
+    with pytest.raises(lsim.LayersimError, match=r"sent again without the model(.|\n)*load_run\(path, model=model\)"):
         lsim.load_run(tmp_path / "run").result(60)
     assert equal(lsim.load_run(tmp_path / "run", model=small.model()).result(60), waited)
 
@@ -135,7 +135,7 @@ def test_a_login_is_given_again(small, sent, waited, tmp_path):
     path = sent().save(tmp_path / "run")
     login = small.url.replace("http://", "http://me:secret@")
     assert equal(lsim.load_run(path, remote=login).result(60), waited)
-    with pytest.raises(lsim.LayersimError, match="not the server of the run"):
+    with pytest.raises(lsim.LayersimError, match="differs from the server that the saved run was sent to"):
         lsim.load_run(path, remote="http://127.0.0.1:9")
 
 
@@ -162,9 +162,9 @@ def test_waiting_has_an_end(small, sent):
 def test_a_kept_run_wants_its_own_model_and_analyzers(small, sent, waited, tmp_path):
     run = sent()
     path = run.save(tmp_path / "run")
-    with pytest.raises(lsim.LayersimError, match="not the model of the run"):
+    with pytest.raises(lsim.LayersimError, match="differs from the model of the saved run"):
         lsim.load_run(path, model=small.model("gpt2"))
-    with pytest.raises(lsim.LayersimError, match="`analyzers` are not those of the run"):
+    with pytest.raises(lsim.LayersimError, match="`analyzers` differ from the analyzers of the saved run"):
         lsim.load_run(path, analyzers=[lsim.CKA(minibatch=64)])
     assert equal(lsim.load_run(path, analyzers=QUICK).result(60), waited)
 

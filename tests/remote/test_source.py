@@ -107,7 +107,7 @@ def test_what_cannot_be_added_is_refused_as_here(small):
     data = rows(5, 20)
     for kernel in (one_a_row, now_and_then):
         for where in ({"remote": small.url, "tokens_per_request": 1000}, {"remote": small.url, "tokens_per_request": 80}):
-            with pytest.raises(lsim.LayersimError, match=r"kernel of 'own' returned cannot be added up"):
+            with pytest.raises(lsim.LayersimError, match=r"kernel of 'own' returned sums that cannot be added across batches"):
                 lsim.analyze(small.model(), data, [lsim_analyzer(kernel)], batch_size=4, **where)
 
 

@@ -52,7 +52,7 @@ def test_no_training_through_a_sandbox(small, monkeypatch):
 
     plain = RemoteSource._ask_offer
     monkeypatch.setattr(RemoteSource, "_ask_offer", lambda self: replace(plain(self), trusted=False))
-    with pytest.raises(lsim.LayersimError, match=r"sandbox that weights stay out of(.|\n)*fit='lstsq'"):
+    with pytest.raises(lsim.LayersimError, match=r"sandbox of this server does not provide(.|\n)*fit='lstsq'"):
         lsim.stitch(here(small, "llama"), small.model("gpt2"), rows(24, 20), at=(1, 1), fit="sgd", remote=(False, small.url))
     found = lsim.stitch(
         here(small, "llama"), small.model("gpt2"), rows(24, 20), at=(1, 1), remote=(False, small.url), batch_size=4

@@ -51,7 +51,7 @@ def test_pictures_of_one_prompt_are_made_there(small):
 
 
 def test_activations_do_not_cross(small):
-    with pytest.raises(lsim.LayersimError, match="needs both models' activations in one place"):
+    with pytest.raises(lsim.LayersimError, match="needs the activations of both models in one process"):
         lsim.compare(small.model(), small.model("gpt2"), rows(4, 20), lsim.CKA(estimator="exact"), remote=small.url)
     with pytest.raises(lsim.LayersimError, match="Activations of a remote model stay"):
         open_source(small.model(), remote=small.url).collect(None)

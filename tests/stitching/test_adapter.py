@@ -101,7 +101,7 @@ class TestAdapter:
         ],
     )
     def test_parts_that_do_not_belong_to_the_kind(self, given):
-        with pytest.raises(lsim.LayersimError, match=r"`kind` must be|as an adapter of kind|must have shapes"):
+        with pytest.raises(lsim.LayersimError, match=r"`kind` must be|do not match an adapter of kind|must have shapes"):
             lsim.Adapter(*given)
 
     def test_nothing_of_it_learns(self):

@@ -83,7 +83,7 @@ class TestClassifiers:
 
     def test_a_label_that_is_no_class(self):
         base = self.build("bert", 0)
-        with pytest.raises(lsim.LayersimError, match="none of the model's classes"):
+        with pytest.raises(lsim.LayersimError, match="outside the model's classes"):
             lsim.stitch(base, base, {"input_ids": rows(4), "labels": [0, 1, 2, 7]}, at=(1, 1), adapter="identity")
 
     def test_a_language_model_beside_a_classifier(self):

@@ -84,7 +84,7 @@ class TestGrid:
 
     @pytest.mark.parametrize("layers", [[], {"a": [1]}, {"a": [1, 2], "b": [1]}])
     def test_stitch_points_that_do_not_fit(self, models, layers):
-        with pytest.raises(lsim.LayersimError, match="`layers` does not fit the models"):
+        with pytest.raises(lsim.LayersimError, match="`layers` must give every model a non-empty list"):
             lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
 
     def test_models_without_names(self, models):

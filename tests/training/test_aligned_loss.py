@@ -201,10 +201,10 @@ class TestLoss:
     @pytest.mark.parametrize(
         ("labels", "match"),
         [
-            (lambda t: t, "tokens themselves"),
+            (lambda t: t, "input tokens at the same positions"),
             (lambda t: t[:, :-1], "must have the shape"),
             (lambda t: torch.zeros(len(t), dtype=torch.long), "must have the shape"),
-            (lambda t: t + 1000, "none of the model's classes"),
+            (lambda t: t + 1000, "outside the model's classes"),
             (lambda t: "data", "must have the shape"),
         ],
     )

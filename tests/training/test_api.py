@@ -119,5 +119,5 @@ class TestRun:
         import nnsight
 
         model = nnsight.NNsight(tiny_llama())
-        with pytest.raises(lsim.LayersimError, match="modules of this process"):
+        with pytest.raises(lsim.LayersimError, match="modules run in this process"):
             lsim.finetune_aligned(model, random_tokens(10, 6), SHORT)

@@ -138,7 +138,7 @@ class TestTrainersLabels(TestTrainer):
                 return out
 
         model = Mine(tiny_llama().config)
-        with pytest.raises(lsim.LayersimError, match="has a loss of its own that is not"):
+        with pytest.raises(lsim.LayersimError, match="computes a loss that is not"):
             lsim.AlignedTrainer(model, self.arguments(tmp_path, remove_unused_columns=False), train_dataset=self.rows()).train()
 
     def test_a_model_that_is_made_for_each_training(self, tmp_path):

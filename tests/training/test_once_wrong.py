@@ -112,7 +112,7 @@ class TestWhatWasOnceWrong:
 
     def test_a_file_is_no_folder(self, tmp_path):
         (tmp_path / "model").write_text("something")
-        with pytest.raises(lsim.LayersimError, match="`save_to` must be a folder"):
+        with pytest.raises(lsim.LayersimError, match="`save_to` must be an existing folder"):
             lsim.finetune_aligned(tiny_llama(), random_tokens(10, 6), replace(SHORT, save_to=tmp_path / "model"))
 
     def test_models_with_adapters_are_neither_saved_nor_given_more(self, tmp_path):
@@ -141,7 +141,7 @@ class TestWhatWasOnceWrong:
         hf = make()
         bridge = build_bridge_from_module(hf, "Phi3ForCausalLM", hf_config=hf.config)
         tokens = random_tokens(10, 6)
-        with pytest.raises(lsim.LayersimError, match="in parts"):
+        with pytest.raises(lsim.LayersimError, match="split weights"):
             lsim.finetune_aligned(bridge, tokens, replace(SHORT, save_to=tmp_path / "m"))
         found = lsim.finetune_aligned(bridge, tokens, SHORT, batch_size=2).loss
         expected = lsim.finetune_aligned(make(), tokens, SHORT, batch_size=2).loss

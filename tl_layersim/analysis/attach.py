@@ -61,7 +61,7 @@ class Probe:
     def __enter__(self) -> Probe:
         if self._hooks is not None:
             raise LayersimError(
-                "The probe was attached before.",
+                "The probe was already attached: each `lsim.attach(...)` can be entered once.",
                 given="a second `with` on what one lsim.attach(...) returned",
                 expected="one `with` block for each lsim.attach(...)",
                 do="with lsim.attach(model, ...) as probe: model(tokens)",
@@ -106,7 +106,7 @@ class Probe:
     def _results(self) -> Report:
         if self._hooks is None:
             raise LayersimError(
-                "`lsim.attach(...)` reads nothing outside of a `with` block.",
+                "The probe was never attached, so it has no results: `lsim.attach(...)` needs a `with` block.",
                 given="results() of a probe that was never attached",
                 expected="a `with` block around the forward passes",
                 do="with lsim.attach(model, ...) as probe: model(tokens)",
@@ -189,7 +189,7 @@ class Probe:
             )
         if pos == 1 and any(analyzer.whole_rows for analyzer in self._analyzers.values()):
             raise LayersimError(
-                "An analyzer whose samples are whole rows was attached to single steps.",
+                "The attached analyzer needs full sequences, but this forward pass has a single position.",
                 given="a forward pass of one position, as in cached generation",
                 expected="whole rows of tokens",
                 do='model(tokens) on the finished rows, or CKA(level="token")',
@@ -227,7 +227,7 @@ class Probe:
         mask = mask_of(tokens.cpu(), self._source.model)
         if mask is not None:
             raise LayersimError(
-                "Rows of tokens start or end with padding, and no mask says so.",
+                "`attention_mask` is missing, but rows of tokens start or end with padding.",
                 given=f"{int((~mask).any(1).sum())} of {len(mask)} rows with a padding id at an end",
                 expected="an attention mask beside the tokens",
                 do=f"model(..., {'decoder_' if decoder else ''}attention_mask=mask); or probe.mask = mask, where True counts",
@@ -349,7 +349,7 @@ def attach(
     source = cast(HookedSource, opened)
     if stack_side(source.module, source.blocks).side == "both":
         raise LayersimError(
-            "`layers` must lie in one stack of an encoder-decoder: each has tokens and a mask of its own.",
+            "`layers` must all lie in the encoder or all in the decoder: each has its own tokens and mask.",
             given=f"{type(source.module).__name__} with blocks of both stacks, or of none that it names",
             expected="blocks of the encoder or of the decoder",
             do="layers=[f'decoder.block.{i}' for i in range(n)]",
@@ -373,7 +373,7 @@ def attach(
             )
         if analyzer.needs_calls:
             raise LayersimError(
-                f"{type(analyzer).__name__} calls blocks again, which your own loop would run as further forward passes.",
+                f"{type(analyzer).__name__} cannot be attached: replaying blocks would add forward passes to your loop.",
                 given=type(analyzer).__name__,
                 expected="an analyzer that only reads",
                 do="lsim.analyze(model, data, analyzers)",

@@ -153,7 +153,7 @@ def _mean_coupling(result: Any) -> float:
     if isinstance(result, int | float) and not isinstance(result, bool):
         return float(result)
     raise LayersimError(
-        "`results` must hold couplings.",
+        "`results` must contain results of BlockCoupling, or their means.",
         given=type(result).__name__,
         expected="a BlockCouplingResult, or its mean as a number",
         do="report['block_coupling']",

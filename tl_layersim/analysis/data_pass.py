@@ -285,7 +285,7 @@ class DataPass:
 
 def _other_data(given: str) -> LayersimError:
     return LayersimError(
-        "`data` is not that of the checkpoint.",
+        "`data` differs from the data of the checkpoint.",
         given=given,
         expected="the same data in the same order",
         do="pass the data of the interrupted run, or another checkpoint path",
@@ -305,7 +305,7 @@ def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums
             total[name] = before + (more if isinstance(more, Sums) else Sums.of(more))
         except (AttributeError, KeyError, ValueError) as error:
             raise LayersimError(
-                f"The sums that the kernel of {name!r} returned cannot be added up.",
+                f"The kernel of {name!r} returned sums that cannot be added across batches.",
                 given=str(error),
                 expected="a dict of tensors whose names and shapes do not depend on the batch",
                 do="sum over the token axis inside the kernel",

@@ -49,7 +49,7 @@ class PredictionGrid(Result):
         Result.__post_init__(self)
         if [len(row) for row in self.words] != [self.values.shape[1]] * len(self.values):
             raise LayersimError(
-                "PredictionGrid.words does not fit its axes.",
+                "`PredictionGrid.words` must have one word for each token and layer.",
                 given=f"rows of {[len(row) for row in self.words]} words",
                 expected=f"{tuple(self.values.shape)}: token x layer",
                 do="one word for each probability",

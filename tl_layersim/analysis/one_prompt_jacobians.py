@@ -209,7 +209,7 @@ def _refuse_unused(along: str, token: int | None, positions: list[int] | None) -
     )
     if unused:
         raise LayersimError(
-            f"`{unused}` has no meaning with along={along!r}.",
+            f"`{unused}` cannot be used with along={along!r}.",
             given=f"token={token}, positions={positions}",
             expected="positions=[...]" if unused == "token" else "token=...",
             do=f"leave {unused}= out",

@@ -29,7 +29,7 @@ def pair_of(position: Any, tokens: int) -> tuple[int, int]:
     plain = isinstance(pair, tuple | list) and len(pair) == 2 and all(type(token) is int for token in pair)
     if not plain or position is True or position is False:
         raise LayersimError(
-            "`positions` must be tokens or pairs of tokens.",
+            "`positions` must contain token indices, or pairs of token indices.",
             given=f"{position!r} in positions=",
             expected="'last', a list of tokens, or of pairs (t_in, t_out)",
             do="positions=[(0, 5), -1]",
@@ -41,7 +41,7 @@ def different(chosen: list[Any]) -> list[Any]:
     """Return the chosen positions; refuse an empty list and repeated positions."""
     if not chosen or len(set(chosen)) < len(chosen):
         raise LayersimError(
-            "`positions` names a connection twice." if chosen else "`positions` is empty.",
+            "`positions` contains the same token, or the same pair of tokens, twice." if chosen else "`positions` is empty.",
             given=f"{chosen[:6]}" if chosen else "positions=[]",
             expected="one or more different positions",
             do="leave out those that are the same token, counted from the other end",
@@ -53,7 +53,7 @@ def token_of(position: int, tokens: int) -> int:
     """The index of a token, counted from 0."""
     if not -tokens <= position < tokens:
         raise LayersimError(
-            "A position lies outside of the prompt.",
+            "The token index lies outside the prompt.",
             given=f"token {position} of a prompt of {tokens}",
             expected=f"a number from 0 to {tokens - 1}, or a negative one from the end",
             do="-1 for the last",

@@ -203,7 +203,7 @@ class RemoteRun:
         often = job.attempts > ATTEMPTS
         if self._source is None or single or often:
             rows = len(job.batches[0].tokens)
-            why = "and holds a single forward pass" if single else "and the model is needed to send it again"
+            why = "and one forward pass cannot be split" if single else "and cannot be sent again without the model"
             raise LayersimError(
                 f"A job on the server failed, {f'{job.attempts} times' if often else why}.",
                 given=f"job {job.id}: {job.failure}",
@@ -282,7 +282,7 @@ def start(
     jobs[-1].steps += state.waiting
     if digest and jobs[-1].steps[-1].digest != digest:
         raise LayersimError(
-            "`data` was not the same on the second pass.",
+            "`data` gave different rows on the second data pass.",
             given=type(batches.data).__name__,
             expected="data that gives the same rows each time it is iterated over",
             do="list(data)",
@@ -327,7 +327,7 @@ def load_run(
     given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
     if given != header["analyzers"]:
         raise LayersimError(
-            "`analyzers` are not those of the run.",
+            "`analyzers` differ from the analyzers of the saved run.",
             given=str(given)[:300],
             expected=str(header["analyzers"])[:300],
             do="pass analyzers= as they were given to analyze()",
@@ -336,7 +336,7 @@ def load_run(
     ndif = NdifClient(server, header["model_key"], {})
     if ndif.name != header["server"]:
         raise LayersimError(
-            "`remote` is not the server of the run.",
+            "`remote` differs from the server that the saved run was sent to.",
             given=f"remote={shown(server)}",
             expected=header["server"],
             do="pass the same address, with its login",
@@ -349,7 +349,7 @@ def load_run(
         now, then = ((m.name, m.config_hash, m.dtype, m.source, m.layers) for m in (opened.model, described))
         if now != then or without_secrets(opened.ndif.model_key) != header["model_key"]:
             raise LayersimError(
-                "`model` is not the model of the run.",
+                "`model` differs from the model of the saved run.",
                 given=f"{without_secrets(opened.ndif.model_key)} {now[:4]}",
                 expected=f"{header['model_key']} {then[:4]}",
                 do="load the same model from the same place, revision and adapter included",

@@ -40,7 +40,7 @@ def make_report(
     """
     if tally.tokens == 0:
         raise LayersimError(
-            "`data` is empty." if tally.sequences == 0 else "`data` has no counted token.",
+            "`data` is empty." if tally.sequences == 0 else "`data` has no token to measure: all are masked or skipped.",
             given=f"{tally.sequences} rows, 0 counted tokens",
             expected="at least one row with a token that is not masked",
             do="check the data" if tally.sequences == 0 else "check the attention mask and skip_first=",

@@ -148,7 +148,7 @@ def _refuse_other_rows(first: Tally, main: Tally) -> None:
     """Refuse data whose rows on the second pass differ from those on the first."""
     if first.digest != main.digest:
         raise LayersimError(
-            "`data` was not the same on the second pass.",
+            "`data` gave different rows on the second data pass.",
             given=f"{first.tokens} tokens, then {main.tokens}" + (" others" if main.tokens else ""),
             expected="data that gives the same rows each time it is iterated over",
             do="list(data)",

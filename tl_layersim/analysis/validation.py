@@ -64,7 +64,7 @@ def _check_analyzer(analyzer: Any) -> None:
     """Refuse, before the model runs, an analyzer whose result could not be recorded."""
     if not isinstance(analyzer, Analyzer | type):
         raise LayersimError(
-            "`analyzers` holds something other than an analyzer.",
+            "`analyzers` must contain only analyzers, or the names of analyzers.",
             given=brief(analyzer),
             expected="an Analyzer or the name of one",
             do="[lsim.Cosine(), lsim.CKA()]",
@@ -94,7 +94,7 @@ def _check_analyzer(analyzer: Any) -> None:
     clash = cast(Analyzer, analyzer).options().keys() & set(DATA_OPTIONS)
     if clash:
         raise LayersimError(
-            f"{type(analyzer).__name__} has an option of the same name as an option of the data.",
+            f"{type(analyzer).__name__} has an option whose name is reserved for a data option.",
             given=", ".join(sorted(clash)),
             expected=f"names other than {', '.join(DATA_OPTIONS)}",
             do="rename the field of the dataclass",

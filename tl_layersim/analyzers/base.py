@@ -218,7 +218,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise LayersimError(
-        "An option cannot be recorded in the result.",
+        "An analyzer option has a type that cannot be recorded in the result.",
         given=f"{value!r}, a {type(value).__name__}",
         expected="text, a number, a tensor, None, or a list or tuple of these",
         do="int(value) or float(value) for NumPy's numbers, sorted(value) for a set",
@@ -262,7 +262,7 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
     """
     if model.head is None:
         raise LayersimError(
-            f"{analyzer} needs an unembedding, and this model has none that is known.",
+            f"{analyzer} needs an unembedding, but no unembedding is known for this model.",
             given=f"{model.name} ({model.source})",
             expected="a model with a final norm and a head that gives logits",
             do=f"load it by {classes_with_head(model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",

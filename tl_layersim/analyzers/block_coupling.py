@@ -136,7 +136,7 @@ class BlockCouplingResult(Result):
         if k is not None:
             if k not in self.ks or field in ("std", "defined"):
                 raise LayersimError(
-                    f"`k` has no {field} in this result.",
+                    f"`k` cannot be used to select {field!r} from this result.",
                     given=f"k={k}",
                     expected=f"one of {', '.join(map(str, self.ks))}, for coupling, values and null",
                     do=f"BlockCoupling(k=({', '.join(map(str, (*self.ks, k)))}))",
@@ -273,7 +273,7 @@ class BlockCoupling(Analyzer):
         short = int((lengths < needed).sum())
         if short and needed > 1:
             raise LayersimError(
-                "`positions` lie outside a prompt.",
+                "`positions` must lie inside every prompt, but some prompts are too short.",
                 given=f"{short} of {len(lengths)} rows of a batch, the shortest with {int(lengths.min())} counted tokens",
                 expected=f"at least {needed} tokens for positions={self.positions}",
                 do="omit short prompts, or positions='last'",
@@ -300,8 +300,8 @@ class BlockCoupling(Analyzer):
         undefined = [name for name, n in zip(run.layers[1:], sums["count"][0].diagonal(), strict=True) if not n]
         if undefined:
             warn(
-                f"Coupling is not defined with {', '.join(undefined[:4])}{' and other blocks' if len(undefined) > 4 else ''}, "
-                f"and NaN there: on every prompt, its Jacobian has fewer than {self.ks[0]} singular values above rounding."
+                f"Coupling is not defined for {', '.join(undefined[:4])}{' and other blocks' if len(undefined) > 4 else ''}, "
+                f"and NaN there: on every prompt, the Jacobian has fewer than {self.ks[0]} singular values above rounding."
             )
         by_k, null = (sums[name] / count for name in ("total", "null"))
         square = sums["square"] / count[0]

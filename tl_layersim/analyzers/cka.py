@@ -245,18 +245,18 @@ class CKA(Analyzer):
         if not bool(defined_x.any() and defined_y.any()):
             raise LayersimError(
                 "CKA is not defined at any layer: the samples do not differ"
-                + (", or the sums over all samples have too few digits for their differences." if exact else "."),
+                + (", or the sums over all samples lose their differences to rounding." if exact else "."),
                 given=f"{count}, all equal at {', '.join(equal[:4])}",
                 expected="activations that differ from sample to sample",
                 do='CKA(estimator="minibatch"), which centres each minibatch' if exact else "pass more varied data",
             )
         if equal:
-            digits = "the mean is so much larger than the spread that sums over all samples have too few digits, or "
+            digits = "the mean is so much larger than the spread that the sums lose the spread to rounding, or "
             warn(
                 f"CKA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: "
                 + (digits if exact else "")
                 + f"all of {count} are equal, as first tokens or [CLS] tokens are before the first attention."
-                + (' CKA(estimator="minibatch") keeps the digits.' if exact else "")
+                + (' CKA(estimator="minibatch") avoids this rounding.' if exact else "")
             )
 
 
@@ -271,7 +271,7 @@ def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int,
         skipped = int(run.provenance.options.get("skip_first") or 0)
         remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if level == "token" else "inspect these rows"
         warn(
-            f"CKA is decided by a few samples with massive activations at {len(few)} layers, {next(iter(few))} among them: "
+            f"CKA is dominated by a few samples with massive activations at {len(few)} layers, {next(iter(few))} among them: "
             f"{least:.1f} effective samples of {count} ({least / count:.1%}). These are often the first tokens of a row: "
             f"{remedy}, and see result.effective_samples."
         )

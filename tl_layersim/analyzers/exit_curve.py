@@ -153,7 +153,7 @@ class ExitCurveResult(Result):
         """
         if agreement is None and accuracy is None:
             raise LayersimError(
-                "`agreement` and `accuracy` are both missing.",
+                "`agreement` or `accuracy` must be given.",
                 given="threshold_for()",
                 expected="agreement= or accuracy=",
                 do="threshold_for(agreement=0.95)",
@@ -172,7 +172,7 @@ class ExitCurveResult(Result):
         if not len(holds):
             best = f"agreement {float(self.agreement[-1]):.4g} and accuracy {float(self.accuracy[-1]):.4g}"
             raise LayersimError(
-                "No measured threshold reaches these values.",
+                "`agreement` or `accuracy` is too high: no measured threshold reaches the requested values.",
                 given=f"agreement={agreement}, accuracy={accuracy}",
                 expected=f"at most what the highest threshold, {self.thresholds[-1]:g}, gives: {best}",
                 do="lower values, or measure with thresholds=(..., 1.0): at 1 no position exits early",

@@ -149,7 +149,7 @@ class Saturation(Analyzer):
         if affected:
             warn(
                 f"Tokens whose residual is {'the mean itself' if run.first else 'zero'} up to rounding have no cosine to the "
-                f"last layer, and are omitted from its mean among the tokens that saturate at {', '.join(affected[:4])}."
+                f"last layer, and are omitted from the mean cosine of the tokens that saturate at {', '.join(affected[:4])}."
             )
         # 0 / 0 is NaN, at blocks without tokens that have a cosine.
         cosine = (sums["cosine"] / sums["known"]).clamp(-1, 1)

@@ -82,7 +82,7 @@ def typed(call: _T) -> _T:
             # pathlib takes an empty text, such as the value of an unset variable, for the current folder.
             if isinstance(bound.get(path), str) and not bound[path].strip():
                 raise LayersimTypeError(
-                    f"`{path}` of {name} is an empty text.",
+                    f"`{path}` of {name} is an empty string.",
                     given=f"{path}={bound[path]!r}",
                     expected="a path",
                     do=f"a name of a file or folder{'' if path in required else f', or leave {path}= out'}",

@@ -123,7 +123,7 @@ def bind(name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs:
     if len(args) > len(positional) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         rest = [p for p in parameters if p not in positional]
         raise LayersimTypeError(
-            f"`{name}` takes {counted(len(positional), 'argument')} without a name.",
+            f"`{name}` takes {counted(len(positional), 'positional argument')}.",
             given=f"{len(args)}: {', '.join(map(brief, args))}",
             expected=f"{call_text(name, positional)}" + (f"; by name: {', '.join(rest)}" if rest else ""),
             do=f"name the further ones, such as {rest[0]}=..." if rest else f"leave out the last {len(args) - len(positional)}",

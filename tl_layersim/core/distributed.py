@@ -82,7 +82,7 @@ def refuse_parts(module: torch.nn.Module) -> None:
     peers = weight_peers(module)
     if peers:
         raise LayersimError(
-            "`model` is spread over several processes, and training deals every process rows of its own.",
+            "`model` is sharded over several processes, but training needs a full copy of it in each process.",
             given=f"weights that ranks {sorted(peers)} hold together (tensor parallelism or FSDP)",
             expected="a whole copy of the model in each process",
             do="load the model without tp_plan=, a DeviceMesh or FSDP, and start with accelerate launch",

@@ -129,7 +129,7 @@ class ResumableFile:
         try:
             return self.write(notes, tensors)
         except OSError as error:
-            warn(f"The run goes on without a new checkpoint. {error}")
+            warn(f"The checkpoint could not be written, and the run continues without it. {error}")
             return False
 
     @property

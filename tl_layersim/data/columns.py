@@ -34,7 +34,7 @@ def refuse_dropped(data: Mapping[str, Any], model: ModelInputs) -> None:
         if value is None or (default is not None and _all_equal(value, default)):
             continue
         raise LayersimError(
-            f"`{name}` in the data is an input of {model.name} that would not reach it.",
+            f"`{name}` in the data is an input of {model.name} that tl_layersim does not pass on.",
             given=f"data with {', '.join(f'`{key}`' for key in data)}",
             expected="token ids or texts, an attention_mask and labels: nothing else is passed on"
             + ("" if default is None else f"; or `{name}` of {default} only, the value that the model uses without it"),
@@ -79,7 +79,7 @@ def unclear_columns(data: Mapping[str, Any], column: str | None) -> LayersimErro
     likely = [name for name in data if name not in LABELS and (is_text(data[name]) or _is_ids(data[name]))]
     do = f"name it: column={likely[0]!r}" if likely else "data with a column of texts, or of token ids as `input_ids`"
     return LayersimError(
-        "`data` does not show which of its columns holds the texts or token ids.",
+        "`data` has no unambiguous column of texts or token ids.",
         given=f"fields {list(data)}" + (f" and column={column!r}" if column else ""),
         expected="input_ids, tokens or text, or one single text column",
         do=f"name it: data[{splits[0]!r}]" if splits else do,
@@ -103,7 +103,7 @@ def is_chat(value: Any) -> bool:
 def chat_refusal(where: str, given: str) -> LayersimError:
     """The error for chat messages, with the call that turns them into texts."""
     return LayersimError(
-        "`data` holds chat messages, which become texts by the model's own chat template.",
+        "`data` contains chat messages, which must first be rendered with the model's chat template.",
         given=given,
         expected="texts",
         do=f"[tokenizer.apply_chat_template(chat, tokenize=False) for chat in {where}]; a BOS in them is not doubled",

@@ -37,9 +37,9 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
         unsure = ends[:, :least].all(1) | ends[:, -least:].all(1) if shared else (is_pad & ~ends).any(1)
         if bool(unsure.any()):
             raise LayersimError(
-                "Rows of tokens start or end with padding, and no mask says so."
+                "`attention_mask` is missing, but rows of tokens start or end with padding."
                 if shared
-                else "Rows of tokens have padding ids inside, and no mask says which of them are padding.",
+                else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens.",
                 given=f"{int(unsure.sum())} of {len(rows)} rows with "
                 + (f"token {pad} twice or more at an end" if not named else f"pad token {pad} ")
                 + ("" if not named else "at an end, which is another special token too" if shared else "between tokens"),

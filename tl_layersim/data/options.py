@@ -48,7 +48,7 @@ class DataOptions:
                 )
         if self.seq_len and self.skip_first >= self.seq_len:
             raise LayersimError(
-                "`skip_first` leaves out every position of a row.",
+                "`skip_first` must be below `seq_len`, or every position is left out.",
                 given=f"skip_first={self.skip_first} with seq_len={self.seq_len}",
                 expected="skip_first below seq_len",
                 do="skip_first=1",

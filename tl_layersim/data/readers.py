@@ -210,7 +210,7 @@ class Reader:
             return
         if tokens.dim() > 3 or (tokens.is_floating_point() and tokens.dim() > 2):
             raise LayersimError(
-                "`data` holds images, sound or embeddings, which are not read here.",
+                "`data` contains images, audio or embeddings, which are not supported here.",
                 given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
                 expected=ACCEPTED_DATA,
                 do=f"{ATTACH}model(pixel_values=pixels), or as the model takes them: what runs through it is measured",
@@ -264,7 +264,7 @@ def refuse_path(text: Any) -> None:
 
 def unknown(given: str, do: str) -> LayersimError:
     """The error for data of an unknown kind."""
-    return LayersimError("`data` is of a kind that cannot be read.", given=given, expected=ACCEPTED_DATA, do=do)
+    return LayersimError("`data` has an unsupported type.", given=given, expected=ACCEPTED_DATA, do=do)
 
 
 def _misfit(given: str, expected: str) -> LayersimError:
@@ -298,7 +298,7 @@ def _whole_numbers(labels: Any) -> Tensor:
         numbers = None
     if numbers is None or numbers.is_floating_point() or numbers.dtype == torch.bool:
         raise LayersimError(
-            "`labels` of the data must be classes, as whole numbers.",
+            "`labels` in the data must be integers.",
             given=f"{labels!r}"[:80],
             expected="whole numbers in the column `labels` or `label`, one for each row or each token",
             do="map them to whole numbers first, or hand them over as labels=tensor",

@@ -143,7 +143,7 @@ class EarlyExit:
         ours, theirs = self.split_model.model.weights_hash, curve.provenance.weights_hash
         if ours and theirs and ours != theirs:
             warn(
-                f"The exit curve is of {curve.provenance.model}, whose weights are not those that "
+                f"The exit curve was measured on {curve.provenance.model}, whose weights differ from those that "
                 f"{self.split_model.model.name} has now."
             )
 

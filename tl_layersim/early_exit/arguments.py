@@ -82,7 +82,7 @@ def check_curve_rule(rule: type[ExitRule]) -> None:
     if not rule.has_exit_curve:
         measured = [name for name, other in exit_rules().items() if other.has_exit_curve]
         raise LayersimError(
-            f"`curve` cannot be used with rule={rule.name!r}, whose exits an exit curve does not measure.",
+            f"`curve` cannot be used with rule={rule.name!r}: an exit curve does not measure the exits of this rule.",
             given=f"curve= with rule={rule.name!r}",
             expected=f"rule={' or '.join(map(repr, measured))}, or no curve",
             do="at=(...)",
@@ -107,7 +107,7 @@ def sequence_rows(
     pixels, mask = reads_pixels(split_model), attention_mask
     if pixels and mask is not None:
         raise LayersimError(
-            "`attention_mask` has no meaning for a model of images.",
+            "`attention_mask` cannot be given for an image model.",
             given=f"a mask of shape {tuple(mask.shape)}",
             expected="images alone",
             do="logits(pixel_values)",

@@ -279,8 +279,8 @@ def warn_if_slower(plan: ExitPlan) -> None:
     """Warn where checks are expected to cost more time than they save."""
     if plan.speedup < 1 and plan.at:
         warn(
-            f"Checks at {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a check is an "
-            "unembedding. Leave at= out, with curve=, to have layers chosen."
+            f"Checks at {plan.at} are expected to make this model slower ({plan.speedup:.2f} times as fast): a check costs an "
+            "unembedding. Pass curve= without at= to have the layers chosen."
         )
 
 

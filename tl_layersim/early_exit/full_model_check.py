@@ -139,7 +139,7 @@ def _refuse_different(split_model: LocalSplitModel, ours: Tensor, own: Tensor, w
     gap = relative_gap(ours, own) if ours.shape == own.shape else float("inf")
     if not gap <= rounding(own.dtype, next(split_model.module.parameters()).dtype):
         raise LayersimError(
-            f"{split_model.model.name} gives other logits {when} than in its own forward pass.",
+            f"{split_model.model.name} gives different logits {when} from those of its own forward pass.",
             given=f"logits that differ by {gap:.3g} of their norm",
             expected="the same up to rounding",
             do="a model whose blocks run one after the other and keep keys and values in the cache that they are given; "

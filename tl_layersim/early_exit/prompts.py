@@ -63,7 +63,7 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
         or (mask is not None and mask.shape != tokens.shape)
     ):
         raise LayersimError(
-            "`prompt` is a tensor that does not hold token ids, or `attention_mask` has another shape.",
+            "`prompt` must be a tensor of token ids, and `attention_mask` must have the same shape.",
             given=f"{tokens.dtype} of shape {tuple(tokens.shape)}"
             + ("" if mask is None else f", a mask of shape {tuple(mask.shape)}"),
             expected="integers `batch pos`, and a mask of the same shape",

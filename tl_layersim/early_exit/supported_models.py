@@ -29,7 +29,7 @@ def open_for_early_exit(model: Any, layers: list[str] | None, unembed: list[str]
     source = open_source(model, layers=layers, unembed=unembed)
     if type(source) is not HookedSource:
         raise LayersimError(
-            "`model` must be a Hugging Face model: early exit runs its own blocks, one after the other.",
+            "`model` must be a Hugging Face model: early exit runs the model's blocks one after the other.",
             given=type(model).__name__,
             expected="a Hugging Face model, in this process",
             do="EarlyExit of the model itself",
@@ -38,7 +38,7 @@ def open_for_early_exit(model: Any, layers: list[str] | None, unembed: list[str]
     split_model = LocalSplitModel(source, source.model)
     if split_model.source.unembed is None:
         raise LayersimError(
-            "`model` has no head that is known, so its layers give no logits.",
+            "`model` has no known head, so its layers give no logits.",
             given=type(model).__name__,
             expected="a model with logits",
             do=f"load it by {classes_with_head(type(model).__name__)}; or unembed=[paths of the final norm and the head]",

@@ -111,7 +111,7 @@ def _copy_weights(model: Any, short: Any) -> None:
     missing = [name for name in copied if name not in original or original[name].shape != copied[name].shape]
     if missing:
         raise LayersimError(
-            "`model` does not have every weight of a model with fewer layers.",
+            "`model` lacks weights that its truncated copy needs.",
             given=f"no {missing[0]} of this shape in {type(model).__name__}",
             expected="every weight of the copy in the model",
             do="a model as from_pretrained gives it, without adapters or quantization",

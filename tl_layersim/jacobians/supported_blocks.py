@@ -38,7 +38,7 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
         )
     if model.calls == "values" and not differences:
         raise LayersimError(
-            f"{what} differentiates blocks, and this server runs requests in a sandbox that weights stay out of.",
+            f"{what} needs gradients through blocks, which the sandbox of this server does not provide.",
             given=model.source,
             expected="a trusted server, or a method that needs no gradients",
             do="method='finite-difference': central differences, whose error is the result's step_error",

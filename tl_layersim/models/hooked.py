@@ -71,7 +71,7 @@ class HookedSource(Source):
         if self._is_transformer_lens:
             if layers is not None or unembed is not None:
                 raise LayersimError(
-                    "`layers` and `unembed` do not apply to TransformerLens models, which name their own.",
+                    "`layers` and `unembed` cannot be given for TransformerLens models, whose layers are known.",
                     given=f"layers={layers}" if unembed is None else f"unembed={unembed}",
                     expected="layers=None and unembed=None for HookedTransformer and TransformerBridge",
                     do="leave them out, or pass the Hugging Face model",

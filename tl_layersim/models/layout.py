@@ -60,7 +60,7 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     numbers = _numbers(module, paths)
     if numbers is not None and numbers != sorted(numbers):
         raise LayersimError(
-            "`layers` names the blocks in another order than that in which the model runs them.",
+            "`layers` must name the blocks in the order in which the model runs them.",
             given=f"layers={paths}",
             expected="the model's own order",
             do=f"layers={[path for _, path in sorted(zip(numbers, paths, strict=True))]}",
@@ -176,7 +176,7 @@ def existing_paths(module: torch.nn.Module, paths: list[str], argument: str) -> 
             near = difflib.get_close_matches(path, names, n=3)
             lists = [name for name, sub in names.items() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
             raise LayersimError(
-                f"{type(module).__name__} has no module at this path.",
+                f"`{argument}` names a module that {type(module).__name__} does not have.",
                 given=f"{argument}=[..., {path!r}, ...]",
                 expected="paths that model.named_modules() lists",
                 do=f"did you mean {' or '.join(map(repr, near))}?"

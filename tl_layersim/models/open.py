@@ -37,7 +37,7 @@ def open_local(
     if isinstance(model, Source):
         if layers is not None or unembed is not None or remote:
             raise LayersimError(
-                "`layers`, `unembed` and `remote` must be left out: a source has its own layers and its own place.",
+                "`layers`, `unembed` and `remote` cannot be given for a Source, which already defines them.",
                 given=f"{type(model).__name__} with layers={layers}, unembed={unembed} and remote={shown(remote)}",
                 expected="none of them",
                 do="leave them out",
@@ -46,7 +46,7 @@ def open_local(
     if isinstance(remote, str) and not remote.strip():
         # An unset environment variable gives an empty string, which would otherwise run in this process.
         raise LayersimError(
-            "`remote` is an empty text.",
+            "`remote` is an empty string.",
             given=f"remote={remote!r}",
             expected='True, the address of an NDIF server, or "local"; False to run here',
             do="remote=True for the server that nnsight is set to",

@@ -77,7 +77,7 @@ class Source(ABC):
         Called only if `model.head` is known.
         """
         raise LayersimError(
-            f"{type(self).__name__} has a head and no `unembed_gap`, which compares the lens with the model's logits.",
+            f"{type(self).__name__} has a head and must implement `unembed_gap`, which checks the logit lens.",
             given=f"head={self.model.head}",
             expected="a source with unembed_gap(batch)",
             do="implement unembed_gap, or leave model.head as None",

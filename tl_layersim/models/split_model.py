@@ -74,7 +74,7 @@ def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     ids = targets[keep]
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < logits.shape[-1]:
         raise LayersimError(
-            "`labels` holds an id that is none of the model's classes.",
+            "`labels` contains an id outside the model's classes.",
             given=f"labels from {int(ids.min())} to {int(ids.max())}",
             expected=f"0 to {logits.shape[-1] - 1}",
             do="map the labels to the classes of the model's head",

@@ -91,7 +91,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         row, column = batch.sources
         if bool((row < 0).any()):
             raise LayersimError(
-                "`labels` by row cannot be used with pack=True, because joined texts have no row of their own.",
+                "`labels` as a tensor cannot be combined with pack=True: a packed row joins several texts.",
                 given="labels by row, and pack=True",
                 expected="a row for each text",
                 do="pack=False",
@@ -130,7 +130,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
     if int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
         raise LayersimError(
-            "`labels` holds the tokens themselves, at the same positions.",
+            "`labels` are the input tokens at the same positions, not the targets.",
             given=f"{int(counted.sum())} labels in a batch, each equal to its own token",
             expected="at each position the target of the model; causal models in transformers shift labels, here nothing is "
             "shifted",

@@ -74,7 +74,7 @@ def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep
         buffer = torch.full((n_layers, keep.numel(), hidden.shape[-1]), torch.nan, dtype=dtype, device=device)
     if hidden.dim() != 3 or hidden.shape[-1] != buffer.shape[-1]:
         raise LayersimError(
-            "`layers` names modules whose activations have different widths, so that they have no cosine and no mean in common."
+            "`layers` must name modules of equal width: cosines and means across layers need equal widths."
             if hidden.dim() == 3
             else "`layers` names modules whose activations are not batch x pos x width.",
             given=f"shape {tuple(hidden.shape)} at site {layer}, the {'output of a' if layer else 'input of the first'} module",

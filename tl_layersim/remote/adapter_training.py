@@ -64,7 +64,7 @@ class Patch:
             for name in path.split("."):
                 if not hasattr(block, name):
                     raise LayersimError(
-                        "`model` has not got the blocks that the adapters belong to.",
+                        "`model` lacks blocks that these adapters were trained on.",
                         given=f"a {type(model).__name__} without {path}",
                         expected="the nnsight model that is traced, of the architecture that they were trained on",
                         do="apply them to the model that they were trained on",
@@ -79,7 +79,7 @@ def adapt(block: Any, down: Tensor, up: Tensor) -> Tensor:
     own = first_tensor(output)
     if own.shape[-1] != down.shape[-1]:
         raise LayersimError(
-            "`model` has another width than the one that these adapters were trained on.",
+            "`model` differs in width from the model that these adapters were trained on.",
             given=f"a residual stream of width {own.shape[-1]}",
             expected=f"width {down.shape[-1]}",
             do="apply them to the model that they were trained on",
@@ -367,7 +367,7 @@ class RemoteDescent:
 def _too_long(item: Item, source: RemoteSource, error: Exception) -> LayersimError:
     rows, width = item["tokens"].shape
     return LayersimError(
-        "`batch_size` is too large: one training step takes longer than a job may take.",
+        "`batch_size` is too large: one training step exceeds the server's time limit for a job.",
         given=f"{rows} rows of {width} tokens; {source.offer.server} says: {error}",
         expected="a step within the operator's time limit",
         do=f"batch_size={max(1, rows // 2)}, or a smaller seq_len=",

@@ -83,7 +83,7 @@ def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -
         return LocalSplitModel(source, source.model)
     if not isinstance(source, NNsightSource):
         raise LayersimError(
-            "`model` cannot be stitched: a stitch runs parts of models, which its source does not.",
+            "`model` cannot be stitched: its source cannot run a part of the model.",
             given=type(source).__name__,
             expected=ACCEPTED_MODELS,
             do="pass the model itself",

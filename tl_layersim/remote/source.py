@@ -235,7 +235,7 @@ class RemoteSource(NNsightSource):
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
         rows = len(batch.tokens)
         return LayersimError(
-            "One forward pass with these analyzers takes longer than a job may.",
+            "One forward pass with these analyzers exceeds the server's time limit for a job.",
             given=f"{rows} rows of {batch.tokens.shape[1]} tokens; {self.offer.server} reports: {error}",
             expected="a job within the operator's limit",
             do=f"batch_size={max(1, rows // 2)}, a smaller seq_len=, or fewer analyzers at once",

@@ -170,7 +170,7 @@ def partial_sums(result: list[tuple[int, Any]]) -> list[PartialSums]:
         if isinstance(out, str):
             name, _, what = out.partition(": ")
             raise LayersimError(
-                f"The sums that the kernel of {name!r} returned cannot be added up.",
+                f"The kernel of {name!r} returned sums that cannot be added across batches.",
                 given=what,
                 expected="a dict of tensors whose names and shapes do not depend on the batch",
                 do="sum over the token axis inside the kernel",

@@ -72,7 +72,7 @@ class StitchData:
         evaluation = _in_small_batches(kept, size, labels, model)
         if not fit or not evaluation:
             raise LayersimError(
-                "`data` cannot be split into rows for the fit and rows for the evaluation.",
+                "`data` has too few rows with targets to hold some of them out for evaluation.",
                 given=f"{sum(len(batch.tokens) for batch in own)} rows",
                 expected="two rows or more with targets, the last fifth of which is held out; or eval_data=",
                 do="more data, a smaller seq_len= that cuts it into more rows, or eval_data=other_data",
@@ -131,7 +131,7 @@ def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
     common = [row.numpy().tobytes() in fitted for batch in held_out for row in _rows_of(batch)]
     if any(common):
         warn(
-            f"{sum(common)} of {len(common)} rows of eval_data are rows of data too: the penalty is measured on what the "
+            f"{sum(common)} of {len(common)} rows of eval_data also occur in data: the penalty is measured on rows that the "
             "adapter was fitted on."
         )
 
@@ -211,7 +211,7 @@ class ActivationStore:
         free, place = _free(folder)
         if size > 0.9 * free:
             raise LayersimError(
-                f"The front's activations do not fit into the {place} that is free.",
+                f"The front's activations do not fit into the free {place}.",
                 given=f"{self._starts[-1]:,} positions at {self.front.model.layers[self.layer]}: {in_words(size)}",
                 expected=f"less than {in_words(0.9 * free)}",
                 do="a smaller max_tokens=" + ("" if folder else ", or cache='folder' for a memory-mapped file"),

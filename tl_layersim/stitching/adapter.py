@@ -51,7 +51,7 @@ class Adapter(nn.Module):
                 for each in ((weight is not None, bias is not None), needed)
             )
             raise LayersimError(
-                f"`weight` and `bias` must be given as an adapter of kind {kind!r} has them.",
+                f"`weight` and `bias` do not match an adapter of kind {kind!r}.",
                 given=has or "neither",
                 expected=needs or "neither",
                 do="Adapter('affine', weight, bias), Adapter('linear', weight), Adapter('identity')",

@@ -109,7 +109,7 @@ class StitchExperiment:
         self.labels = usual_labels(options["labels"], [(back.model, back.module) for back in backs])
         if isinstance(self.labels, Tensor) and options["eval_data"] is not None:
             raise LayersimError(
-                "`labels` as a table belongs to one data set, and two are given.",
+                "`labels` cannot be a table where `eval_data` is given: a table belongs to one data set.",
                 given="labels= as a table, with eval_data=",
                 expected="labels beside the rows of each",
                 do="labels='data' and a column `labels` in data and eval_data",
@@ -260,7 +260,7 @@ class StitchExperiment:
             if not bool(scores["loss"].isfinite().all()):
                 bad = (~scores["loss"].isfinite()).nonzero()[:, 0].tolist()
                 raise LayersimError(
-                    f"The loss of {back.model.name} alone is not finite.",
+                    f"The loss of {back.model.name} without stitching is not finite.",
                     given=f"batches {bad[:5]}, in {back.model.dtype}",
                     expected="finite logits",
                     do="load it in float32 or bfloat16",

@@ -340,7 +340,7 @@ def _choose(ends: list[str], loss_of: Callable[[str], float], state: Trained, tr
     chosen = min(ends, key=lambda name: losses[name] if losses[name] == losses[name] else math.inf)
     said = ", ".join(f"{losses[name]:.4g} of {name}" for name in ends)
     rate = min(1.0, training.lr / 10)
-    warn(f"{what}. On batches of the fit: {said}. The adapter is {chosen}; StitchTraining(lr={rate:g}) may get further.")
+    warn(f"{what}. Losses on the training batches: {said}. The adapter kept is {chosen}; try StitchTraining(lr={rate:g}).")
     return chosen
 
 

@@ -56,7 +56,7 @@ class StitchSpec:
         fitted = given is None and kind.has_weight
         if not fitted and (fit is not None or training is not None or ridge):
             raise LayersimError(
-                "`adapter` has nothing to fit.",
+                "`fit`, `training` and `ridge` do not apply to an adapter without weights to fit.",
                 given=f"fit={fit!r}, ridge={ridge} with {f'adapter={kind.name!r}' if given is None else 'a finished adapter'}",
                 expected="none of fit=, training= and ridge=",
                 do="leave them out, or adapter='affine'",
@@ -114,7 +114,7 @@ class StitchSpec:
         shape = None if self.given is None or self.given.weight is None else tuple(reversed(self.given.weight.shape))
         if shape is not None and None not in widths and shape != widths:
             raise LayersimError(
-                "`adapter` does not fit between these models.",
+                "`adapter` does not match the widths of these models.",
                 given=f"an adapter from width {shape[0]} to {shape[1]}",
                 expected=f"from {widths[0]} to {widths[1]}",
                 do="adapter='affine' to fit one",
@@ -123,7 +123,7 @@ class StitchSpec:
     def _refuse_training(self, back: SplitModel) -> None:
         if back.model.calls != "gradients":
             raise LayersimError(
-                "`fit` needs gradients through the back, and this server runs requests in a sandbox that weights stay out of.",
+                "`fit` needs gradients through `back`, which the sandbox of this server does not provide.",
                 given=f"fit={self.fit!r} and {back.model.source}",
                 expected="a trusted server, or a fit from sums",
                 do="fit='lstsq'",
@@ -164,7 +164,7 @@ def layer_number(model: Model, layer: int | str) -> int:
         if layer in names:
             return names[layer]
     raise LayersimError(
-        f"{model.name} has no such layer.",
+        f"{model.name} has no layer {layer!r}.",
         given=repr(layer),
         expected=f"0 to {count - 1}: 0 is what enters block 0, {count - 1} what leaves the last block; or a name such as "
         f"{model.layers[-1]}",
@@ -195,7 +195,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
     by_name = layers if isinstance(layers, dict) else dict.fromkeys(models, layers)
     if set(by_name) != set(models) or len({len(own) for own in by_name.values()}) > 1 or not next(iter(by_name.values())):
         raise LayersimError(
-            "`layers` does not fit the models.",
+            "`layers` must give every model a non-empty list of the same length.",
             given=f"{ {name: len(own) for name, own in by_name.items()} } layers",
             expected=f"one list of layers for each of {', '.join(models)}, all of one length",
             do="layers=[1, 2, 3], or a list for each model by name",

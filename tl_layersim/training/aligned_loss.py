@@ -119,7 +119,7 @@ def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -
     known = targets != NO_LABEL
     if targets.shape == tokens.shape and int(known.sum()) > 2 and bool((targets == tokens)[known].all()):
         raise LayersimError(
-            "`labels` are the tokens themselves, at the same positions.",
+            "`labels` are the input tokens at the same positions, not the targets.",
             given=f"{int(known.sum())} labels, each equal to its own token",
             expected="at each position its target; models in transformers shift labels, aligned_loss does not",
             do="labels=None for the next token",

@@ -38,7 +38,7 @@ def check_savable(model: Any) -> None:
         )
     if any(bool(parameter.detach().any()) for parameter in additions(model)):
         raise LayersimError(
-            "`save_to` cannot join weights that this TransformerBridge holds in parts.",
+            "`save_to` cannot merge the split weights of this TransformerBridge.",
             given=f"a bridge of {type(model.original_model).__name__}",
             expected="whole weights, or a fused query, key and value",
             do="fine-tune the Hugging Face model, and bridge the result",
@@ -173,7 +173,7 @@ def export_bridge(bridge: Any, batch: TrainingBatch) -> nn.Module:
     off = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
     if missing or not off <= rounding(next(inner.parameters()).dtype):
         raise LayersimError(
-            "`save_to` cannot write the model inside this TransformerBridge: its logits would differ.",
+            "`save_to` cannot write the model inside this TransformerBridge: the saved model would give other logits.",
             given=f"logits off by {off:.2g} of their size" + (f", no weights for {missing[:3]}" if missing else ""),
             expected="raw Hugging Face weights, as a bridge has before enable_compatibility_mode()",
             do="fine-tune the Hugging Face model, and bridge the result",

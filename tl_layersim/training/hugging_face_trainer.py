@@ -184,7 +184,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             if abs(losses[nearest] - own) <= allowed * (1 + abs(own)):
                 return nearest
             raise LayersimError(
-                "`model` has a loss of its own that is not the cross-entropy of its last layer.",
+                "`model` computes a loss that is not the cross-entropy of its last layer.",
                 given=f"{own:.5g}, and the cross-entropy is "
                 + " or ".join(f"{value:.5g}{' with shifted labels' if shift else ''}" for shift, value in losses.items()),
                 expected="the same: one final norm and head, and no further term in the loss",

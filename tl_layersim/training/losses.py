@@ -181,7 +181,7 @@ def refuse_other_labels(targets: Tensor, vocabulary: int) -> None:
     """Refuse targets that are no class of the head."""
     if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise LayersimError(
-            "`labels` contains numbers that are none of the model's classes.",
+            "`labels` contains numbers outside the model's classes.",
             given=f"labels from {int(targets.min())} to {int(targets.max())}",
             expected=f"0 to {vocabulary - 1}, and {NO_LABEL} at positions without a target",
             do="map the labels to the classes of the model's head",

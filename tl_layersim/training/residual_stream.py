@@ -282,7 +282,7 @@ def open_residual_stream(model: Any, layers: list[str] | None, unembed: list[str
     source = open_source(model, layers=layers, unembed=unembed)
     if not (source.can_hook and source.is_single_model):
         raise LayersimError(
-            "`model` cannot be fine-tuned: its weights are not modules of this process.",
+            "`model` cannot be fine-tuned: it is not a single model whose modules run in this process.",
             given=f"{source.model.source}",
             expected="a HookedTransformer, TransformerBridge or Hugging Face model",
             do="finetune_aligned(nnsight_model._model, ...) for the module inside; train_adapters(...) for a model on a server",

@@ -153,7 +153,7 @@ class AlignedTraining:
         folder = None if self.save_to is None else Path(self.save_to).resolve()
         if folder is not None and (folder.is_file() or not folder.parent.is_dir()):
             raise LayersimError(
-                "`save_to` must be a folder, or a new one in a folder that exists.",
+                "`save_to` must be an existing folder, or a new folder inside an existing one.",
                 given=f"save_to={self.save_to}",
                 expected="a folder that exists or whose parent does, and no file",
                 do=f"mkdir -p {folder.parent}" if not folder.is_file() else "another name",
