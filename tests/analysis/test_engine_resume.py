@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
     source.run = stop
     with pytest.raises(KeyboardInterrupt):
         lsim.analyze(source, data, "cka", batch_size=2, checkpoint=partial)
-    with pytest.raises(lsim.LayersimError, match="not that of the checkpoint"):
+    with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
         lsim.analyze(model, data[::-1], "cka", batch_size=2, checkpoint=partial)
 
 
@@ -136,7 +136,7 @@ def test_a_finished_checkpoint_answers_for_its_own_data_and_weights_only(tmp_pat
     model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run"
     lsim.analyze(model, data, "cka", batch_size=2, checkpoint=path)
     for other in (data[::-1], data[:4], [*data, data[0]]):
-        with pytest.raises(lsim.LayersimError, match="not that of the checkpoint"):
+        with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
             lsim.analyze(model, other, "cka", batch_size=2, checkpoint=path)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.01
