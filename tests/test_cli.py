@@ -195,3 +195,11 @@ def test_the_demo_pair_stands_side_by_side(tmp_path):
     assert '"name":"aligned"' in page
     refused = run("report", "--demo-pair", "--model", "x", "--out", tmp_path / "other")
     assert "brings its own models" in str(refused.exception)
+
+
+@pytest.mark.parametrize("flags", [("--option", "cka.minibatch=64"), ("--analyzers", "cka"), ("--device", "cpu"), ("--pack",)])
+def test_the_demo_pair_refuses_options_that_it_does_not_read(flags, tmp_path):
+    done = run("report", "--demo-pair", "--out", tmp_path / "out", *flags)
+    assert done.exit_code != 0
+    assert f"`{flags[0]}` has no effect with `--demo-pair`" in str(done.exception)
+    assert not (tmp_path / "out").exists()

@@ -31,6 +31,7 @@ class Dtype(StrEnum):
 
 @app.command()
 def report(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="Folder or hub name of a Hugging Face model. Default: the demo model.")
     ] = None,
@@ -80,6 +81,7 @@ def report(
     from .demo import demo_model, demo_text
 
     if demo_pair:
+        _refuse_unused_options(context)
         reading = {"column": column, "max_tokens": max_tokens, "seq_len": seq_len}
         _report_demo_pair(model, data, split, reading | {"batch_size": batch_size, "skip_first": skip_first}, out)
         return
@@ -109,6 +111,21 @@ def report(
         checkpoint=checkpoint,
     )
     _write(_noted(result, trust_remote_code=trust_remote_code), max_tokens, skip_first, out)
+
+
+def _refuse_unused_options(context: typer.Context) -> None:
+    """Refuse options that were given and that `--demo-pair` does not read."""
+    unused = ("analyzers", "option", "pack", "device", "dtype", "checkpoint", "trust_remote_code")
+    for name in unused:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = f"--{name.replace('_', '-')}"
+            raise LayersimError(
+                f"`{flag}` has no effect with `--demo-pair`, whose measures and models are fixed.",
+                given=f"{flag} with --demo-pair",
+                expected="--demo-pair without it",
+                do="tl-layersim report without --demo-pair, which measures one model",
+            )
 
 
 def _make(out: Path) -> None:

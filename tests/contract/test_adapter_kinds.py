@@ -18,7 +18,7 @@ from nnsight.intervention.serialization import dumps
 import tl_layersim as lsim
 from tl_layersim.core import Sums
 from tl_layersim.stitching import adapters
-from tl_layersim.stitching.adapters import adapter_kind, find_adapter_kinds
+from tl_layersim.stitching.adapters import AdapterKind, adapter_kind, find_adapter_kinds
 from tl_layersim.stitching.closed_form import cross_moments, own_moments, solve
 
 from ..stitching.helpers import gpt2_of_kind, rows
@@ -272,3 +272,20 @@ class TestOneNewFile:
     def test_is_unknown_without_its_file(self):
         with pytest.raises(lsim.LayersimError, match="`kind` must be the name"):
             lsim.Adapter("linear-rms", torch.eye(2))
+
+
+def test_a_kind_cannot_change_the_map_that_the_closed_form_solves_for():
+    with pytest.raises(TypeError, match="must not override `apply`"):
+        type("Diagonal", (AdapterKind,), {"name": "diagonal", "apply": lambda self, hidden, weight, bias: hidden})
+
+
+def test_features_of_another_width_are_refused_by_every_fit():
+    class Squares(AdapterKind):
+        name = "squares"
+
+        @staticmethod
+        def features(hidden):
+            return torch.cat([hidden, hidden**2], -1)
+
+    with pytest.raises(lsim.LayersimError, match="must return the shape that it receives"):
+        Squares().apply(torch.ones(3, 4), torch.ones(4, 8), None)

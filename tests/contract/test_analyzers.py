@@ -151,9 +151,9 @@ def test_every_picture_is_drawn_and_explained(name, cls):
 def test_its_kernel_runs_where_this_package_is_not_installed(name, cls, tmp_path):
     analyzer = cls()
     one = view(residuals(tokens=20))
-    kernels = [analyzer.kernel(Sums())]
-    if (first_kernel := analyzer.first_kernel()) is not None:
-        kernels = [first_kernel, analyzer.kernel(Sums.of(first_kernel(one)))]
+    first_kernel = analyzer.first_kernel()
+    first = Sums() if first_kernel is None else Sums.of(first_kernel(one))
+    kernels = [*([] if first_kernel is None else [first_kernel]), analyzer.kernel(first)]
     nnsight.register("tl_layersim")
     blob = tmp_path / "blob"
     blob.write_bytes(dumps((reduce, kernels, one)))

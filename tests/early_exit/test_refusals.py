@@ -121,3 +121,10 @@ class TestRefusals:
         model.model.layers[2] = Counting(model.model.layers[2])
         with pytest.raises(lsim.LayersimError, match="gives different logits"):
             EarlyExit(model, at=(1, 2))
+
+
+def test_advice_on_a_threshold_lies_in_the_range_of_the_rule():
+    with pytest.raises(lsim.LayersimError, match=r"between -1 and 1(.|\n)*do: +threshold=0$"):
+        EarlyExit(tiny_llama(), threshold=2, rule="cosine")
+    with pytest.raises(lsim.LayersimError, match=r"did you mean threshold=0.95\?"):
+        EarlyExit(tiny_llama(), threshold=95)

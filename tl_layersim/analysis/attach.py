@@ -383,6 +383,6 @@ def attach(
                 f"{type(analyzer).__name__} needs a first pass over the data, and `attach` makes one pass only.",
                 given=", ".join(f"{k}={v!r}" for k, v in analyzer.options().items()),
                 expected="an analyzer of one pass",
-                do=analyzer.one_pass,
+                do=analyzer.one_pass or "lsim.analyze(model, data, analyzers), which makes two passes",
             )
     return Probe(source, chosen)

@@ -43,7 +43,9 @@ def make_report(
             "`data` is empty." if tally.sequences == 0 else "`data` has no token to measure: all are masked or skipped.",
             given=f"{tally.sequences} rows, 0 counted tokens",
             expected="at least one row with a token that is not masked",
-            do="check the data" if tally.sequences == 0 else "check the attention mask and skip_first=",
+            do="list(data), if it is a generator, which can be read once"
+            if tally.sequences == 0
+            else "check mask and skip_first=",
         )
 
     results = {}

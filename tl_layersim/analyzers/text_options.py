@@ -40,9 +40,21 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
                 do="--option cka.minibatch=128",
             )
         name, option, text = match.groups()
-        _refuse_unknown(name, list(analyzers), setting, "an analyzer that is not part of this run")
+        _refuse_unknown(
+            name,
+            list(analyzers),
+            setting,
+            "an analyzer that is not part of this run",
+            f"--analyzers {','.join([*analyzers, name])}",
+        )
         known = [field.name for field in fields(analyzers[name])]  # type: ignore[arg-type]  # analyzers are dataclasses
-        _refuse_unknown(option, known, setting, f"an option that {name} does not have")
+        _refuse_unknown(
+            option,
+            known,
+            setting,
+            f"an option that {name} does not have",
+            f"help(tl_layersim.{type(analyzers[name]).__name__}) in Python",
+        )
         values[name][option] = _value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}  # type: ignore[type-var]
 
@@ -55,7 +67,7 @@ def _value(text: str) -> Any:
     return text
 
 
-def _refuse_unknown(name: str, known: list[str], setting: str, what: str) -> None:
+def _refuse_unknown(name: str, known: list[str], setting: str, what: str, do: str) -> None:
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=1)
@@ -63,5 +75,5 @@ def _refuse_unknown(name: str, known: list[str], setting: str, what: str) -> Non
         f"`--option` names {what}.",
         given=f"--option {setting}",
         expected=f"one of {', '.join(sorted(known))}" if known else "an analyzer that has options",
-        do=f"--option {setting.replace(name, near[0], 1)}" if near else "--analyzers with that analyzer, or another --option",
+        do=f"--option {setting.replace(name, near[0], 1)}" if near else do,
     )

@@ -88,8 +88,15 @@ class ExitRule(ABC):
                 f"`threshold` of rule={self.name!r} must be between {self.lowest:g} and {self.unreachable:g}.",
                 given=f"threshold={self.threshold:g}",
                 expected=f"{self.lowest:g} to {self.unreachable:g}; at {self.unreachable:g} no token exits early",
-                do=as_fraction("threshold", self.threshold) or "threshold=0.9",
+                do=self._threshold_within(),
             )
+
+    def _threshold_within(self) -> str:
+        """Advice for a threshold that is out of range: a fraction where per cent were probably meant, else one in range."""
+        if (self.lowest, self.unreachable) == (0.0, 1.0):
+            return as_fraction("threshold", self.threshold) or "threshold=0.9"
+        ends = [end for end in (self.lowest, self.unreachable) if math.isfinite(end)]
+        return f"threshold={sum(ends) / len(ends) if len(ends) == 2 else ends[0]:g}" if ends else "a finite threshold"
 
     @property
     def never(self) -> bool:

@@ -8,6 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...core.errors import LayersimError
+
 
 class AdapterKind(ABC):
     r"""A family of maps from the front's residual stream $h$ to the back's.
@@ -25,6 +27,14 @@ class AdapterKind(ABC):
     """
 
     name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        if "apply" in vars(cls):
+            # The closed form solves for a full W: with another map, it would fit one thing and apply another.
+            raise TypeError(
+                f"{cls.__qualname__} must not override `apply`: a kind of adapter is y = [h +] W features(h) [+ b]."
+            )
+
     has_weight: ClassVar[bool] = True
     has_bias: ClassVar[bool] = True
     needs_equal_widths: ClassVar[bool] = False
@@ -42,6 +52,13 @@ class AdapterKind(ABC):
     def apply(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Map residuals `... d_front` to `... d_back` with these parameters."""
         out = self.features(hidden)
+        if out.shape != hidden.shape:
+            raise LayersimError(
+                f"`features` of the adapter kind {self.name!r} must return the shape that it receives.",
+                given=f"{tuple(hidden.shape)} in, {tuple(out.shape)} out",
+                expected="... d_front, as the residual",
+                do="features of the same width",
+            )
         if weight is None:
             return out
         out = torch.nn.functional.linear(out, weight, bias)
