@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .analysis.coupling_across_models import plot_adjacency, plot_sweep, relate
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
-    from .analysis.remote_run import load_run
     from .analysis.server_capabilities import capabilities
+    from .analysis.submitted_run import load_run
     from .analyzers import find_analyzers
     from .analyzers.block_coupling import BlockCoupling
     from .analyzers.cka import CKA
@@ -52,7 +52,7 @@ _HOME = {
     "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
     "analysis.coupling_across_models": ("plot_adjacency", "plot_sweep", "relate"),
-    "analysis.remote_run": ("load_run",),
+    "analysis.submitted_run": ("load_run",),
     "analyzers": ("find_analyzers",),
     "core.errors": ("LayersimError", "LayersimWarning"),
     "core.results": ("Report", "Result", "load", "load_report"),

@@ -59,7 +59,7 @@ class Import:
 
 def files() -> list[Path]:
     """Every module but the script that made the demo model."""
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "make_demo.py")
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "make_demo_model.py")
 
 
 def dotted(path: Path) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis import submitted_runs
 from tl_layersim.analysis.checkpoint import tallies_of
 from tl_layersim.core import LayerCurve, storage
 from tl_layersim.core.resumable_file import ResumableFile
@@ -35,7 +34,7 @@ def read_checkpoint(path: Path) -> Any:
         return [stitches.get(key, StitchRun.read if stitches.done(key) else _read_training) for key in stitches._notes]
     if kind == "training":
         return open_training_file(path, identity).read(state_of)
-    return ResumableFile(path, kind).read(submitted_runs.parsed)
+    return ResumableFile(path, kind).read(saved_runs.parsed)
 
 
 CHECKPOINTS = sorted(path.name for path in FILES.iterdir() if path.suffix in (".checkpoint", ".run"))

@@ -11,8 +11,8 @@ from .attach import Probe
 from .coupling_across_models import Relation
 from .one_prompt_figures import PredictionGrid, TrajectoryPCA
 from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
-from .remote_run import RemoteRun
 from .server_capabilities import Capabilities
+from .submitted_run import RemoteRun
 
 __all__ = [
     "BlockJacobians",

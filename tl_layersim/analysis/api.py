@@ -17,8 +17,8 @@ from ..core.sums import Sums
 from ..data.batches import Batches
 from ..data.options import DataOptions
 from ..remote.open import open_source
-from .remote_run import RemoteRun
 from .run_analysis import run_analysis
+from .submitted_run import RemoteRun
 from .validation import AnalyzersArgument, DataArgument, choose_analyzers, shared_tokens, with_tokenizer
 
 R_co = TypeVar("R_co", bound=Result, covariant=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..analyzers.base import Analyzer
 from ..core.argument_checks import named, typed
+from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
-from ..core.pass_tally import Tally
 from ..core.results import Report
 from ..core.sums import Sums
 from ..data.digest import new_digest

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.data_pass_progress import Tally
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.field_types import refuse_other_types
-from ..core.pass_tally import Tally
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import refuse_unwritable
 from ..core.sums import Sums

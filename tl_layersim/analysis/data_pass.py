@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, cast
 from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer
+from ..core.data_pass_progress import Tally
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import fold, push
-from ..core.pass_tally import Tally
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.sums import Sums
 from ..data.batches import Batch, Batches
@@ -26,7 +26,7 @@ from ..models.model_info import Model
 from ..models.source import PartialSums, Source
 from ..models.view import Kernel, reduce, tokens_alone
 from .checkpoint import tallies_snapshot
-from .remote_exchange import exchange
+from .remote_comparison import exchange
 
 TITLES = {"first": "first pass", "main": "layers"}
 

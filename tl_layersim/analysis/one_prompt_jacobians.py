@@ -17,8 +17,8 @@ from ..jacobians.supported_blocks import need_calls, need_memory, refuse_failed_
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ..remote.open import open_source
+from .one_prompt_arguments import connections_of, different, numbers_of, pair_of
 from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
-from .one_prompt_positions import connections_of, different, numbers_of, pair_of
 from .prompt_run import PromptKernel, run_on_prompt
 
 Along = Literal["depth", "self", "fixed-input", "fixed-output"]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
-from ..core.pass_tally import Tally
 from ..core.provenance import Provenance
 from ..data.batches import Batch, Batches
 from ..data.digest import fingerprint, new_digest

@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..analyzers.base import Analyzer, Run
+from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
-from ..core.pass_tally import Tally
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
 from ..core.sums import Sums

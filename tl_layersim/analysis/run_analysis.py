@@ -13,9 +13,9 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer, code_digest
+from ..core.data_pass_progress import Tally
 from ..core.distributed import add_over_ranks, agree
 from ..core.errors import LayersimError
-from ..core.pass_tally import Tally
 from ..core.results import Report
 from ..core.sums import Sums
 from ..data.batches import Batches
@@ -24,9 +24,9 @@ from ..models.source import Source
 from ..remote.open import on_server
 from .checkpoint import open_checkpoint
 from .data_pass import DataPass, batch_sizes
-from .remote_exchange import crossing
-from .remote_run import RemoteRun, start
+from .remote_comparison import crossing
 from .report_assembly import make_report
+from .submitted_run import RemoteRun, start
 
 
 def run_analysis(

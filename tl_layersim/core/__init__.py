@@ -8,7 +8,7 @@ Other packages may import:
 * `results`: `Result`, `LayerMatrix`, `LayerCurve`, `Report`, `Picture`, `axes`, `load`, `load_report`
 * `provenance`: `Provenance`; `field_types`: `refuse_other_types`; `function_code`: `called_by`, `codes_in`, `plain_constants`
 * `storage`: `read`, `write`, `reading`, `replacing`, `refuse_unwritable`, `refuse_unwritable_folder`
-* `resumable_file`: the file format of interrupted runs; `pass_tally`: `Tally`, the sums and counts of a run
+* `resumable_file`: the file format of interrupted runs; `data_pass_progress`: `Tally`, the sums and counts of a run
 * `training_loop`: `TrainingSteps`, `run_steps`; `shuffle`: `Shuffle`, the order of rows in training
 * `discovery`: `discovered`, the classes that the modules of a package define
 * `distributed`: `Deal`, `ALONE`, `agree`, `add_over_ranks`, `rank_and_size`, `weight_peers`, `refuse_parts`

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..models.block_call import BlockCall, FewTokens, Widened
 from .replay import is_remote, lengthening, plain_attention, reproduces
-from .row_products import RowProducts
-from .token_products import TokenProducts, TokenReplayMismatch
+from .single_token_products import TokenProducts, TokenReplayMismatch
+from .whole_row_products import RowProducts
 
 
 class Jacobian:

@@ -18,6 +18,7 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
+from .call_without_hooks import Quiet
 from .head_layout import head_dtype
 from .hooks import (
     ForwardRun,
@@ -33,7 +34,6 @@ from .hooks import (
 from .layout import call_options, find_blocks, find_embedding, no_forward, refuse_no_weights, same_stream, settled
 from .model_description import describe
 from .model_info import Model
-from .quiet_call import Quiet
 from .recorder import Call, Callbacks, Choice, Recorder, Tap, stack_side
 from .source import Source
 from .transformer_lens import is_transformer_lens, open_transformer_lens

@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 
 from ..analysis.report_assembly import record
 from ..analysis.validation import shared_tokens, with_tokenizer
+from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError, in_words, warn
-from ..core.pass_tally import Tally
 from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable_folder
 from ..data.batches import Batches, found_in

@@ -24,8 +24,8 @@ from ..models.nnsight import NNsightSource
 from ..models.source import refuse_inference_weights
 from ..models.targets import usual_labels
 from ..remote.adapter_training import RemoteDescent, open_traced
+from .adapter_arguments import block_numbers, no_traced_model, refuse_untrainable
 from .adapter_steps import AdapterSettings, AdapterSteps, first_row
-from .adapter_validation import block_numbers, no_traced_model, refuse_untrainable
 from .adapters import AlignedAdapters
 from .losses import Weights, layer_weights
 from .state import open_training_file

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
-from ..core.pass_tally import Tally
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.shuffle import Shuffle
 from ..core.training_loop import TrainingSteps, run_steps

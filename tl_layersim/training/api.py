@@ -15,8 +15,8 @@ import torch
 from ..analysis.report_assembly import record
 from ..analysis.validation import with_tokenizer
 from ..core.argument_checks import typed
+from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
-from ..core.pass_tally import Tally
 from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable
 from ..data.labels import warn_of_unused

@@ -16,9 +16,9 @@ from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer
 from ..core.argument_checks import named, typed
+from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError, without_secrets
 from ..core.pairwise_summation import BLOCK
-from ..core.pass_tally import Tally
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
 from ..core.server_addresses import shown
@@ -34,7 +34,7 @@ from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
 from .data_pass import PassReader, PassState, take_steps
 from .report_assembly import make_report
-from .submitted_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, parsed, recipe_of
+from .saved_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, parsed, recipe_of
 from .validation import AnalyzersArgument, choose_analyzers
 
 # Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.

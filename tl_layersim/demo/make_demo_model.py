@@ -1,8 +1,8 @@
 """Make the demo model: sample simple stories, train a BPE tokenizer and a small Llama from scratch, save float16 weights.
 
-    python -m tl_layersim.demo.make_demo sample --teacher FOLDER --out stories.txt --stories 12000
-    python -m tl_layersim.demo.make_demo train --text stories.txt --text other.txt --out FOLDER
-    python -m tl_layersim.demo.make_demo align --text stories.txt --text other.txt --out FOLDER
+    python -m tl_layersim.demo.make_demo_model sample --teacher FOLDER --out stories.txt --stories 12000
+    python -m tl_layersim.demo.make_demo_model train --text stories.txt --text other.txt --out FOLDER
+    python -m tl_layersim.demo.make_demo_model align --text stories.txt --text other.txt --out FOLDER
 
 `sample` draws text from a local story model; `train` needs plain text files; `align` fine-tunes the shipped model by aligned
 training. README.md in this folder records the runs, data and held-out perplexity of the shipped models.
