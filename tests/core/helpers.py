@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis import saved_runs
 from tl_layersim.analysis.checkpoint import tallies_of
 from tl_layersim.core import LayerCurve, storage
 from tl_layersim.core.resumable_file import ResumableFile
