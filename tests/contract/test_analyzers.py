@@ -173,7 +173,7 @@ def test_its_kernel_runs_where_this_package_is_not_installed(name, cls, tmp_path
 @each_analyzer
 def test_its_docstring_says_formula_source_and_example(name, cls):
     text = inspect.getdoc(cls)
-    for part in ("$$", "Args:", "Source:", "Example:"):
+    for part in ("$$", "Args:", "Source:", "Examples:"):
         assert part in text, f"{cls.__name__} lacks {part}"
 
 

@@ -61,7 +61,7 @@ def tokens_of(generated) -> list[list[int]]:
 def test_it_has_a_name_a_source_and_an_example(name, cls):
     assert cls.name == name
     text = inspect.getdoc(cls)
-    for part in ("threshold", "Source:", "Example:"):
+    for part in ("threshold", "Source:", "Examples:"):
         assert part in text, f"{cls.__name__} lacks {part}"
 
 

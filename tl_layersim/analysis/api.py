@@ -131,7 +131,7 @@ def analyze(
     Raises:
         LayersimError: an argument does not fit the others, the model or the data; or activations are not finite.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Cosine(center="none")])
         >>> list(report)
@@ -204,7 +204,7 @@ def compare(
     Raises:
         LayersimError: an analyzer does not compare models, or the models have different tokenizers.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3

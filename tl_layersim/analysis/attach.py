@@ -329,7 +329,7 @@ def attach(
     Raises:
         LayersimError: the model cannot be hooked, or an analyzer needs a first pass.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim, torch
         >>> model = lsim.demo_model()
         >>> with lsim.attach(model, lsim.Cosine(center="none")) as probe:

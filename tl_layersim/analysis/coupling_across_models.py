@@ -94,7 +94,7 @@ def relate(results: Mapping[str, Any], scores: Mapping[str, Any], *, confidence:
         Aubry et al. 2025 (arXiv 2407.07810), section 5.4 and figure 1 a: R² = 0.75 over their base models. Their mean includes
         the diagonal, see `BlockCouplingResult.mean`.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> fit = lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60})
         >>> round(fit.slope), round(fit.r_squared, 3)

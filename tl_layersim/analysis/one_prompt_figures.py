@@ -153,7 +153,7 @@ def prediction_grid(
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.1, figure 20.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> grid = lsim.prediction_grid(lsim.demo_model(), "Once upon a time there was a little")
         >>> grid.words[-1][-1]
@@ -207,7 +207,7 @@ def trajectory_pca(
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), appendix A.2.1 and figure 17.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> path = lsim.trajectory_pca(lsim.demo_model(), "Once upon a time there was a little girl", skip_first=1)
         >>> path.values.shape[1:], bool(path.explained[0] > path.explained[1])

@@ -61,7 +61,7 @@ def block_jacobians(
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), equation 8.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> found = lsim.block_jacobians(lsim.demo_model(), "Once upon a time", layers=[0, -1], positions=[(0, 2), -1])
         >>> found.values.shape, found.pairs
@@ -148,7 +148,7 @@ def coupling_matrices(
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), equations 9 to 14, figures 2 to 4.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> found = lsim.coupling_matrices(lsim.demo_model(), "Once upon a time there was", along="fixed-output", k=4)
         >>> found.connections[:2], found.matrices.shape

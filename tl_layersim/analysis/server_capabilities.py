@@ -68,7 +68,7 @@ def capabilities(
     Raises:
         LayersimError: the server cannot be reached, refuses the key, or does not run the model.
 
-    Example:
+    Examples:
         >>> print(lsim.capabilities(model, remote="http://127.0.0.1:8001"))  # doctest: +SKIP
     """
     source = on_server(open_source(model, layers=layers, unembed=unembed, remote=remote))

@@ -57,7 +57,7 @@ class RemoteRun:
         server: address of the server.
         analyzers: by name.
 
-    Example:
+    Examples:
         >>> run = lsim.analyze(model, texts, [lsim.CKA()], remote=True, blocking=False)  # doctest: +SKIP
         >>> run.save("cka.run")  # doctest: +SKIP
         >>> report = lsim.load_run("cka.run").result()  # doctest: +SKIP

@@ -27,8 +27,9 @@ ENTRY_POINT_GROUP = "tl_layersim.analyzers"
 def find_analyzers() -> dict[str, type[Analyzer]]:
     """All analyzers by name: those of this package, then those that installed packages declare as entry points.
 
-    >>> sorted(find_analyzers())[:2]
-    ['block_coupling', 'cka']
+    Examples:
+        >>> sorted(find_analyzers())[:2]
+        ['block_coupling', 'cka']
     """
     analyzers = discovered(__name__, __path__, Analyzer)  # type: ignore[type-abstract]  # only its subclasses are instantiated
     for entry in entry_points(group=ENTRY_POINT_GROUP):

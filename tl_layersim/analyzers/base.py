@@ -72,15 +72,15 @@ class Analyzer(ABC):
     options. It uses torch and plain helper functions and has no state, because it may run on a server without tl_layersim.
 
     Class attributes:
-        name: key in a report and on the command line.
-        compares: whether the kernel also takes two views of the same tokens, from two models.
-        one_pass: for an analyzer with a first pass, the call of its variant without a first pass.
-        first_without_model: whether the first pass reads tokens and labels only, so that the model does not run.
-        needs_unembed: whether the kernel calls `view.unembed`; the logit lens is then checked against the model's logits.
-        needs_stream: whether the layers must be the residual stream, not the outputs of other modules.
-        needs_every_block: whether every block between the layers must be included.
-        needs_calls: whether the kernel replays blocks, through `view.calls`.
-        prompts: whether each row must be a text of its own, so that packed rows are refused.
+        - `name`: key in a report and on the command line.
+        - `compares`: whether the kernel also takes two views of the same tokens, from two models.
+        - `one_pass`: for an analyzer with a first pass, the call of its variant without a first pass.
+        - `first_without_model`: whether the first pass reads tokens and labels only, so that the model does not run.
+        - `needs_unembed`: whether the kernel calls `view.unembed`; the logit lens is then checked against the model's logits.
+        - `needs_stream`: whether the layers must be the residual stream, not the outputs of other modules.
+        - `needs_every_block`: whether every block between the layers must be included.
+        - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
+        - `prompts`: whether each row must be a text of its own, so that packed rows are refused.
     """
 
     name: ClassVar[str]

@@ -194,7 +194,7 @@ class BlockCoupling(Analyzer):
         Aubry et al. 2025 (arXiv 2407.07810), equations 8 to 14. The null is not in the paper; a coupling is meaningful only
         relative to it.
 
-    Example:
+    Examples:
         A block has no mis-coupling with itself, and neighbouring blocks have less than random vectors.
 
         >>> import tl_layersim as lsim

@@ -139,7 +139,7 @@ class CKA(Analyzer):
         Kornblith et al. 2019; Song et al. 2012, equation 5; Nguyen et al. 2021, equations 2 and 3; Brown et al. 2023,
         appendix C.1, whose printed S_ij lacks the square root.
 
-    Example:
+    Examples:
         The CKA of a layer with itself is 1.
 
         >>> import tl_layersim as lsim

@@ -120,7 +120,7 @@ class Cosine(Analyzer):
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11.
 
-    Example:
+    Examples:
         The cosine of a layer with itself is 1.
 
         >>> import tl_layersim as lsim

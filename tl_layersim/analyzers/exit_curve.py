@@ -214,7 +214,7 @@ class ExitCurve(Analyzer):
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3, figure 7.
 
-    Example:
+    Examples:
         At threshold 1 every position runs through the full model. At 0 it runs through one of 8 blocks.
 
         >>> import tl_layersim as lsim

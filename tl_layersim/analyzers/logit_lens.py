@@ -157,7 +157,7 @@ class LogitLens(Analyzer):
         nostalgebraist 2020; Geva et al. 2022; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 2, theorem 2.2,
         definition 3.1, figures 2 and 9.
 
-    Example:
+    Examples:
         The last layer's predictions are the model's own.
 
         >>> import tl_layersim as lsim

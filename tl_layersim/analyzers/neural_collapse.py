@@ -93,7 +93,7 @@ class NeuralCollapse(Analyzer):
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, footnote 5 and figure 16; Papyan, Han and Donoho 2020.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> collapse = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:8], [lsim.NeuralCollapse()])["neural_collapse"]
         >>> collapse.nc1.shape, len(collapse.labels), bool((collapse.nc1 > 0).all())

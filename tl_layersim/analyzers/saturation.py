@@ -108,7 +108,7 @@ class Saturation(Analyzer):
     Source:
         Geva et al. 2022; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.2, figures 1 c, 3, 6 and 19.
 
-    Example:
+    Examples:
         Every token saturates at the last block at the latest.
 
         >>> import tl_layersim as lsim

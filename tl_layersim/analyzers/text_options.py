@@ -25,9 +25,10 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
     Raises:
         LayersimError: a setting has another form, or names an analyzer or option that does not exist.
 
-    >>> from .cka import CKA
-    >>> with_options({"cka": CKA()}, ["cka.minibatch=128"])["cka"].minibatch
-    128
+    Examples:
+        >>> from .cka import CKA
+        >>> with_options({"cka": CKA()}, ["cka.minibatch=128"])["cka"].minibatch
+        128
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in analyzers}
     for setting in settings:

@@ -179,7 +179,7 @@ class Trajectory(Analyzer):
         Aubry et al. 2025 (arXiv 2407.07810), sections 3.2 and 3.3, equations 15 to 18, appendix A.3, figures 23 to 25; Gai and
         Zhang 2021 for the line-shape score.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> path = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Trajectory(window=4)])["trajectory"]
         >>> bool(path.lss.mean > 1), path.windowed_lss.shape, path.centres[0]

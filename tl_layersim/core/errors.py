@@ -25,11 +25,12 @@ class LayersimError(ValueError):
         expected: the values that are allowed.
         do: the call or setting that helps.
 
-    >>> print(LayersimError("`mask` does not fit.", given="2 x 3", expected="2 x 4", do="pass mask=tokens != pad"))
-    `mask` does not fit.
-      given:    2 x 3
-      expected: 2 x 4
-      do:       pass mask=tokens != pad
+    Examples:
+        >>> print(LayersimError("`mask` does not fit.", given="2 x 3", expected="2 x 4", do="pass mask=tokens != pad"))
+        `mask` does not fit.
+          given:    2 x 3
+          expected: 2 x 4
+          do:       pass mask=tokens != pad
     """
 
     def __init__(self, what: str, *, given: object, expected: str, do: str) -> None:
@@ -48,8 +49,9 @@ def without_secrets(text: str) -> str:
     Args:
         text: any text.
 
-    >>> without_secrets("https://me:secret@host/model?token=abc")
-    'https://host/model?token=***'
+    Examples:
+        >>> without_secrets("https://me:secret@host/model?token=abc")
+        'https://host/model?token=***'
     """
     return _TOKEN.sub("hf_***", _VALUE.sub(r"\1***", _LOGIN.sub("", text)))
 
@@ -78,8 +80,9 @@ def as_fraction(name: str, value: float) -> str:
         name: of the argument.
         value: of the argument.
 
-    >>> as_fraction("threshold", 95)
-    'did you mean threshold=0.95? it is a fraction, not per cent'
+    Examples:
+        >>> as_fraction("threshold", 95)
+        'did you mean threshold=0.95? it is a fraction, not per cent'
     """
     return f"did you mean {name}={value / 100:g}? it is a fraction, not per cent" if 1 < value <= 100 else ""
 
@@ -90,8 +93,9 @@ def in_words(size: float) -> str:
     Args:
         size: in bytes.
 
-    >>> in_words(1234567)
-    '1.2 MB'
+    Examples:
+        >>> in_words(1234567)
+        '1.2 MB'
     """
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":

@@ -28,8 +28,9 @@ def quantiles_from_histogram(histogram: Tensor, low: float, high: float, quantil
     Returns:
         `quantile ...`, float64; NaN where a histogram is empty.
 
-    >>> quantiles_from_histogram(torch.tensor([[1, 1, 1, 1]]), 0.0, 4.0, (0.5,))
-    tensor([[2.]], dtype=torch.float64)
+    Examples:
+        >>> quantiles_from_histogram(torch.tensor([[1, 1, 1, 1]]), 0.0, 4.0, (0.5,))
+        tensor([[2.]], dtype=torch.float64)
     """
     bins = histogram.shape[-1]
     counts = histogram.to(torch.float64)

@@ -26,11 +26,12 @@ def push(stack: list[tuple[int, Term]], count: int, value: Term, add: Callable[[
         value: their sum.
         add: adds two sums.
 
-    >>> stack = []
-    >>> for term in "abcde":
-    ...     push(stack, 1, term, lambda a, b: f"({a}{b})")
-    >>> stack
-    [(4, '((ab)(cd))'), (1, 'e')]
+    Examples:
+        >>> stack = []
+        >>> for term in "abcde":
+        ...     push(stack, 1, term, lambda a, b: f"({a}{b})")
+        >>> stack
+        [(4, '((ab)(cd))'), (1, 'e')]
     """
     stack.append((count, value))
     while len(stack) > 1 and stack[-1][0] == stack[-2][0]:
@@ -45,8 +46,9 @@ def fold(stack: list[tuple[int, Term]], add: Callable[[Term, Term], Term]) -> Te
         stack: as `push` leaves it; not empty.
         add: adds two sums.
 
-    >>> fold([(4, "x"), (2, "y"), (1, "z")], lambda a, b: f"({a}{b})")
-    '(x(yz))'
+    Examples:
+        >>> fold([(4, "x"), (2, "y"), (1, "z")], lambda a, b: f"({a}{b})")
+        '(x(yz))'
     """
     total = stack[-1][1]
     for _, value in reversed(stack[:-1]):
@@ -61,8 +63,9 @@ def next_size(index: int, most: int) -> int:
         index: number of the request's first term; the result divides it.
         most: upper limit.
 
-    >>> [next_size(index, 8) for index in (0, 1, 2, 4, 6, 8)]
-    [8, 1, 2, 4, 2, 8]
+    Examples:
+        >>> [next_size(index, 8) for index in (0, 1, 2, 4, 6, 8)]
+        [8, 1, 2, 4, 2, 8]
     """
     size = 1
     while size * 2 <= min(most, BLOCK) and index % (size * 2) == 0:

@@ -71,8 +71,8 @@ class Result(ABC):
         values: the main tensor.
 
     Class attributes:
-        values_name: name of `values` in tables and figures.
-        pictures: figures that a report shows.
+        - `values_name`: name of `values` in tables and figures.
+        - `pictures`: figures that a report shows.
     """
 
     layers: tuple[str, ...]
@@ -238,9 +238,10 @@ class Report(Mapping[str, Any]):
     Args:
         results: by name.
 
-    >>> report = Report({})
-    >>> len(report)
-    0
+    Examples:
+        >>> report = Report({})
+        >>> len(report)
+        0
     """
 
     def __init__(self, results: Mapping[str, Result]) -> None:

@@ -26,8 +26,9 @@ def shown(remote: bool | str) -> str:
     Args:
         remote: as a user passed it.
 
-    >>> shown("https://me:secret@ndif.example:8001"), shown("secret"), shown(True)
-    ("'https://ndif.example:8001'", 'a text that is not an address', 'True')
+    Examples:
+        >>> shown("https://me:secret@ndif.example:8001"), shown("secret"), shown(True)
+        ("'https://ndif.example:8001'", 'a text that is not an address', 'True')
     """
     if isinstance(remote, bool) or remote == "local":
         return repr(remote)
@@ -40,8 +41,9 @@ def without_login(host: str) -> str:
     Args:
         host: the address.
 
-    >>> without_login("https://me:secret@ndif.example:8001")
-    'https://ndif.example:8001'
+    Examples:
+        >>> without_login("https://me:secret@ndif.example:8001")
+        'https://ndif.example:8001'
     """
     parts = urlsplit(host)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -14,7 +14,7 @@ class Shuffle:
         count: number of rows.
         seed: of the orders.
 
-    Example:
+    Examples:
         >>> shuffle = Shuffle(3, seed=0)
         >>> [shuffle.row(place) for place in range(6)]
         [2, 0, 1, 1, 2, 0]

@@ -16,9 +16,10 @@ class Sums:
 
     `Sums()` is the neutral element. Batches, machines, ranks and resumed runs are all merged by `a + b`.
 
-    >>> a = Sums.of({"count": torch.tensor(2), "total": torch.tensor([1.0, 2.0])})
-    >>> (a + a + Sums())["total"]
-    tensor([2., 4.], dtype=torch.float64)
+    Examples:
+        >>> a = Sums.of({"count": torch.tensor(2), "total": torch.tensor([1.0, 2.0])})
+        >>> (a + a + Sums())["total"]
+        tensor([2., 4.], dtype=torch.float64)
     """
 
     fields: Mapping[str, Tensor] = field(default_factory=dict)

@@ -14,8 +14,9 @@ def brief(value: object) -> str:
     Args:
         value: any object.
 
-    >>> brief([1, 2]), brief(["a long text"] * 40)
-    ('[1, 2]', 'a list of 40 str')
+    Examples:
+        >>> brief([1, 2]), brief(["a long text"] * 40)
+        ('[1, 2]', 'a list of 40 str')
     """
     if isinstance(value, torch.nn.Module):
         return type(value).__name__

@@ -42,11 +42,12 @@ class CachedBatches(Batches):
 
     Data of more than `CACHE_BYTES` is not kept, and every pass reads it.
 
-    >>> from tl_layersim.demo import demo_model, demo_text
-    >>> from tl_layersim.models.hooked import HookedSource
-    >>> batches = CachedBatches(iter(demo_text()[:3]), HookedSource(demo_model()).model)
-    >>> len(list(batches)), len(list(batches))
-    (1, 1)
+    Examples:
+        >>> from tl_layersim.demo import demo_model, demo_text
+        >>> from tl_layersim.models.hooked import HookedSource
+        >>> batches = CachedBatches(iter(demo_text()[:3]), HookedSource(demo_model()).model)
+        >>> len(list(batches)), len(list(batches))
+        (1, 1)
     """
 
     _store: _Store = field(default_factory=_Store, init=False, repr=False, compare=False)

@@ -27,8 +27,9 @@ class DataOptions:
     Raises:
         LayersimError: a number is below its smallest value, or no position of a row is left.
 
-    >>> DataOptions(batch_size=4).record()["batch_size"]
-    4
+    Examples:
+        >>> DataOptions(batch_size=4).record()["batch_size"]
+        4
     """
 
     batch_size: int = 16

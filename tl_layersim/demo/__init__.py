@@ -17,8 +17,9 @@ def demo_model(aligned: bool = False) -> Any:
     Args:
         aligned: load the model after aligned training, whose shallow layers predict tokens well too.
 
-    >>> demo_model().config.num_hidden_layers
-    8
+    Examples:
+        >>> demo_model().config.num_hidden_layers
+        8
     """
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -35,8 +36,9 @@ def demo_model(aligned: bool = False) -> Any:
 def demo_text() -> list[str]:
     """Texts for the demo model: short stories and notes that were written for this package.
 
-    >>> len(demo_text()) > 20
-    True
+    Examples:
+        >>> len(demo_text()) > 20
+        True
     """
     text = (files(__package__) / "text.txt").read_text(encoding="utf-8")
     return [piece.strip() for piece in text.split("\n\n") if piece.strip()]

@@ -62,7 +62,7 @@ class EarlyExit:
         fill caches with copies of hidden states, where this class runs the layers later. Zhou et al. 2020 (arXiv 2006.04152)
         for patience.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> early = lsim.EarlyExit(lsim.demo_model(), threshold=0.9, at=(4,))
         >>> early.generate("Once upon a", max_new_tokens=4).texts

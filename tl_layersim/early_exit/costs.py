@@ -42,7 +42,7 @@ class ExitCosts:
         Schuster et al. 2022 (arXiv 2207.07061), section 3.5, on the cost of confidence measures. Counting by weights read is
         this package's.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> costs = lsim.ExitCosts.count(lsim.demo_model())
         >>> costs.check > costs.block

@@ -28,7 +28,7 @@ def frequent_tokens(model: Any, data: Any, size: int, *, max_tokens: int | None 
     Returns:
         Ids, the most frequent first.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> len(lsim.frequent_tokens(lsim.demo_model(), lsim.demo_text(), 200))
         200

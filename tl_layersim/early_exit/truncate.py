@@ -39,7 +39,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3; nostalgebraist 2020 for the logit lens.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> lsim.truncate(lsim.demo_model(), 5).config.num_hidden_layers
         5

@@ -70,7 +70,7 @@ class ForwardRun:
     A hook that calls `stop` ends the forward pass, and execution continues after the `with` block. A `StopForward` of another
     run passes through.
 
-    Example:
+    Examples:
         >>> import torch
         >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(3, 3))  # the second would raise
         >>> seen = []

@@ -283,10 +283,11 @@ def call_options(module: torch.nn.Module, batch: Batch) -> dict[str, Any]:
 def classes_with_head(name: str) -> str:
     """Names of the transformers classes that load a model of this class with a head, for a message.
 
-    >>> classes_with_head("BertModel")
-    'AutoModelForMaskedLM or AutoModelForSequenceClassification'
-    >>> classes_with_head("LlamaModel")
-    'AutoModelForCausalLM'
+    Examples:
+        >>> classes_with_head("BertModel")
+        'AutoModelForMaskedLM or AutoModelForSequenceClassification'
+        >>> classes_with_head("LlamaModel")
+        'AutoModelForCausalLM'
     """
     from transformers.models.auto import modeling_auto as auto
 

@@ -102,8 +102,9 @@ class ServerOffer:
 def layer_names(blocks: int) -> tuple[str, ...]:
     """TransformerLens names of the residual layers of a model with this number of blocks.
 
-    >>> layer_names(2)
-    ('blocks.0.hook_resid_pre', 'blocks.0.hook_resid_post', 'blocks.1.hook_resid_post')
+    Examples:
+        >>> layer_names(2)
+        ('blocks.0.hook_resid_pre', 'blocks.0.hook_resid_post', 'blocks.1.hook_resid_post')
     """
     return block_sites(range(blocks))
 
@@ -111,8 +112,9 @@ def layer_names(blocks: int) -> tuple[str, ...]:
 def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
     """TransformerLens names of the residual layers of these blocks: the first block's input, and every block's output.
 
-    >>> block_sites([1, 3])
-    ('blocks.1.hook_resid_pre', 'blocks.1.hook_resid_post', 'blocks.3.hook_resid_post')
+    Examples:
+        >>> block_sites([1, 3])
+        ('blocks.1.hook_resid_pre', 'blocks.1.hook_resid_post', 'blocks.3.hook_resid_post')
     """
     return (f"blocks.{numbers[0] if numbers else 0}.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in numbers))
 
@@ -120,8 +122,9 @@ def block_sites(numbers: Sequence[int]) -> tuple[str, ...]:
 def entering(name: str) -> str:
     """Name of the input site of the block or module whose output site is `name`.
 
-    >>> entering("blocks.3.hook_resid_post"), entering("layers.1.mlp")
-    ('blocks.3.hook_resid_pre', 'layers.1.mlp.input')
+    Examples:
+        >>> entering("blocks.3.hook_resid_post"), entering("layers.1.mlp")
+        ('blocks.3.hook_resid_pre', 'layers.1.mlp.input')
     """
     end = ".hook_resid_post"
     return f"{name.removesuffix(end)}.hook_resid_pre" if name.endswith(end) else f"{name}.input"
@@ -130,7 +133,8 @@ def entering(name: str) -> str:
 def module_sites(paths: Sequence[str]) -> tuple[str, ...]:
     """Site names of these modules, from their module paths: the first module's input, and every module's output.
 
-    >>> module_sites(["layers.0.mlp", "layers.1.mlp"])
-    ('layers.0.mlp.input', 'layers.0.mlp', 'layers.1.mlp')
+    Examples:
+        >>> module_sites(["layers.0.mlp", "layers.1.mlp"])
+        ('layers.0.mlp.input', 'layers.0.mlp', 'layers.1.mlp')
     """
     return (f"{paths[0]}.input", *paths)

@@ -75,8 +75,9 @@ AXES = {
 def quantity(result_class: str, field: str) -> str:
     """A field in words, with its unit; of a field that is not listed, its name as words.
 
-    >>> quantity("LogitLensResult", "cross_entropy"), quantity("OwnResult", "mean_margin")
-    ('Cross-entropy (nats)', 'Mean margin')
+    Examples:
+        >>> quantity("LogitLensResult", "cross_entropy"), quantity("OwnResult", "mean_margin")
+        ('Cross-entropy (nats)', 'Mean margin')
     """
     return QUANTITIES.get(f"{result_class}.{field}") or QUANTITIES.get(field) or _words(field)
 
@@ -84,8 +85,9 @@ def quantity(result_class: str, field: str) -> str:
 def axis_title(axis: str) -> str:
     """An axis in words, with its unit.
 
-    >>> axis_title("length"), axis_title("head_number")
-    ('Prompt length (tokens)', 'Head number')
+    Examples:
+        >>> axis_title("length"), axis_title("head_number")
+        ('Prompt length (tokens)', 'Head number')
     """
     return AXES.get(axis) or _words(axis)
 

@@ -57,10 +57,11 @@ def short_names(names: tuple[str, ...]) -> list[str]:
 
     Sites that are no blocks keep their path, without the prefix that all of them share.
 
-    >>> short_names(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"))
-    ['embed', '0']
-    >>> short_names(("model.layers.0.mlp.input", "model.layers.0.mlp", "model.layers.1.mlp"))
-    ['into 0.mlp', '0.mlp', '1.mlp']
+    Examples:
+        >>> short_names(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"))
+        ['embed', '0']
+        >>> short_names(("model.layers.0.mlp.input", "model.layers.0.mlp", "model.layers.1.mlp"))
+        ['into 0.mlp', '0.mlp', '1.mlp']
     """
     if not all(name.startswith("blocks.") for name in names):
         parts = [name.removesuffix(".input").split(".") for name in names]
@@ -82,8 +83,9 @@ def short_names(names: tuple[str, ...]) -> list[str]:
 def token_text(token: str, bold: bool = False) -> str:
     """A token as text that plotly does not read as markup.
 
-    >>> token_text("<b>"), token_text("")
-    ('&lt;b&gt;', '(empty)')
+    Examples:
+        >>> token_text("<b>"), token_text("")
+        ('&lt;b&gt;', '(empty)')
     """
     plain = html.escape(token).replace("\n", "\\n") or "(empty)"
     return f"<b>{plain}</b>" if bold else plain

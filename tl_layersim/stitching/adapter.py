@@ -31,7 +31,7 @@ class Adapter(nn.Module):
         Brown et al. 2023 (arXiv 2310.14993), section 3 and appendix C.1; `affine-norm` in the form of Belrose et al. 2023
         (arXiv 2303.08112).
 
-    Example:
+    Examples:
         >>> import torch, tl_layersim as lsim
         >>> turn = lsim.Adapter("linear", torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
         >>> turn(torch.tensor([1.0, 2.0]))

@@ -103,7 +103,7 @@ def stitch(
         Brown et al. 2023 (arXiv 2310.14993), sections 2 and 3, appendix C.1; Bansal, Nakkiran and Barak 2021 (arXiv
         2106.07682).
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
         >>> same = lsim.stitch(model, model, lsim.demo_text()[:8], at=(4, 4), adapter="identity")
@@ -197,7 +197,7 @@ def stitch_grid(
     Source:
         Brown et al. 2023 (arXiv 2310.14993), figures 1 and 2.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
         >>> grid = lsim.stitch_grid({"a": model, "b": model}, lsim.demo_text()[:4], layers=[2, 6], adapter="identity")

@@ -76,9 +76,10 @@ class StitchTraining:
     def rate(self, step: int) -> float:
         """The learning rate of torch's SGD at a step, counted from 0.
 
-        >>> rates = [StitchTraining(steps=10, warmup=2).rate(step) for step in (0, 1, 2, 9)]
-        >>> [round(rate, 4) for rate in rates]
-        [0.05, 0.1, 0.1, 0.0125]
+        Examples:
+            >>> rates = [StitchTraining(steps=10, warmup=2).rate(step) for step in (0, 1, 2, 9)]
+            >>> [round(rate, 4) for rate in rates]
+            [0.05, 0.1, 0.1, 0.0125]
         """
         warmup = self.steps // 10 if self.warmup is None else self.warmup
         fraction = (step + 1) / warmup if step < warmup else (self.steps - step) / (self.steps - warmup)

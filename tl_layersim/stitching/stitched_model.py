@@ -78,7 +78,7 @@ class StitchedModel(nn.Module):
         Raises:
             LayersimError: the back cannot generate.
 
-        Example:
+        Examples:
             >>> import tl_layersim as lsim
             >>> model = lsim.demo_model()
             >>> same = lsim.stitch(model, model, lsim.demo_text()[:4], at=(3, 3), adapter="identity")

@@ -105,7 +105,7 @@ def train_adapters(
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; Hu et al. 2022 (arXiv 2106.09685) for low-rank maps.
 
-    Example:
+    Examples:
         >>> import nnsight, tl_layersim as lsim
         >>> demo = lsim.demo_model()
         >>> model = nnsight.TransformersModel(demo, task="text-generation", tokenizer=demo.tokenizer)

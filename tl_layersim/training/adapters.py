@@ -102,7 +102,7 @@ class AlignedAdapters(Result):
         Raises:
             LayersimError: the model has another width than that of the training, or lacks the blocks of the adapters.
 
-        Example:
+        Examples:
             >>> import nnsight, tl_layersim as lsim
             >>> demo = lsim.demo_model()
             >>> model = nnsight.TransformersModel(demo, task="text-generation", tokenizer=demo.tokenizer)

@@ -59,7 +59,7 @@ def aligned_loss(
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; w_l from appendix B.3.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
         >>> loss = lsim.aligned_loss(model, model.tokenizer(lsim.demo_text()[0], return_tensors="pt").input_ids)

@@ -89,7 +89,7 @@ def finetune_aligned(
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3, appendices B.3 and C.2.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> model = lsim.demo_model()
         >>> training = lsim.AlignedTraining(steps=2, lr=1e-4)

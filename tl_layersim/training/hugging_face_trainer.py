@@ -42,7 +42,7 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> from transformers import TrainingArguments
         >>> model = lsim.demo_model()

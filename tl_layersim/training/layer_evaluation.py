@@ -79,7 +79,7 @@ def evaluate_layers(
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), figures 5 to 9, 16, appendix C.2.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> report = lsim.evaluate_layers(lsim.demo_model(), lsim.demo_model(aligned=True), lsim.demo_text()[:8])
         >>> first, second = report["layers"].early_share

@@ -141,8 +141,9 @@ def diversity(tokens: list[int]) -> float:
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix C.2.
 
-    >>> round(diversity([1, 2, 1, 2, 1]), 4)
-    0.3333
+    Examples:
+        >>> round(diversity([1, 2, 1, 2, 1]), 4)
+        0.3333
     """
     product = 1.0
     for n in (2, 3, 4):

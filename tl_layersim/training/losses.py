@@ -26,8 +26,9 @@ def layer_weights(weights: Weights, n_layers: int) -> list[float]:
     Raises:
         LayersimError: the number of weights is not that of the layers, a weight is negative, or they do not sum to 1.
 
-    >>> layer_weights("linear", 3)
-    [0.16666666666666666, 0.3333333333333333, 0.5]
+    Examples:
+        >>> layer_weights("linear", 3)
+        [0.16666666666666666, 0.3333333333333333, 0.5]
     """
     if weights == "linear":
         return [2 * layer / (n_layers * (n_layers + 1)) for layer in range(1, n_layers + 1)]

@@ -56,7 +56,7 @@ class AlignedTraining:
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5, appendices B.3 and C.2.
 
-    Example:
+    Examples:
         >>> import tl_layersim as lsim
         >>> training = lsim.AlignedTraining(steps=4, warmup=2, lr=1e-3)
         >>> [training.rate(step) for step in range(4)]

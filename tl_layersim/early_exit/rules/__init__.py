@@ -12,8 +12,9 @@ from .base import ExitRule
 def exit_rules() -> dict[str, type[ExitRule]]:
     """All exit rules by name: the subclasses of `ExitRule` that the modules of this package define.
 
-    >>> sorted(exit_rules())
-    ['cosine', 'margin', 'max-prob', 'patience']
+    Examples:
+        >>> sorted(exit_rules())
+        ['cosine', 'margin', 'max-prob', 'patience']
     """
     return discovered(__name__, __path__, ExitRule)  # type: ignore[type-abstract]
 

@@ -48,11 +48,11 @@ class ExitRule(ABC):
         shortlist: token ids over which logits are computed, None for the whole vocabulary.
 
     Class attributes:
-        name: value of `rule=` in `EarlyExit` and `ExitCosts`.
-        reads_logits: whether the rule reads logits, so that each check costs an unembedding.
-        has_exit_curve: whether `ExitCurve` measures the exits of this rule.
-        lowest: lowest possible threshold.
-        unreachable: lowest threshold at which no token ever exits.
+        - `name`: value of `rule=` in `EarlyExit` and `ExitCosts`.
+        - `reads_logits`: whether the rule reads logits, so that each check costs an unembedding.
+        - `has_exit_curve`: whether `ExitCurve` measures the exits of this rule.
+        - `lowest`: lowest possible threshold.
+        - `unreachable`: lowest threshold at which no token ever exits.
 
     Raises:
         LayersimError: the threshold is out of range.

@@ -17,7 +17,7 @@ class CosineRule(ExitRule):
     Source:
         Schuster et al. 2022 (arXiv 2207.07061), section 3.5, "hidden-state saturation".
 
-    Example:
+    Examples:
         >>> import torch
         >>> x, y = torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([[1.0, 0.1], [0.0, 1.0]])
         >>> CosineRule(0.9).exits(CheckedTokens(torch.zeros(2, 0), x, y, torch.arange(2)), {})

@@ -16,7 +16,7 @@ class MarginRule(ExitRule):
     Source:
         Schuster et al. 2022 (arXiv 2207.07061), section 3.5, "softmax response".
 
-    Example:
+    Examples:
         >>> import torch
         >>> logits = torch.tensor([[3.0, 0.0], [2.0, 0.0]])  # probabilities 0.95 and 0.05, 0.88 and 0.12
         >>> MarginRule(0.8).exits(CheckedTokens(logits, logits, logits, torch.arange(2)), {})

@@ -16,7 +16,7 @@ class MaxProbRule(ExitRule):
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3.
 
-    Example:
+    Examples:
         >>> import torch
         >>> logits = torch.tensor([[3.0, 0.0], [1.0, 0.0]])  # largest probabilities 0.95 and 0.73
         >>> MaxProbRule(0.9).exits(CheckedTokens(logits, logits, logits, torch.arange(2)), {})

@@ -15,7 +15,7 @@ class PatienceRule(ExitRule):
     Source:
         Zhou et al. 2020 (arXiv 2006.04152).
 
-    Example:
+    Examples:
         >>> import torch
         >>> logits = torch.tensor([[3.0, 0.0]])
         >>> rule = PatienceRule(2)

@@ -14,8 +14,9 @@ from .base import AdapterKind
 def find_adapter_kinds() -> dict[str, type[AdapterKind]]:
     """All kinds of adapters by name.
 
-    >>> sorted(find_adapter_kinds())
-    ['affine', 'affine-norm', 'identity', 'linear']
+    Examples:
+        >>> sorted(find_adapter_kinds())
+        ['affine', 'affine-norm', 'identity', 'linear']
     """
     return _kinds_in(tuple(__path__))
 

@@ -20,10 +20,10 @@ class AdapterKind(ABC):
     they travel to NDIF servers as source.
 
     Class attributes:
-        name: the name that users write and that files hold.
-        has_weight: whether there is a $W$. A kind without one is the map $\varphi$ itself, and nothing of it is fitted.
-        has_bias: whether there is a $b$. The closed form then centres features and targets.
-        needs_equal_widths: whether both residual streams must be of one width.
+        - `name`: the name that users write and that files hold.
+        - `has_weight`: whether there is a $W$. A kind without one is the map $\varphi$ itself, and nothing of it is fitted.
+        - `has_bias`: whether there is a $b$. The closed form then centres features and targets.
+        - `needs_equal_widths`: whether both residual streams must be of one width.
     """
 
     name: ClassVar[str]

@@ -13,8 +13,9 @@ from .base import Objective
 def find_objectives() -> dict[str, type[Objective]]:
     """All training objectives by name.
 
-    >>> sorted(find_objectives())[:2]
-    ['aligned', 'cosine-reg']
+    Examples:
+        >>> sorted(find_objectives())[:2]
+        ['aligned', 'cosine-reg']
     """
     return discovered(__name__, __path__, Objective)  # type: ignore[type-abstract]
 
