@@ -45,24 +45,24 @@ class Case:
         self.batch = next(iter(Batches(tokens, source.model, DataOptions(batch_size=len(tokens)))))
         self.view = source.collect(self.batch)
         self.weight = models.hf.lm_head.weight.detach()
-        self.layers = self.view.residual.shape[0] - 1
+        self.layers = self.view.activations.shape[0] - 1
         # As many rows at once as the lens takes.
         self.rows = int(MEMORY_MB * 2**20 / (4 * len(self.weight))) // self.layers * self.layers
 
     def fresh(self) -> View:
         """The view without what an earlier run remembered."""
         v = self.view
-        return View(v.residual, v.tokens, v.sequence, v.position, v.next_token, v.row, unembed=v.unembed)
+        return View(v.activations, v.tokens, v.sequence, v.position, v.next_token, v.row, unembed=v.unembed)
 
     def bare(self) -> None:
         """L matrix products, one block after the other, in chunks of as many rows; nothing is made of them."""
-        for layer in self.view.residual[1:]:
+        for layer in self.view.activations[1:]:
             for start in range(0, len(layer), self.rows):
                 layer[start : start + self.rows] @ self.weight.T
 
     def bare_whole(self) -> None:
         """L matrix products, each of all tokens of the batch at once."""
-        for layer in self.view.residual[1:]:
+        for layer in self.view.activations[1:]:
             layer @ self.weight.T
 
     def kernel(self, analyzer: Analyzer) -> None:

@@ -81,7 +81,7 @@ def from_views(analyzer: Analyzer, views: list[View]) -> lsim.Result:
     first_kernel = analyzer.first_kernel()
     first = total(first_kernel) if first_kernel is not None else Sums()
     sums = total(analyzer.kernel(first))
-    return analyzer.compute(sums, layer_run(views[0].residual.shape[0], first))
+    return analyzer.compute(sums, layer_run(views[0].activations.shape[0], first))
 
 
 def worst(a: lsim.Result, b: lsim.Result) -> float:

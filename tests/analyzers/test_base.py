@@ -20,7 +20,7 @@ def analyzer(**parts):
 
 
 def grows(view):
-    return {"x": view.residual.sum((0, 2))}
+    return {"x": view.activations.sum((0, 2))}
 
 
 BAD_ANALYZERS = {

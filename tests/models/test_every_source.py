@@ -118,7 +118,7 @@ def test_autocast_around_the_call_does_not_reach_the_sums(data):
     seen = []
 
     def kernel(view):
-        x = view.residual[1]
+        x = view.activations[1]
         seen.append((x @ x.T).dtype)
         return {"n": torch.tensor(1)}
 

@@ -90,7 +90,7 @@ def lsim_analyzer(function):
 
 
 def mean_norm(view):
-    return {"norm": view.residual.double().norm(dim=-1).sum(1), "count": torch.tensor(view.residual.shape[1])}
+    return {"norm": view.activations.double().norm(dim=-1).sum(1), "count": torch.tensor(view.activations.shape[1])}
 
 
 def run_page(name: str) -> None:

@@ -81,11 +81,11 @@ class Own(Analyzer):
 
 
 def norms(view):
-    return {"norm": scaled(view), "count": torch.tensor(view.residual.shape[1])}
+    return {"norm": scaled(view), "count": torch.tensor(view.activations.shape[1])}
 
 
 def scaled(view):
-    return view.residual.double().norm(dim=-1).sum(1) * 2.0
+    return view.activations.double().norm(dim=-1).sum(1) * 2.0
 """
 
 

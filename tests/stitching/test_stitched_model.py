@@ -91,7 +91,7 @@ class TestStitchedModel:
         [batch] = lsim_batches(rows(4), 4)
         for at in ((1, 0), (0, 0), (2, 1)):
             joined = lsim.stitch(front, back, rows(4), at=at, adapter=lsim.Adapter("linear", torch.eye(32) * 2)).model
-            seen = open_source(joined).collect(batch).residual[0]
+            seen = open_source(joined).collect(batch).activations[0]
             torch.testing.assert_close(seen, 2 * split_model.hidden(batch, at[0]).reshape(-1, 32))
 
     def test_another_adapter_is_another_model(self, tmp_path):

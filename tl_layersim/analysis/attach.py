@@ -298,7 +298,7 @@ def _joined(views: list[View]) -> View:
         rows.append(view.sequence + offset)
         offset += int(view.sequence.max()) + 1
     return View(
-        residual=torch.cat([v.residual for v in views], dim=1),
+        activations=torch.cat([v.activations for v in views], dim=1),
         tokens=torch.cat([v.tokens for v in views]),
         sequence=torch.cat(rows),
         position=torch.cat([v.position for v in views]),

@@ -247,7 +247,7 @@ def grid_kernel(view: View, *, normed: bool, memory_mb: float) -> dict[str, Tens
 
 def pca_kernel(view: View) -> dict[str, Tensor]:
     """Coordinates `token residual component` in the plane of the last layer's first two principal components."""
-    x = view.residual.double()
+    x = view.activations.double()
     mean = x[-1].mean(0)
     _, sigma, basis = torch.linalg.svd(x[-1] - mean, full_matrices=False)
     plane = basis[:2]

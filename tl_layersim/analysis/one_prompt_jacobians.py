@@ -248,9 +248,9 @@ def jacobians_kernel(
     """
     calls = view.calls
     assert calls is not None
-    device, d = calls[0].hidden.device, view.residual.shape[-1]
+    device, d = calls[0].hidden.device, view.activations.shape[-1]
     options = CouplingOptions((1,), method, "signed", memory_mb, 0)
-    out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.residual.dtype, device=device)
+    out = torch.zeros(len(blocks), len(pairs), d, d, dtype=view.activations.dtype, device=device)
     step_error, differs = torch.zeros(len(blocks), dtype=torch.float64), torch.zeros(len(blocks), dtype=torch.int64)
     for number, block in enumerate(blocks):
         which = connections([(block, *pair) for pair in pairs], device)

@@ -40,7 +40,7 @@ def block_coupling_kernel(
     """
     calls = view.calls
     assert calls is not None
-    blocks, d_model = len(calls), view.residual.shape[-1]
+    blocks, d_model = len(calls), view.activations.shape[-1]
     ends = row_ends(view)
     starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
     at = torch.cat([ends + 1 + p if p < 0 else starts + p for p in positions]).to(calls[0].hidden.device)

@@ -20,11 +20,11 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
         pool: for "sequence", the "mean" of the row's counted tokens, its "last" or its "first".
     """
     if level == "token":
-        return view.residual
+        return view.activations
     ends = row_ends(view)
     if pool == "last":
-        return view.residual[:, ends]
+        return view.activations[:, ends]
     lengths = torch.diff(ends, prepend=ends.new_tensor([-1]))
     if pool == "first":
-        return view.residual[:, ends - lengths + 1]
-    return torch.stack([rows.mean(1) for rows in torch.split(view.residual, lengths.tolist(), dim=1)], dim=1)
+        return view.activations[:, ends - lengths + 1]
+    return torch.stack([rows.mean(1) for rows in torch.split(view.activations, lengths.tolist(), dim=1)], dim=1)

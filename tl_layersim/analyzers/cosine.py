@@ -255,7 +255,7 @@ def mean_kernel(view: View, *, at_head: bool = False) -> dict[str, Tensor]:
         view: activations of one batch.
         at_head: whether to take the positions that the head reads only.
     """
-    x = at_head_positions(view) if at_head else view.residual
+    x = at_head_positions(view) if at_head else view.activations
     return {
         # Layer by layer, because a sum in another dtype first copies all its terms.
         "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in x]),
@@ -270,7 +270,7 @@ def at_head_positions(view: View) -> Tensor:
         view: activations of one batch.
     """
     index = read_positions(view)
-    return view.residual if index is None else view.residual[:, index]
+    return view.activations if index is None else view.activations[:, index]
 
 
 def cosine_kernel(view: View, *, mean: Tensor | None, bins: int, at_head: bool = False) -> dict[str, Tensor]:
@@ -284,7 +284,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int, at_head: bool =
         bins: of each histogram.
         at_head: whether to take the positions that the head reads only.
     """
-    x = at_head_positions(view) if at_head else view.residual
+    x = at_head_positions(view) if at_head else view.activations
     layers, tokens, _ = x.shape
     device = x.device
     out = {

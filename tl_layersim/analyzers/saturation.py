@@ -188,8 +188,8 @@ def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_m
     layer, bad = saturation_layers(view, normed, memory_mb)
     index = read_positions(view)
     index = torch.arange(len(layer), device=layer.device) if index is None else index
-    blocks = view.residual.shape[0] - 1
-    x = view.residual
+    blocks = view.activations.shape[0] - 1
+    x = view.activations
     mean = torch.zeros(len(x), x.shape[-1], dtype=torch.float64) if mean is None else mean
     mean = mean.to(x.device)
     # The mean at the saturation layer and at the last layer, `2 token d_model`.

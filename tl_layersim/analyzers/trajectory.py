@@ -273,7 +273,7 @@ def trajectory_kernel(view: View, *, window: int) -> dict[str, Tensor]:
         view: activations of one batch.
         window: steps of the windowed LSS, 0 for none.
     """
-    x = view.residual
+    x = view.activations
     tokens = x.shape[1]
     columns: dict[str, list[Tensor]] = {}
     for start in range(0, tokens, 256):

@@ -69,10 +69,10 @@ def refuse_not_finite(counts: Sequence[Tensor], layers: Sequence[tuple[str, ...]
     for number, (names, count) in enumerate(zip(layers, counts, strict=True)):
         if len(names) != len(count):
             raise LayersimError(
-                "`view.residual` does not have the layers that `model.layers` names.",
+                "`view.activations` does not have the layers that `model.layers` names.",
                 given=f"{len(count)} residual layers",
                 expected=f"{len(names)}: {names[0]} to {names[-1]}",
-                do="make the source's model.layers and the first axis of view.residual agree",
+                do="make the source's model.layers and the first axis of view.activations agree",
             )
         bad = {name: int(n) for name, n in zip(names, count, strict=True) if n}
         if bad:

@@ -31,7 +31,7 @@ def read_positions(view: View) -> Tensor | None:
 def lens_residual(view: View) -> Tensor:
     """The outputs of all blocks at the positions that the head reads, `layer token d_model`."""
     index = read_positions(view)
-    return view.residual[1:] if index is None else view.residual[1:, index]
+    return view.activations[1:] if index is None else view.activations[1:, index]
 
 
 def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked: int, key: str) -> dict[str, Tensor]:

@@ -206,7 +206,7 @@ class HookedSource(Source):
         if views:
             view = views[0]
             # The batch has all of these fields, also where the embedding of the model is not known and has no hook.
-            known, device = tokens_alone(batch), view.residual.device
+            known, device = tokens_alone(batch), view.activations.device
             names = ("tokens", "next_token", "row", "column", "labels")
             given = {name: getattr(known, name).to(device) for name in names if getattr(known, name) is not None}
             if self.calling and len(calls) != len(self.blocks):

@@ -200,7 +200,7 @@ class _ModuleTree:
 
 def whole_view(view: View) -> dict[str, Tensor]:
     """The kernel that returns the whole view, for models in this process."""
-    fields = ("residual", "tokens", "sequence", "position", "next_token", "row", "column", "labels")
+    fields = ("activations", "tokens", "sequence", "position", "next_token", "row", "column", "labels")
     return {name: getattr(view, name) for name in fields if getattr(view, name) is not None}
 
 
@@ -233,7 +233,7 @@ def _trace(
             here: dict[str, Any] = {name: values.to(buffer.device) for name, values in kept.items()}
             rows = keep.to(buffer.device)
             view = View(
-                residual=buffer,
+                activations=buffer,
                 sequence=rows // pos,
                 position=rows % pos,
                 unembed=unembed,

@@ -337,8 +337,8 @@ class Recorder:
             do="layers=[...] with blocks whose inputs and outputs are batch x pos x d_model",
         )
 
-    def _view(self, frame: Frame, residual: Tensor) -> View:
-        shape, keep = frame.shape, frame.keep.to(residual.device)
+    def _view(self, frame: Frame, activations: Tensor) -> View:
+        shape, keep = frame.shape, frame.keep.to(activations.device)
         tokens, following = torch.zeros(shape, dtype=torch.int64), torch.full(shape, NO_LABEL)
         if frame.tokens is not None:
             if frame.tokens.dim() != 2 or frame.tokens.shape[1] != shape[1] or frame.tokens.shape[0] not in (1, shape[0]):
@@ -351,11 +351,11 @@ class Recorder:
             tokens = frame.tokens.expand(shape)
             following = next_tokens(tokens, frame.attended.to(tokens.device))
         return View(
-            residual=residual,
-            tokens=tokens.to(residual.device).reshape(-1)[keep],
+            activations=activations,
+            tokens=tokens.to(activations.device).reshape(-1)[keep],
             sequence=keep // shape[1],
             position=keep % shape[1],
-            next_token=following.to(residual.device).reshape(-1)[keep],
+            next_token=following.to(activations.device).reshape(-1)[keep],
             unembed=self.lens(),
         )
 

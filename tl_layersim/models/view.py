@@ -26,7 +26,8 @@ class View:
     """The counted tokens of one batch, without padding.
 
     Attributes:
-        residual: `layer token d_model`, float32 (float64 if the model is); layer 0 is the input of block 0.
+        activations: `site sample width`, float32 (float64 if the model is). By default the sites are the residual layers, the
+            input of block 0 first. Sites that are narrower than the widest one are padded with zeros.
         tokens: `token`, token ids.
         sequence: `token`, number of the row in the batch, ascending. Under `attach` every forward pass has its own rows, so a
             cached generation step is a row of one token.
@@ -41,7 +42,7 @@ class View:
         memo: results that one kernel computes and others use.
     """
 
-    residual: Tensor
+    activations: Tensor
     tokens: Tensor
     sequence: Tensor
     position: Tensor
@@ -55,7 +56,7 @@ class View:
 
 
 def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep: Tensor) -> Tensor:
-    """Copy the kept rows of one layer's activations into the buffer that becomes `View.residual`.
+    """Copy the kept rows of one layer's activations into the buffer that becomes `View.activations`.
 
     Each layer is copied at once, so that the model can free its own activations: only one batch of residuals is held.
 
@@ -96,10 +97,10 @@ def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
     """
     before = _set_precision(None)
     try:
-        device = views[0].residual.device.type
+        device = views[0].activations.device.type
         # Outside inference mode too, in which a kernel could not differentiate a block.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type=device, enabled=False):
-            not_finite = [_count_not_finite(view.residual) for view in views]
+            not_finite = [_count_not_finite(view.activations) for view in views]
             if any(bool(count.any()) for count in not_finite):
                 return not_finite, {}
             return not_finite, {name: kernel(*views) for name, kernel in kernels.items()}
@@ -107,11 +108,11 @@ def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
         _set_precision(before)
 
 
-def _count_not_finite(residual: Tensor) -> Tensor:
+def _count_not_finite(activations: Tensor) -> Tensor:
     # A sum is finite only if all its terms are. Terms are counted only where it is not.
-    if bool(torch.isfinite(residual.sum())):
-        return torch.zeros(residual.shape[0], dtype=torch.int64)
-    return (~torch.isfinite(residual)).sum((1, 2)).cpu()
+    if bool(torch.isfinite(activations.sum())):
+        return torch.zeros(activations.shape[0], dtype=torch.int64)
+    return (~torch.isfinite(activations)).sum((1, 2)).cpu()
 
 
 def _set_precision(values: list[str] | None) -> list[str]:
@@ -136,7 +137,7 @@ def tokens_alone(batch: Batch) -> View:
     index = batch.counted.nonzero()
     at = (index[:, 0], index[:, 1])
     return View(
-        residual=torch.empty(0, len(index), 0),
+        activations=torch.empty(0, len(index), 0),
         tokens=batch.tokens[at],
         sequence=index[:, 0],
         position=index[:, 1],

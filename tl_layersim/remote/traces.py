@@ -73,7 +73,7 @@ def submit(
                     lens = None if unembed is None else remote_lens(unembed, hidden)
                     calls = tuple(noted) if calling else None
                     at = {"sequence": rows // width, "position": rows % width}
-                    view = View(residual=buffer, unembed=lens, calls=calls, **at, **here)
+                    view = View(activations=buffer, unembed=lens, calls=calls, **at, **here)
                     push(stack, 1, on_cpu(reduce(kernels, view)), add_batch_sums)
         found = nnsight.save(stack)
     sums: list[tuple[int, BatchSums]] = found

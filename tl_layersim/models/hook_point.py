@@ -1,0 +1,64 @@
+"""HookPoint: a named place in a model at which activations are read, and the part of a tensor that belongs to it.
+
+`at_point` is shipped to NDIF servers by value, as source: it uses torch and the standard library alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# Index of one axis: a number, or a slice with start, stop and step.
+Index = int | slice
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of the last axis of a tensor, such as the queries in the output of a fused projection, or one head.
+
+    Attributes:
+        shape: into which the last axis is split, such as `(3, heads, d_head)`.
+        index: one entry for each of the first axes of `shape`, which selects the part.
+
+    Examples:
+        >>> import torch
+        >>> fused = torch.arange(12.0).view(1, 1, 12)  # batch pos (q k v, head, d_head)
+        >>> at_point(fused, Part((3, 2, 2), (1,)))  # the keys of both heads
+        tensor([[[4., 5., 6., 7.]]])
+        >>> at_point(fused, Part((3, 2, 2), (1, 1)))  # the keys of head 1
+        tensor([[[6., 7.]]])
+    """
+
+    shape: tuple[int, ...]
+    index: tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A named place in a model at which activations are read.
+
+    Attributes:
+        name: TransformerLens's name of the place, such as `blocks.3.hook_attn_out` or `blocks.3.attn.hook_z[5]`, or the module
+            path where TransformerLens has no name.
+        module: path of the module that is hooked.
+        incoming: whether the module's input is read; else its output.
+        part: the part of the tensor that belongs to the place; None for all of it.
+    """
+
+    name: str
+    module: str
+    incoming: bool = False
+    part: Part | None = None
+
+
+def at_point(hidden: Tensor, part: Part | None) -> Tensor:
+    """The activations of a hook point, `batch pos width`, from the tensor of its module.
+
+    Args:
+        hidden: `batch pos ...`, the input or output of the module; heads may have an axis of their own.
+        part: as in `HookPoint`.
+    """
+    if hidden.dim() > 3:
+        hidden = hidden.flatten(2)
+    return hidden if part is None else hidden.unflatten(-1, part.shape)[(slice(None), slice(None), *part.index)].flatten(2)
