@@ -132,16 +132,31 @@ def test_autocast_around_the_call_does_not_reach_the_sums(data):
     assert seen == [torch.float32]
 
 
-def test_layers_on_several_devices_are_gathered():
-    """`place` is what gathers; a second device that every machine has is `meta`'s opposite number, so both are faked on CPU."""
-    from tl_layersim.models.view import place
+def test_sites_of_several_dtypes_and_widths_are_gathered():
+    from tl_layersim.models.site_buffer import SiteBuffer
 
-    keep = torch.tensor([0, 2])
+    buffer = SiteBuffer(("a", "b", "c"), torch.tensor([0, 2]), (1, 3), pooled=False)
     first = torch.arange(12.0).view(1, 3, 4)
-    buffer = place(None, 0, 2, first, keep)
-    buffer = place(buffer, 1, 2, (first + 1).to(torch.bfloat16), keep)
-    assert buffer.dtype == torch.float32
-    assert buffer.tolist() == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[1, 2, 3, 4], [9, 10, 11, 12]]]
+    buffer.put(1, (first[..., :3] + 1).to(torch.bfloat16))
+    buffer.put(0, first)
+    assert buffer.activations.isnan().any(2).any(1).tolist() == [False, False, True]
+    buffer.put(2, first.view(1, 3, 2, 2))
+    assert buffer.activations.dtype == torch.float32
+    wide = [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert buffer.activations.tolist() == [wide, [[1, 2, 3, 0], [9, 10, 11, 0]], wide]
+    assert buffer.widths == (4, 3, 4)
+
+
+def test_means_of_rows_are_samples():
+    from tl_layersim.models.site_buffer import SiteBuffer
+
+    # Row 0 counts positions 1 and 2, row 1 none, row 2 position 0.
+    buffer = SiteBuffer(("a",), torch.tensor([1, 2, 6]), (3, 3), pooled=True)
+    hidden = torch.arange(18.0).view(3, 3, 2)
+    buffer.put(0, hidden)
+    assert buffer.activations.tolist() == [[[3.0, 4.0], [12.0, 13.0]]]
+    assert buffer.fields()["sequence"].tolist() == [0, 2]
+    assert buffer.samples.tolist() == [2, 6]
 
 
 def test_a_source_says_what_it_can_do(tmp_path):

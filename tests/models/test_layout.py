@@ -108,5 +108,5 @@ def test_blocks_that_are_no_residual_are_refused():
             return self.pool(self.wide(self.words(tokens)))
 
     for layers in (["wide"], ["wide", "pool"]):
-        with pytest.raises(lsim.LayersimError, match=r"shape of a residual stream(.|\n)*8 x 20 x 9(.|\n)*8 x 20 x 8"):
+        with pytest.raises(lsim.LayersimError, match=r"MATCHER"):
             lsim.analyze(Own(), random_tokens(), "cka", layers=layers)

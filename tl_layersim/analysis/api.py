@@ -18,6 +18,7 @@ from ..data.batches import Batches
 from ..data.options import DataOptions
 from ..remote.open import open_source
 from .run_analysis import run_analysis
+from .site_plan import DEFAULT, AtArgument, plan_sites
 from .submitted_run import RemoteRun
 from .validation import AnalyzersArgument, DataArgument, choose_analyzers, shared_tokens, with_tokenizer
 
@@ -33,6 +34,8 @@ class _Computes(Protocol[R_co]):
 class _Keywords(TypedDict, total=False):
     """Keywords that `analyze` and `compare` share, for type checkers."""
 
+    at: AtArgument
+    per_head: bool
     tokenizer: Any
     batch_size: int
     seq_len: int | None
@@ -79,6 +82,8 @@ def analyze(
     data: DataArgument,
     analyzers: AnalyzersArgument,
     *,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
     remote: bool | str = False,
@@ -105,6 +110,11 @@ def analyze(
         data: a list of texts, a token tensor `batch pos`, a mapping with `input_ids` and `attention_mask`, a
             `datasets.Dataset` or `IterableDataset`, or an iterable of these.
         analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options.
+        at: the sites to read. Families: "resid_post" (the input of block 0 and every block's output), "resid_mid", "attn_out",
+            "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; a list of names of hook points or
+            of module paths; a pattern such as "blocks.*.hook_attn_out"; or a function of names that returns True for those to
+            read. `sites` lists what a model has. Analyzers that need the residual stream refuse other sites.
+        per_head: read each head of "z", "q", "k" or "v" as a site of its own, such as `blocks.3.attn.hook_z[5]`.
         layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
         unembed: paths of the final norm and of the modules after it up to the logits, for layouts that are not known; the norm
             first, if there is one.
@@ -140,12 +150,13 @@ def analyze(
     chosen = choose_analyzers(analyzers)
     _refuse_idle_options(remote, blocking, checkpoint)
     source = open_source(model, layers=layers, unembed=unembed, remote=remote, tokens_per_request=tokens_per_request)
+    plan = plan_sites([source], chosen, at, per_head)
     described = with_tokenizer(source.model, tokenizer)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
     batches = Batches(
         data, described, DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column), labelled
     )
-    return run_analysis([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed}, blocking)
+    return run_analysis([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed}, plan, blocking)
 
 
 @overload
@@ -165,6 +176,8 @@ def compare(
     data: DataArgument,
     analyzers: Any,
     *,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
     layers: tuple[list[str] | None, list[str] | None] = (None, None),
     remote: bool | str | tuple[bool | str, bool | str] = False,
     tokenizer: Any = None,
@@ -184,6 +197,8 @@ def compare(
         model_b: gives the columns.
         data: as in `analyze`, tokenised once, by the first model's tokenizer.
         analyzers: one analyzer that compares, or several.
+        at: the sites to read in both models, see `analyze`.
+        per_head: see `analyze`.
         layers: paths of the blocks of each model, for layouts that are not known.
         remote: as in `analyze`, for both models or for each. A request runs one model, so statistics of each model's layers
             return from the server and are joined here: for CKA the Gram matrices of minibatches, not the activations. Their
@@ -228,7 +243,8 @@ def compare(
     ]
     shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
     batches = Batches(data, shared, DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column))
-    report = run_analysis(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None})
+    plan = plan_sites(sources, chosen, at, per_head)
+    report = run_analysis(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None}, plan)
     assert isinstance(report, Report)
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))
 

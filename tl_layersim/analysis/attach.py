@@ -29,6 +29,7 @@ from ..models.view import Kernel, View, reduce
 from ..remote.open import open_source
 from .data_pass import add_sums
 from .report_assembly import make_report
+from .site_plan import DEFAULT, AtArgument, SitePlan, plan_sites
 from .validation import AnalyzersArgument, choose_analyzers
 
 BUFFERED_TOKENS = 2048
@@ -42,12 +43,12 @@ class Probe:
     never in the loop.
     """
 
-    def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer]) -> None:
-        self._source, self._analyzers = source, analyzers
+    def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan) -> None:
+        self._source, self._analyzers, self._plan = source, analyzers, plan
         self._masks: WeakKeyDictionary[threading.Thread, Tensor] = WeakKeyDictionary()
         self._lock = threading.RLock()
         self._hooks: ExitStack | None = None
-        kernels = {name: analyzer.kernel(Sums()) for name, analyzer in analyzers.items()}
+        kernels = {name: plan.kernel(name, analyzer.kernel(Sums())) for name, analyzer in analyzers.items()}
         # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
         self._immediate = {name: kernel for name, kernel in kernels.items() if analyzers[name].needs_unembed}
         self._deferred = {name: kernel for name, kernel in kernels.items() if name not in self._immediate}
@@ -131,12 +132,12 @@ class Probe:
         sums = self._with_buffered()
         if self._error:
             raise self._error
-        for analyzer in self._analyzers.values():
-            # The first forward pass may have shown that the modules form no residual stream.
-            analyzer.check_sites(self._source.model)
+        # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
+        self._plan.check_sites(self._analyzers, [self._source])
         tally = Tally({}, self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
         model = replace(self._source.model, dtype=", then ".join(self._dtypes))
-        return make_report(self._analyzers, [model], tally, sums, {}, {"attached": True})
+        models = self._plan.models_by_analyzer([model], [self._source])
+        return make_report(self._analyzers, models, tally, sums, {}, {"attached": True} | self._plan.record())
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""
@@ -239,6 +240,7 @@ class Probe:
 
     def _add(self, view: View) -> None:
         self._forwards += 1
+        self._source.note_widths(view)
         dtype = _dtype_of(self._source)
         if dtype != self._dtype:
             self._dtypes, self._dtype = [*self._dtypes, dtype], dtype
@@ -268,7 +270,7 @@ class Probe:
         try:
             with kernels_alone():
                 not_finite, out = reduce(kernels, view)
-            refuse_not_finite(not_finite, [self._source.model.layers], f"forward pass {self._forwards} or shortly before")
+            refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
             return self._sums | add_sums({name: self._sums[name] for name in kernels}, out)
         except Exception as error:
             self._fail(error)
@@ -303,12 +305,20 @@ def _joined(views: list[View]) -> View:
         sequence=torch.cat(rows),
         position=torch.cat([v.position for v in views]),
         next_token=torch.cat([v.next_token for v in views if v.next_token is not None]),
+        sites=views[0].sites,
+        widths=views[0].widths,
     )
 
 
 @typed
 def attach(
-    model: Any, analyzers: AnalyzersArgument, *, layers: list[str] | None = None, unembed: list[str] | None = None
+    model: Any,
+    analyzers: AnalyzersArgument,
+    *,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    layers: list[str] | None = None,
+    unembed: list[str] | None = None,
 ) -> Probe:
     """Run analyzers on every forward pass of a model inside a `with` block: your own loop, a training step, `generate`.
 
@@ -320,6 +330,8 @@ def attach(
     Args:
         model: HookedTransformer, TransformerBridge or a Hugging Face model.
         analyzers: as in `analyze`, without those that need a first pass over the data.
+        at: the sites to read, see `analyze`.
+        per_head: see `analyze`.
         layers: paths of the blocks, for layouts that are not known.
         unembed: paths of the final norm and the head, for models where they are not found.
 
@@ -354,9 +366,10 @@ def attach(
             expected="blocks of the encoder or of the decoder",
             do="layers=[f'decoder.block.{i}' for i in range(n)]",
         )
-    for analyzer in chosen.values():
-        analyzer.check_sites(source.model)
-        analyzer.check(source.model)
+    plan = plan_sites([source], chosen, at, per_head)
+    plan.check_sites(chosen, [source])
+    for name, analyzer in chosen.items():
+        analyzer.check(*plan.models(name, [source.model], [source]))
         if analyzer.label_source:
             raise LayersimError(
                 f"{type(analyzer).__name__} needs labels from the data, and `attach` receives tokens only.",
@@ -385,4 +398,4 @@ def attach(
                 expected="an analyzer of one pass",
                 do=analyzer.one_pass or "lsim.analyze(model, data, analyzers), which makes two passes",
             )
-    return Probe(source, chosen)
+    return Probe(source, chosen, plan)

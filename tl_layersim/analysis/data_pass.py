@@ -24,9 +24,11 @@ from ..models.activation_checks import lens_gap, refuse_not_finite, refuse_other
 from ..models.hooks import kernels_alone
 from ..models.model_info import Model
 from ..models.source import PartialSums, Source
+from ..models.stream_sums_check import check_stream_sums
 from ..models.view import Kernel, reduce, tokens_alone
 from .checkpoint import tallies_snapshot
 from .remote_comparison import exchange
+from .site_plan import SitePlan
 
 TITLES = {"first": "first pass", "main": "layers"}
 
@@ -118,16 +120,18 @@ class PassReader:
         batches: the data.
         analyzers: by name; each may refuse a batch.
         state: of the pass.
+        plan: the sites that each analyzer reads.
         lens_of: the source whose lens is compared with its logits on the first batch, or None.
-        unsettled: sources of which the first batch shows whether their modules form one residual stream.
+        sources: the models; the first batch shows what is not known of their sites before a forward pass.
         deal: which batches this process takes.
     """
 
     batches: Batches
     analyzers: Mapping[str, Analyzer]
     state: PassState
+    plan: SitePlan
     lens_of: Source | None = None
-    unsettled: Sequence[Source] = ()
+    sources: Sequence[Source] = ()
     deal: Deal = ALONE
 
     def __iter__(self) -> Iterator[Batch]:
@@ -154,14 +158,14 @@ class PassReader:
             raise _other_data(f"{number} batches, where {held.batches} had been read")
 
     def _settle(self, batch: Batch) -> None:
-        """Find out from the first batch with a counted position which modules form a residual stream."""
-        if not self.unsettled or not bool(batch.counted.any()):
+        """Find out from the first batch with a counted position what is not known of the sites before a forward pass."""
+        unsettled = [source for source in self.sources if not source.is_settled]
+        if not unsettled or not bool(batch.counted.any()):
             return
-        for source in self.unsettled:
+        for source in unsettled:
             source.settle(batch)
-            for analyzer in self.analyzers.values():
-                analyzer.check_sites(source.model)
-        self.unsettled = ()
+            check_stream_sums(source, source.stream_sums(), batch)
+        self.plan.check_sites(self.analyzers, self.sources)
 
     def _check(self, batch: Batch) -> None:
         """Refuse a batch that an analyzer cannot take, and on the first one a lens that differs from the model's logits."""
@@ -184,6 +188,7 @@ class DataPass:
         kernels: of the analyzers, by the same names.
         tallies: of all passes of the run, by label; `run` adds this pass's.
         checkpoint: the file that keeps the tallies.
+        plan: the sites that each analyzer reads.
         total: number of counted tokens in the data, None where it is not known.
         deal: which batches this process takes.
         state: sums so far, and the batches that wait for theirs.
@@ -196,6 +201,7 @@ class DataPass:
     kernels: Mapping[str, Kernel]
     tallies: MutableMapping[str, Tally]
     checkpoint: ResumableFile
+    plan: SitePlan
     total: int | None = None
     deal: Deal = ALONE
     state: PassState = field(init=False)
@@ -247,14 +253,13 @@ class DataPass:
         if len(sources) == 1:
             return sources[0].stream(batches, self.kernels, self.state.tally.measured, show)
         if any(source.is_remote for source in sources):
-            return exchange(sources, batches, self.analyzers, show)
+            return exchange(sources, batches, self.analyzers, self.plan, show)
         return ([self._side_by_side(batch)] for batch in batches)
 
     def _reader(self) -> Iterator[Batch]:
         reads_head = self.label == "main" and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
         lens_of = self.sources[0] if self.sources and reads_head else None
-        unsettled = [source for source in self.sources if source.model.stream == "unknown"]
-        return iter(PassReader(self.batches, self.analyzers, self.state, lens_of, unsettled, self.deal))
+        return iter(PassReader(self.batches, self.analyzers, self.state, self.plan, lens_of, self.sources, self.deal))
 
     def _side_by_side(self, batch: Batch) -> PartialSums:
         """The sums of one batch from kernels that take the activations of both models."""
@@ -263,7 +268,7 @@ class DataPass:
             return PartialSums(1, *reduce(self.kernels, *views))
 
     def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
-        names = [source.model.layers for source in self.sources]
+        names = [source.sites for source in self.sources]
         start = self.state.tally.measured
         for part in parts:
             batches = f"batch {start}" if part.count == 1 else f"batches {start} to {start + part.count - 1}"

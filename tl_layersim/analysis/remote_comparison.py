@@ -8,6 +8,7 @@ from ..analyzers.base import Analyzer, Exchange
 from ..core.errors import LayersimError, in_words
 from ..data.batches import Batch
 from ..models.source import PartialSums, Source
+from .site_plan import SitePlan
 
 
 def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
@@ -31,7 +32,11 @@ def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
 
 
 def exchange(
-    sources: Sequence[Source], batches: Iterator[Batch], analyzers: Mapping[str, Analyzer], show: Callable[[str], None]
+    sources: Sequence[Source],
+    batches: Iterator[Batch],
+    analyzers: Mapping[str, Analyzer],
+    plan: SitePlan,
+    show: Callable[[str], None],
 ) -> Iterator[list[PartialSums]]:
     """Run each batch on one model, then on the other, and join the statistics of both.
 
@@ -39,15 +44,18 @@ def exchange(
         sources: the two models.
         batches: in the order of the data.
         analyzers: by name.
+        plan: the sites that each analyzer reads.
         show: takes a few words on which model runs.
     """
     by_name = exchanges(analyzers)
-    kernels = {name: item.kernel for name, item in by_name.items()}
+    kernels = [
+        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()} for number in range(len(sources))
+    ]
     for batch in batches:
         not_finite, sides = [], []
         for number, source in enumerate(sources):
             show(f"model {number + 1} of 2")
-            counts, out = source.run(batch, kernels)
+            counts, out = source.run(batch, kernels[number])
             not_finite += counts
             sides.append(out)
         finite = all(not bool(count.any()) for count in not_finite)
@@ -55,19 +63,26 @@ def exchange(
         yield [PartialSums(1, not_finite, joined)]
 
 
-def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], sizes: Sequence[tuple[int, int]]) -> str:
+def crossing(
+    analyzers: Mapping[str, Analyzer], sources: Sequence[Source], plan: SitePlan, sizes: Sequence[tuple[int, int]]
+) -> str:
     """A sentence on how many bytes the comparison of two models transfers.
 
     Args:
         analyzers: by name.
         sources: the two models; the size of activations is stated where both widths are known.
+        plan: the sites that each analyzer reads.
         sizes: tokens and rows of each batch.
     """
-    layers = [len(source.model.layers) for source in sources]
-    statistics = exchanges(analyzers).values()
-    size = sum(item.size(tokens, rows, number) for item in statistics for tokens, rows in sizes for number in layers)
+    layers = [len(source.sites) for source in sources]
+    size = sum(
+        item.size(tokens, rows, len(choice.numbers))
+        for name, item in exchanges(analyzers).items()
+        for choice in plan.choices[name]
+        for tokens, rows in sizes
+    )
     words = f"{len(sizes)} batches, each run on one model and then on the other; {in_words(size)} cross in all"
-    widths = [source.model.d_model for source in sources]
+    widths = [max(source.widths, default=None) or source.model.d_model for source in sources]
     if all(width is not None for width in widths):
         activations = sum(
             4 * number * (width or 0) * sum(tokens for tokens, _ in sizes) for number, width in zip(layers, widths, strict=True)

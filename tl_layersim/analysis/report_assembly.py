@@ -19,7 +19,7 @@ PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight
 
 def make_report(
     analyzers: Mapping[str, Analyzer],
-    models: Sequence[Model],
+    models_of: Mapping[str, Sequence[Model]],
     tally: Tally,
     sums: Mapping[str, Sums],
     first: Mapping[str, Sums],
@@ -29,7 +29,7 @@ def make_report(
 
     Args:
         analyzers: by name.
-        models: the model, or the two that were compared.
+        models_of: by analyzer, the model with the sites that it read, or the two that were compared.
         tally: counts of the data, and its digest.
         sums: of the main pass, by analyzer.
         first: of the first pass, by analyzer.
@@ -51,6 +51,7 @@ def make_report(
     results = {}
     for name, analyzer in analyzers.items():
         options = {**analyzer.options(), **data_options}
+        models = models_of[name]
         provenance = record(models, tally, options, getattr(analyzer, "seed", None))
         run = Run(models[0].layers, models[-1].layers, provenance, first.get(name, Sums()), models[0].head, models[0].stream)
         result = analyzer.compute(sums[name], run)

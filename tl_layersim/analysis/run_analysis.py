@@ -26,6 +26,7 @@ from .checkpoint import open_checkpoint
 from .data_pass import DataPass, batch_sizes
 from .remote_comparison import crossing
 from .report_assembly import make_report
+from .site_plan import SitePlan
 from .submitted_run import RemoteRun, start
 
 
@@ -35,6 +36,7 @@ def run_analysis(
     analyzers: dict[str, Analyzer],
     path: str | os.PathLike[str] | None,
     opened_with: dict[str, Any],
+    plan: SitePlan,
     blocking: bool = True,
 ) -> Report | RemoteRun:
     """Run analyzers over the batches on one model, or on two to compare.
@@ -45,18 +47,23 @@ def run_analysis(
         analyzers: by name.
         path: of the checkpoint, or None.
         opened_with: options with which the models were opened, for the record.
+        plan: the sites that each analyzer reads.
         blocking: False to send the main pass to a server and return at once.
 
     Raises:
         LayersimError: an analyzer refuses a model or the data, or the data differs from that of the checkpoint.
     """
-    settings = batches.record() | opened_with
-    first_kernels = {name: kernel for name, a in analyzers.items() if (kernel := a.first_kernel()) is not None}
-    _check_arguments(sources, batches, analyzers)
+    settings = batches.record() | opened_with | plan.record()
+    first_kernels = {
+        name: kernel if analyzer.first_without_model else plan.kernel(name, kernel)
+        for name, analyzer in analyzers.items()
+        if (kernel := analyzer.first_kernel()) is not None
+    }
+    _check_arguments(sources, batches, analyzers, plan)
     deal = agree([source.peers() for source in sources])
     checkpoint, tallies = open_checkpoint(path, _identity(sources, analyzers, settings), deal)
     batches = _read_once(sources, batches, {name: analyzers[name] for name in first_kernels})
-    total = _announce(sources, batches, analyzers, len(first_kernels) > 0)
+    total = _announce(sources, batches, analyzers, plan, len(first_kernels) > 0)
     with ExitStack() as stack:
         for source in sources:
             stack.enter_context(source.evaluating())
@@ -67,13 +74,13 @@ def run_analysis(
             with_first = {name: analyzers[name] for name in first_kernels}
             # Counting tokens or labels needs no model.
             models = [] if all(analyzer.first_without_model for analyzer in with_first.values()) else sources
-            DataPass("first", models, batches, with_first, first_kernels, tallies, checkpoint, total, deal).run()
+            DataPass("first", models, batches, with_first, first_kernels, tallies, checkpoint, plan, total, deal).run()
             first = add_over_ranks(tallies["first"].sums, deal)
-        kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in analyzers.items()}
+        kernels = {name: plan.kernel(name, a.kernel(first.get(name, Sums()))) for name, a in analyzers.items()}
         if not blocking:
             digest = tallies["first"].digest if first_kernels else ""
-            return start(on_server(sources[0]), batches, analyzers, kernels, first, settings, digest)
-        DataPass("main", sources, batches, analyzers, kernels, tallies, checkpoint, total, deal).run()
+            return start(on_server(sources[0]), batches, analyzers, kernels, first, settings, plan, digest)
+        DataPass("main", sources, batches, analyzers, kernels, tallies, checkpoint, plan, total, deal).run()
     tally = tallies["main"]
     if first_kernels:
         _refuse_other_rows(tallies["first"], tally)
@@ -83,15 +90,16 @@ def run_analysis(
     if places:
         settings = settings | {"remote": places}
     # A source may know more of its model after a forward pass.
-    return make_report(analyzers, [s.model for s in sources], tally, add_over_ranks(tally.sums, deal), first, settings)
+    read = plan.models_by_analyzer([source.model for source in sources], sources)
+    return make_report(analyzers, read, tally, add_over_ranks(tally.sums, deal), first, settings)
 
 
-def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer]) -> None:
+def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
     """Refuse models and options that an analyzer cannot work with, and print the cost of expensive analyzers."""
-    models = [source.model for source in sources]
-    for analyzer in analyzers.values():
-        analyzer.check_sites(*models)
-        analyzer.check(*models)
+    models = plan.models_by_analyzer([source.model for source in sources], sources)
+    for name, analyzer in analyzers.items():
+        analyzer.check_sites(*models[name])
+        analyzer.check(*models[name])
         if analyzer.prompts and batches.options.pack:
             raise LayersimError(
                 f"`pack` must be False for {type(analyzer).__name__}, which takes each row for a prompt.",
@@ -99,8 +107,8 @@ def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping
                 expected="one text a row",
                 do="pack=False, in a call of its own if other analyzers want packed rows; --no-pack on the command line",
             )
-    for analyzer in analyzers.values():
-        if cost := analyzer.cost(models[0]):
+    for name, analyzer in analyzers.items():
+        if cost := analyzer.cost(models[name][0]):
             tqdm.write(cost, file=sys.stderr)
 
 
@@ -110,6 +118,7 @@ def _identity(sources: list[Source], analyzers: Mapping[str, Analyzer], settings
         "models": [
             (m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in (source.model for source in sources)
         ],
+        "sites": [list(source.sites) for source in sources],
         "analyzers": {
             name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())
             for name, analyzer in analyzers.items()
@@ -155,7 +164,9 @@ def _refuse_other_rows(first: Tally, main: Tally) -> None:
         )
 
 
-def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], twice: bool) -> int | None:
+def _announce(
+    sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], plan: SitePlan, twice: bool
+) -> int | None:
     """Print the cost of a run on servers before it starts; return the number of counted tokens, None if it is not known."""
     remote_sources = [source for source in sources if source.is_remote]
     if not remote_sources or batches.one_shot:
@@ -164,7 +175,7 @@ def _announce(sources: list[Source], batches: Batches, analyzers: Mapping[str, A
     tokens = sum(size.tokens for size in sizes)
     if len(sources) == 2:
         # Printed also where stderr is no terminal, unlike progress bars.
-        tqdm.write(crossing(analyzers, sources, [(size.tokens, size.rows) for size in sizes]), file=sys.stderr)
+        tqdm.write(crossing(analyzers, sources, plan, [(size.tokens, size.rows) for size in sizes]), file=sys.stderr)
     elif sizes:
         largest = max(sizes, key=lambda size: size.positions)
         remote_sources[0].refuse_larger(largest.rows, largest.positions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -56,14 +56,18 @@ class SubmittedAnalysis:
 
     Attributes:
         model: description of the model.
+        sites: names of all sites that the requests read.
+        models: by analyzer, the model with the sites that the analyzer reads.
         analyzers: by name.
-        kernels: of the analyzers.
+        kernels: of the analyzers, of views of all sites.
         first: sums of the first pass, by analyzer.
         settings: how data and model were opened.
         record: when and where the jobs were sent, and the traffic so far.
     """
 
     model: Model
+    sites: tuple[str, ...]
+    models: Mapping[str, Model]
     analyzers: Mapping[str, Analyzer]
     kernels: Mapping[str, Kernel]
     first: Mapping[str, Sums]
@@ -94,7 +98,7 @@ def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
         refuse_other_types(Head, head)
         head = Head(**head)
     # Tuples are lists in JSON; a file of 0.1 has the first of these alone.
-    plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "ends") if name in plain}
+    plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "ends", "widths") if name in plain}
     refuse_other_types(Model, plain)
     first = {name: Sums(_below(f"first/{name}/", tensors)) for name in header["first"]}
     jobs = [_job(number, item, tensors) for number, item in enumerate(header["jobs"])]
@@ -112,6 +116,8 @@ class _Header:
     record: dict[str, Any]
     first: list[Any]
     jobs: list[Any]
+    sites: list[Any]
+    read: dict[str, Any]
 
 
 @dataclass
@@ -131,11 +137,27 @@ class _Record:
     before: dict[str, int]
 
 
+def models_read(read: Mapping[str, Any], model: Model) -> dict[str, Model]:
+    """By analyzer, the model with the sites that the analyzer reads.
+
+    Args:
+        read: by analyzer, the fields of the description that differ from those of `model`.
+        model: with the residual layers.
+    """
+    models = {}
+    for name, own in read.items():
+        fields: dict[str, Any] = {"layers": tuple(own["layers"]), "stream": own["stream"], "widths": tuple(own["widths"])}
+        refuse_other_types(Model, fields)
+        models[name] = replace(model, **fields)
+    return models
+
+
 def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Job:
     batches = []
     for place, kept in enumerate(item["batches"]):
         origins = tuple((row, start) for row, start in kept["origins"])
-        batches.append(Batch(**_below(f"batch/{number}/{place}/", tensors), first=kept["first"], origins=origins))
+        fields: dict[str, Any] = _below(f"batch/{number}/{place}/", tensors)
+        batches.append(Batch(**fields, first=kept["first"], origins=origins, pooled=kept["pooled"]))
     parts = []
     for place, count in enumerate(item["counts"]):
         out: dict[str, dict[str, Tensor]] = {}

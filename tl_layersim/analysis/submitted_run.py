@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ..core.sums import Sums
 from ..data.batches import Batches
 from ..models.activation_checks import refuse_not_finite
 from ..models.model_info import Model
-from ..models.view import Kernel
+from ..models.view import Kernel, at_sites
 from ..remote.client import NdifClient
 from ..remote.failures import TransientFailure
 from ..remote.open import on_server, open_source
@@ -34,7 +35,8 @@ from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
 from .data_pass import PassReader, PassState, take_steps
 from .report_assembly import make_report
-from .saved_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, parsed, recipe_of
+from .saved_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, models_read, parsed, recipe_of
+from .site_plan import SitePlan
 from .validation import AnalyzersArgument, choose_analyzers
 
 # Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.
@@ -135,7 +137,9 @@ class RemoteRun:
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
                     "attempts": job.attempts,
-                    "batches": [{"first": batch.first, "origins": batch.origins} for batch in job.batches],
+                    "batches": [
+                        {"first": batch.first, "origins": batch.origins, "pooled": batch.pooled} for batch in job.batches
+                    ],
                     "steps": [list(step) for step in job.steps],
                     "counts": [part.count for part in job.parts],
                 }
@@ -148,6 +152,11 @@ class RemoteRun:
                 f.name: getattr(self._analysis.model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "head")
             }
             | {"head": None if self._analysis.model.head is None else asdict(self._analysis.model.head)},
+            "sites": list(self._analysis.sites),
+            "read": {
+                name: {"layers": model.layers, "stream": model.stream, "widths": model.widths}
+                for name, model in self._analysis.models.items()
+            },
             "model_key": without_secrets(self._ndif.model_key),
             "analyzers": {name: recipe_of(analyzer) for name, analyzer in self.analyzers.items()},
             "settings": self._analysis.settings,
@@ -178,7 +187,7 @@ class RemoteRun:
         try:
             parts = partial_sums((reply.result or {}).get("found") or [])
             for part in parts:
-                refuse_not_finite(part.not_finite, [self._analysis.model.layers], f"job {job.id}")
+                refuse_not_finite(part.not_finite, [self._analysis.sites], f"job {job.id}")
         except LayersimError as error:
             job.state, job.failure, job.final = "ERROR", str(error), error
             return
@@ -234,7 +243,7 @@ class RemoteRun:
         place = {**self._analysis.record["place"], **self._traffic()}
         return make_report(
             self.analyzers,
-            [self._analysis.model],
+            {name: [model] for name, model in self._analysis.models.items()},
             tally,
             tally.sums,
             self._analysis.first,
@@ -255,6 +264,7 @@ def start(
     kernels: Mapping[str, Kernel],
     first: Mapping[str, Sums],
     settings: Mapping[str, Any],
+    plan: SitePlan,
     digest: str,
 ) -> RemoteRun:
     """Send all requests of the main pass, and return without waiting for their results.
@@ -266,19 +276,21 @@ def start(
         kernels: of the analyzers.
         first: sums of the first pass, by analyzer.
         settings: how data and model were opened, for the record.
+        plan: the sites that each analyzer reads.
         digest: of the data in the first pass, "" without one.
     """
     state = PassState(Tally())
     lens_of = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
     most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
-    reader = PassReader(batches, analyzers, state, lens_of)
+    reader = PassReader(batches, analyzers, state, plan, lens_of, [source])
     reading = iter(tqdm(reader, desc="sending", unit="batch", disable=None))
     for group in source.schedule.groups(reading, 0, most, lambda: BLOCK):
         jobs.append(Job(source.send(group, kernels), group, take_steps(state.waiting, len(group))))
+    models = {name: own[0] for name, own in plan.models_by_analyzer([source.model], [source]).items()}
     if not jobs:
         state.add_unmeasured()
-        make_report(analyzers, [source.model], state.tally, {}, first, settings)
+        make_report(analyzers, {name: [own] for name, own in models.items()}, state.tally, {}, first, settings)
     jobs[-1].steps += state.waiting
     if digest and jobs[-1].steps[-1].digest != digest:
         raise LayersimError(
@@ -289,7 +301,7 @@ def start(
         )
     settings = {**settings, **batches.row_counts()}
     record = {"sent": sent, "place": source.record(), "before": {"requests": 0, "bytes_sent": 0, "bytes_received": 0}}
-    analysis = SubmittedAnalysis(source.model, analyzers, kernels, first, settings, record)
+    analysis = SubmittedAnalysis(source.model, source.sites, models, analyzers, kernels, first, settings, record)
     return RemoteRun(analysis, jobs, source.ndif, source)
 
 
@@ -341,11 +353,18 @@ def load_run(
             expected=header["server"],
             do="pass the same address, with its login",
         )
-    kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in chosen.items()}
     settings = header["settings"]
+    sites, models = tuple(header["sites"]), models_read(header["read"], described)
+    kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in chosen.items()}
     source: RemoteSource | None = None
     if model is not None:
         opened = on_server(open_source(model, remote=server, layers=settings["layers"], unembed=settings["unembed"]))
+        if sites != opened.sites:
+            opened.read_at(opened.hook_points(list(sites), False))
+        kernels = {
+            name: partial(at_sites, kernel=kernel, sites=(tuple(sites.index(site) for site in models[name].layers),))
+            for name, kernel in kernels.items()
+        }
         now, then = ((m.name, m.config_hash, m.dtype, m.source, m.layers) for m in (opened.model, described))
         if now != then or without_secrets(opened.ndif.model_key) != header["model_key"]:
             raise LayersimError(
@@ -355,5 +374,5 @@ def load_run(
                 do="load the same model from the same place, revision and adapter included",
             )
         source, ndif = opened, opened.ndif
-    analysis = SubmittedAnalysis(described, chosen, kernels, first, settings, header["record"])
+    analysis = SubmittedAnalysis(described, sites, models, chosen, kernels, first, settings, header["record"])
     return RemoteRun(analysis, jobs, ndif, source)

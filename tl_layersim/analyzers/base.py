@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -19,11 +19,13 @@ from ..core.provenance import Provenance
 from ..core.results import Result
 from ..core.sums import Sums
 from ..data.batches import Batch
-from ..models.activation_checks import need_stream
+from ..models.activation_checks import need_equal_width, need_stream
 from ..models.layout import classes_with_head
 from ..models.model_info import Model
 from ..models.unembed import Head
 from ..models.view import Kernel
+
+SiteNeed = Literal["any", "equal_width", "stream", "every_block"]
 
 
 @named
@@ -77,8 +79,11 @@ class Analyzer(ABC):
         - `one_pass`: for an analyzer with a first pass, the call of its variant without a first pass.
         - `first_without_model`: whether the first pass reads tokens and labels only, so that the model does not run.
         - `needs_unembed`: whether the kernel calls `view.unembed`; the logit lens is then checked against the model's logits.
-        - `needs_stream`: whether the layers must be the residual stream, not the outputs of other modules.
-        - `needs_every_block`: whether every block between the layers must be included.
+        - `needs_sites`: the sites that it takes: "any"; "equal_width", any sites of one width; "stream", the residual stream
+            after some or all blocks; "every_block", the residual stream after every block.
+        - `reads_mid`: whether the residual stream may also be read between attention and MLP.
+        - `families`: families of sites that it always reads, whatever sites the user asked for; none for those of the user.
+        - `optional_families`: further families that it reads where the model has them.
         - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
         - `prompts`: whether each row must be a text of its own, so that packed rows are refused.
     """
@@ -88,8 +93,10 @@ class Analyzer(ABC):
     one_pass: ClassVar[str] = ""
     first_without_model: ClassVar[bool] = False
     needs_unembed: ClassVar[bool] = False
-    needs_stream: ClassVar[bool] = False
-    needs_every_block: ClassVar[bool] = False
+    needs_sites: ClassVar[SiteNeed] = "any"
+    reads_mid: ClassVar[bool] = False
+    families: ClassVar[tuple[str, ...]] = ()
+    optional_families: ClassVar[tuple[str, ...]] = ()
     needs_calls: ClassVar[bool] = False
     prompts: ClassVar[bool] = False
 
@@ -141,8 +148,10 @@ class Analyzer(ABC):
             LayersimError: names the modules that are not blocks.
         """
         for model in models:
-            if self.needs_stream or self.needs_every_block:
-                need_stream(model, type(self).__name__, parts=not self.needs_every_block)
+            if self.needs_sites in ("stream", "every_block"):
+                need_stream(model, type(self).__name__, parts=self.needs_sites == "stream")
+            if self.needs_sites == "equal_width":
+                need_equal_width(model, type(self).__name__)
 
     def check(self, *models: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
         """Refuse options that do not fit the models, before the run.

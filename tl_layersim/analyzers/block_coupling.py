@@ -21,7 +21,7 @@ from ..models.model_info import Model
 from ..models.view import Kernel
 from ._block_coupling_kernel import block_coupling_kernel
 from ._citations import AUBRY
-from .base import Analyzer, Run, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_tokens
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -205,7 +205,7 @@ class BlockCoupling(Analyzer):
     """
 
     name: ClassVar[str] = "block_coupling"
-    needs_stream: ClassVar[bool] = True
+    needs_sites: ClassVar[SiteNeed] = "stream"
     needs_calls: ClassVar[bool] = True
     prompts: ClassVar[bool] = True
 

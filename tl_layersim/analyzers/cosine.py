@@ -21,7 +21,7 @@ from ..models.chunked_logit_lens import read_positions
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._hsic import beyond_rounding
-from .base import Analyzer, Run, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 
 
 @typed
@@ -130,6 +130,7 @@ class Cosine(Analyzer):
     """
 
     name: ClassVar[str] = "cosine"
+    needs_sites: ClassVar[SiteNeed] = "equal_width"
     one_pass: ClassVar[str] = 'Cosine(center="none"), or Cosine(center=mean) with the .mean of an earlier result'
 
     center: Literal["dataset", "none"] | Tensor = "dataset"
@@ -255,12 +256,25 @@ def mean_kernel(view: View, *, at_head: bool = False) -> dict[str, Tensor]:
         view: activations of one batch.
         at_head: whether to take the positions that the head reads only.
     """
+    refuse_unequal_widths(view)
     x = at_head_positions(view) if at_head else view.activations
     return {
         # Layer by layer, because a sum in another dtype first copies all its terms.
         "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in x]),
         "count": torch.tensor(x.shape[1]),
     }
+
+
+def refuse_unequal_widths(view: View) -> None:
+    """Refuse sites of different widths, which a view pads with zeros."""
+    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
+    if odd:
+        raise LayersimError(
+            "Cosine needs sites of equal width: a cosine between vectors of different widths is not defined.",
+            given=f"{view.sites[0]} of width {view.widths[0]} and {view.sites[odd[0]]} of width {view.widths[odd[0]]}",
+            expected="sites of one width",
+            do="one call for each width; CKA takes sites of any widths",
+        )
 
 
 def at_head_positions(view: View) -> Tensor:
@@ -284,6 +298,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int, at_head: bool =
         bins: of each histogram.
         at_head: whether to take the positions that the head reads only.
     """
+    refuse_unequal_widths(view)
     x = at_head_positions(view) if at_head else view.activations
     layers, tokens, _ = x.shape
     device = x.device

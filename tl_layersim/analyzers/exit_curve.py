@@ -23,7 +23,7 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
-from .base import Analyzer, Run, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 from .logit_lens import unembedding
 
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
@@ -224,7 +224,7 @@ class ExitCurve(Analyzer):
     """
 
     name: ClassVar[str] = "exit_curve"
-    needs_every_block: ClassVar[bool] = True
+    needs_sites: ClassVar[SiteNeed] = "every_block"
     needs_unembed: ClassVar[bool] = True
 
     thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS

@@ -22,7 +22,7 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
-from .base import Analyzer, Run, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 
 
 @typed
@@ -167,7 +167,8 @@ class LogitLens(Analyzer):
     """
 
     name: ClassVar[str] = "logit_lens"
-    needs_stream: ClassVar[bool] = True
+    needs_sites: ClassVar[SiteNeed] = "stream"
+    reads_mid: ClassVar[bool] = True
     needs_unembed: ClassVar[bool] = True
 
     norm: Literal["final", "none"] = "final"

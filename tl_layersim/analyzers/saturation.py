@@ -20,7 +20,7 @@ from ..models.chunked_logit_lens import read_positions, saturation_layers
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._hsic import beyond_rounding
-from .base import Analyzer, Run, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 from .cosine import mean_kernel
 from .logit_lens import unembedding
 
@@ -118,7 +118,7 @@ class Saturation(Analyzer):
     """
 
     name: ClassVar[str] = "saturation"
-    needs_every_block: ClassVar[bool] = True
+    needs_sites: ClassVar[SiteNeed] = "every_block"
     needs_unembed: ClassVar[bool] = True
     one_pass: ClassVar[str] = 'Saturation(center="none")'
 

@@ -18,7 +18,7 @@ from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._citations import AUBRY
-from .base import Analyzer, Run, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_tokens
 
 # Range of the logarithmic histograms of unbounded quantities, in decades.
 DECADES = (-6.0, 8.0)
@@ -187,7 +187,7 @@ class Trajectory(Analyzer):
     """
 
     name: ClassVar[str] = "trajectory"
-    needs_every_block: ClassVar[bool] = True
+    needs_sites: ClassVar[SiteNeed] = "every_block"
 
     window: int | None = None
 

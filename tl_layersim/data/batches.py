@@ -34,6 +34,7 @@ class Batch:
         first: number of the batch's first row, counted from the start of the data.
         labels: `batch pos`, the data's own labels, `NO_LABEL` at positions without a label; None if the data has no labels.
         origins: for each row, the row of the data that it came from (-1 for several) and its start position in that row.
+        pooled: whether a sample is the mean of a row's counted positions, not a position.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class Batch:
     first: int
     labels: Tensor | None = None
     origins: tuple[tuple[int, int], ...] = ()
+    pooled: bool = False
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
@@ -71,7 +73,8 @@ class Batch:
         cut = (slice(start, stop), slice(0, width))
         labels = None if self.labels is None else self.labels[cut]
         origins = self.origins[start:stop]
-        return Batch(self.tokens[cut], self.attention[cut], self.counted[cut], self.first + start, labels, origins)
+        attention, counted = self.attention[cut], self.counted[cut]
+        return Batch(self.tokens[cut], attention, counted, self.first + start, labels, origins, self.pooled)
 
 
 class Encoded(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 from ..core.errors import LayersimError
 
 # Further keys in the provenance of a run: no analyzer may have an option of such a name.
-RECORDED = ("tokenizer", "layers", "unembed", "own_bos", "masked_by_pad_id")
+RECORDED = ("tokenizer", "layers", "unembed", "at", "per_head", "own_bos", "masked_by_pad_id")
 
 
 @dataclass(frozen=True)

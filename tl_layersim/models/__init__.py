@@ -17,9 +17,10 @@ Other packages may import from these modules:
 from .block_call import BlockCall
 from .hooks import eval_mode
 from .model_info import Model, ServerOffer, layer_names
+from .site_buffer import SiteBuffer
 from .source import PartialSums, Source
 from .unembed import Head, Unembed
-from .view import Kernel, View, place, reduce
+from .view import Kernel, View, reduce
 
 __all__ = [
     "BlockCall",
@@ -28,11 +29,11 @@ __all__ = [
     "Model",
     "PartialSums",
     "ServerOffer",
+    "SiteBuffer",
     "Source",
     "Unembed",
     "View",
     "eval_mode",
     "layer_names",
-    "place",
     "reduce",
 ]

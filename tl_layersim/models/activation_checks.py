@@ -123,3 +123,20 @@ def need_stream(model: Model, what: str, parts: bool = False) -> None:
             expected="consecutive blocks",
             do="leave out layers=; Cosine, CKA and LogitLens read any of the blocks",
         )
+
+
+def need_equal_width(model: Model, what: str) -> None:
+    """Refuse sites of different widths.
+
+    Args:
+        model: the description of the model with these sites.
+        what: the analyzer that needs one width, for the message.
+    """
+    if len(set(model.widths)) > 1:
+        odd = next(n for n, width in enumerate(model.widths) if width != model.widths[0])
+        raise LayersimError(
+            f"{what} needs sites of equal width: a cosine between vectors of different widths is not defined.",
+            given=f"{model.layers[0]} of width {model.widths[0]} and {model.layers[odd]} of width {model.widths[odd]}",
+            expected="sites of one width",
+            do="one call for each width; CKA takes sites of any widths",
+        )

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from ..core.errors import LayersimError
 
 # Index of one axis: a number, or a slice with start, stop and step.
 Index = int | slice
@@ -52,13 +55,42 @@ class HookPoint:
     part: Part | None = None
 
 
-def at_point(hidden: Tensor, part: Part | None) -> Tensor:
+def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPoint, ...]:
+    """The residual layers: the input of the first block, and every block's output.
+
+    Args:
+        names: of the residual layers.
+        blocks: module paths of the blocks.
+    """
+    first = HookPoint(names[0], blocks[0], incoming=True)
+    return (first, *(HookPoint(name, path) for name, path in zip(names[1:], blocks, strict=True)))
+
+
+def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = None, name: str = "") -> Tensor:
     """The activations of a hook point, `batch pos width`, from the tensor of its module.
 
     Args:
-        hidden: `batch pos ...`, the input or output of the module; heads may have an axis of their own.
+        hidden: `batch pos ...`, the input or output of the module; heads may have an axis of their own. `batch width` of a
+            module that runs on one vector for each row becomes `batch 1 width`.
         part: as in `HookPoint`.
+        shape: `batch pos` of the forward pass, to be checked; None to check nothing.
+        name: of the hook point, for the refusal.
+
+    Raises:
+        LayersimError: the tensor has other axes.
     """
+    if hidden.dim() == 2 and (shape is None or shape == (hidden.shape[0], 1)):
+        hidden = hidden[:, None]
+    if hidden.dim() < 3 or (shape is not None and tuple(hidden.shape[:2]) != tuple(shape)):
+        raise LayersimError(
+            f"The activations at {name or 'this site'} are not batch x pos x width.",
+            given=" x ".join(map(str, hidden.shape)),
+            expected=" x ".join(map(str, shape or ("batch", "pos"))) + " x width, one vector for each position",
+            do="sites that hold a vector for each position of a row; not feature maps of convolutions or tokens that are "
+            "routed to experts",
+        )
     if hidden.dim() > 3:
         hidden = hidden.flatten(2)
-    return hidden if part is None else hidden.unflatten(-1, part.shape)[(slice(None), slice(None), *part.index)].flatten(2)
+    if part is None:
+        return hidden
+    return hidden.reshape(*hidden.shape[:2], *part.shape)[(slice(None), slice(None), *part.index)].flatten(2)

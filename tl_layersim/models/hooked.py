@@ -19,7 +19,9 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
 from .call_without_hooks import Quiet
+from .firing_order import firing_order
 from .head_layout import head_dtype
+from .hook_point import HookPoint, residual_points
 from .hooks import (
     ForwardRun,
     StopForward,
@@ -34,19 +36,14 @@ from .hooks import (
 from .layout import call_options, find_blocks, find_embedding, no_forward, refuse_no_weights, same_stream, settled
 from .model_description import describe
 from .model_info import Model
-from .recorder import Call, Callbacks, Choice, Recorder, Tap, stack_side
-from .source import Source
+from .point_source import PointSource, SitesRead
+from .recorder import Call, Callbacks, Choice, Reading, Recorder, Tap, stack_side
 from .transformer_lens import is_transformer_lens, open_transformer_lens
 from .unembed import Unembed, plain_linear, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, reduce, tokens_alone
 
 
-def taps(blocks: list[torch.nn.Module]) -> list[Tap]:
-    """The taps that read the residual layers of consecutive blocks: the first block's input, and every block's output."""
-    return [Tap(blocks[0], True), *(Tap(block, False) for block in blocks)]
-
-
-class HookedSource(Source):
+class HookedSource(PointSource):
     """Source of a model whose blocks are modules of this process, read by forward hooks.
 
     Args:
@@ -62,7 +59,9 @@ class HookedSource(Source):
         self._embed: torch.nn.Module | None
         self.blocks: list[torch.nn.Module]
         self._is_transformer_lens = is_transformer_lens(model)
+        self._points: tuple[HookPoint, ...]
         self._open(layers, unembed)
+        self._start_reading(self._points, tuple(range(len(self._points))))
         self.head, self.unembed = self._open_head()
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
@@ -76,17 +75,18 @@ class HookedSource(Source):
                     expected="layers=None and unembed=None for HookedTransformer and TransformerBridge",
                     do="leave them out, or pass the Hugging Face model",
                 )
-            points, self._embed, self._model = open_transformer_lens(model)
-            self._taps = [Tap(point, False) for point in points]
+            self._embed, self._model = open_transformer_lens(model)
+            self._points = tuple(HookPoint(name, name) for name in self._model.layers)
+            self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
             self.blocks = list(model.blocks)  # type: ignore[arg-type]  # its list of blocks
         else:
             refuse_no_weights(model)
-            self._paths, self._named = find_blocks(model, layers), layers is not None
-            self.blocks = [model.get_submodule(path) for path in self._paths]
-            self._taps = taps(self.blocks)
+            self.paths, self._named = find_blocks(model, layers), layers is not None
+            self.blocks = [model.get_submodule(path) for path in self.paths]
             self._embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
-            self._model = describe(model, self._paths, type(model).__name__, tokenizer, unembed, self._named)
+            self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
+            self._points = residual_points(self._model.layers, self.paths)
 
     def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
         """The module that gives logits (before scale and soft-cap), and the logit lens."""
@@ -123,6 +123,30 @@ class HookedSource(Source):
         if self._model.stream == "unknown":
             with torch.no_grad(), ForwardRun() as run, self.settling(run):
                 self._forward(batch.first_row)
+        if self._reading.order is None:
+            points = self._reading.points
+            modules = {point.module: self._module_at(point.module) for point in points}
+            self._reading = SitesRead(points, *firing_order(points, modules, lambda: self._forward(batch.first_row)))
+
+    def note_widths(self, view: View) -> None:
+        """Take the widths of sites from a view, where no forward pass of this package has shown them."""
+        if not self.reads_residual:
+            self._reading = replace(self._reading, widths=view.widths)
+
+    def _module_at(self, path: str) -> torch.nn.Module:
+        """The module at a path, or the hook point of a TransformerLens model of that name."""
+        points: Any = self.module.hook_dict if self._is_transformer_lens else {}
+        point: torch.nn.Module | None = points.get(path)
+        return self.module.get_submodule(path) if point is None else point
+
+    def _places(self) -> Reading:
+        """The sites, for a recorder."""
+        points, output = self._reading.points, self.residual_points[-1].name
+        taps = tuple(Tap(self._module_at(point.module), point.incoming, point.part) for point in points)
+        names = [point.name for point in points]
+        last = names.index(output) if output in names else None
+        # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
+        return Reading(self.sites, taps, self._reading.order, self.reads_residual, last)
 
     @contextmanager
     def settling(self, run: ForwardRun | None = None, on_error: Callable[[Exception], None] | None = None) -> Iterator[None]:
@@ -151,7 +175,7 @@ class HookedSource(Source):
             if number == len(self.blocks) - 1 and self._model.stream == "unknown":
                 for handle in handles:
                     handle.remove()
-                self._model = settled(self._model, self.module, self._paths, self._named, getattr(seen, "strangers", []))
+                self._model = settled(self._model, self.module, self.paths, self._named, getattr(seen, "strangers", []))
                 if run is not None:
                     run.stop()
 
@@ -171,7 +195,7 @@ class HookedSource(Source):
             return hook if on_error is not None else in_this_thread(hook)
 
         with temporary_hooks() as handles:
-            for number, (path, block) in enumerate(zip(self._paths, self.blocks, strict=True)):
+            for number, (path, block) in enumerate(zip(self.paths, self.blocks, strict=True)):
                 if number:
                     enter = guarded(lambda _m, args, kwargs=None, path=path: before(path, args, kwargs))
                     handles.append(on_enter(block, enter))
@@ -199,7 +223,7 @@ class HookedSource(Source):
         with (
             torch.no_grad(),
             _noting(self.blocks if self.calling else [], calls, self.aside),
-            self.tapped(keep, lambda _call: Choice(batch.counted, batch.attention)),
+            self.tapped(keep, lambda _call: Choice(batch.counted, batch.attention, batch.pooled)),
             ForwardRun() as run,
         ):
             self._forward(batch)
@@ -212,7 +236,7 @@ class HookedSource(Source):
             if self.calling and len(calls) != len(self.blocks):
                 raise self._not_in_order(f"{len(calls)} calls of {len(self.blocks)} blocks")
             return replace(view, calls=tuple(calls) if self.calling else None, **given)
-        raise self._not_in_order(f"{len(self._taps)} residual layers")
+        raise self._not_in_order(f"{len(self.sites)} sites")
 
     def _not_in_order(self, given: str) -> LayersimError:
         return LayersimError(
@@ -228,7 +252,7 @@ class HookedSource(Source):
         seen: list[Tensor] = []
         note = in_this_thread(lambda _m, _a, output: seen.append(first_tensor(output)))
         with temporary_hooks() as handles, torch.no_grad():
-            handles.append(on_leave(self._taps[-1].module, note))
+            handles.append(on_leave(self._module_at(self.residual_points[-1].module), note))
             logits = tensor_of(self.call(row))
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
 
@@ -264,17 +288,17 @@ class HookedSource(Source):
         compare: Callable[[Tensor, torch.dtype], None] | None = None,
         on_error: Callable[[Exception], None] | None = None,
     ) -> Iterator[None]:
-        """A context with hooks on every residual layer, in which each complete forward pass gives one view.
+        """A context with hooks on every site, in which each complete forward pass gives one view.
 
         Args:
-            on_view: called when the last layer is read.
+            on_view: called when the last site is read.
             choose: gives the positions of a call that count.
             compare: called once, after the head has run, with `unembed_gap` of lens and logits, and the dtype of the logits.
             on_error: takes errors of these hooks; forward passes of all threads are then read. None: errors are raised, and
                 only forward passes that this thread starts itself are read.
         """
         recorder = Recorder(
-            layers=self._model.layers,
+            reading=(reading := self._places()),
             callbacks=Callbacks(on_view, choose, compare, on_error),
             # Made anew for each forward pass: weights may change their dtype, device or module in a loop.
             lens=lambda: self._open_head()[1],
@@ -290,8 +314,8 @@ class HookedSource(Source):
                 handles.append(recorder.watch_embedding(self._embed))
             if self._is_transformer_lens:
                 handles.append(recorder.watch_mask(self.blocks[0]))
-            for layer, tap in enumerate(self._taps):
-                handles.append(recorder.watch_layer(tap, layer))
+            for (module, incoming), sites in reading.by_module().items():
+                handles.append(recorder.watch_sites(module, incoming, sites))
             if compare is not None and self.head is not None:
                 handles.append(recorder.watch_head(self.head))
             yield

@@ -23,8 +23,10 @@ class Model:
         source: class of the model, and how it is reached.
         basis: in which its residual stream is measured: raw or processed weights, before or after a norm.
         dtype: of its parameters.
-        layers: names of the residual layers, `blocks.0.hook_resid_pre` first.
+        layers: names of the residual layers, `blocks.0.hook_resid_pre` first; or of the other sites that an analyzer reads.
         d_model: width of the residual stream, None where unknown.
+        widths: width of each site; empty where all have the width of the residual stream, or where the widths are not known
+            before a forward pass.
         vocabulary: number of token ids, None where unknown.
         context: length of the longest row that the model takes, None where unknown.
         tokenizer: the model's own, None where it has none.
@@ -34,8 +36,9 @@ class Model:
             equivalent to leaving the input out; None where no value is.
         pads: padding ids that its configuration names.
         ends: ids that its configuration names as BOS or EOS.
-        stream: whether the layers are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
-            are left out, "none" for modules that are not blocks; "unknown" until `Source.settle` has run a forward pass.
+        stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
+            are left out or the stream is also read inside blocks, "none" for other sites; "unknown" until `Source.settle` has
+            run a forward pass.
     """
 
     name: str
@@ -65,6 +68,12 @@ class Model:
         return {"inputs": either, "pads": pads, "ends": ends}
 
     stream: Literal["whole", "parts", "unknown", "none"] = "whole"
+    widths: tuple[int, ...] = ()
+
+    @property
+    def widest(self) -> int | None:
+        """Width of the widest site, None where unknown."""
+        return max(self.widths, default=None) or self.d_model
 
     def __post_init__(self) -> None:
         # A name that is an address may contain a login, and names are written into messages and files.

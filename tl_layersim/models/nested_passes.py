@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .site_buffer import SiteBuffer
+
 
 class Frame:
     """One running call of the model or of a stack inside it; the lowest frame stands for activations outside of any call."""
@@ -23,13 +25,21 @@ class Frame:
         # Whether tokens and mask belong to the decoder.
         self.decoder = False
         self.last: Tensor | None = None
-        self.shape = (0, 0)
-        self.keep = torch.empty(0, dtype=torch.int64)
         self.attended = torch.empty(0, dtype=torch.bool)
+        # Tokens of the pass whose sites are being read.
+        self.read: Tensor | None = None
         self.superseded: int | None = None
         self.restart()
 
+    @property
+    def outermost(self) -> Frame:
+        """The call of the model that this frame is a part of."""
+        frame = self
+        while frame.inner and frame.parent is not None:
+            frame = frame.parent
+        return frame
+
     def restart(self) -> None:
-        """Forget the layers that were read."""
-        self.buffer: Tensor | None = None
-        self.next = 0
+        """Forget the sites that were read."""
+        self.buffer: SiteBuffer | None = None
+        self.seen: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,19 +17,22 @@ from ..core.errors import LayersimError
 from ..core.server_addresses import shown
 from ..data.batches import Batch
 from .block_call import first_tensor, record_call
+from .firing_order import firing_order
 from .head_layout import head_dtype
+from .hook_point import HookPoint, residual_points
 from .hooks import eval_mode
 from .layout import call_options, find_blocks, no_forward, refuse_no_weights, same_stream, settled
 from .model_description import describe
 from .model_info import Model
-from .source import Source
+from .point_source import PointSource, SitesRead
+from .site_buffer import SiteBuffer
 from .unembed import Unembed, tensor_of, unembed_gap
-from .view import Kernel, Reduced, View, place, reduce
+from .view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 
 T = TypeVar("T")
 
 
-class NNsightSource(Source):
+class NNsightSource(PointSource):
     """Source of an nnsight model: `TransformersModel`, `NNsight(module)`, or anything that traces like them.
 
     Kernels run inside the trace, and only their sums leave it.
@@ -60,6 +64,7 @@ class NNsightSource(Source):
         tokenizer = getattr(model, "tokenizer", None)
         self._model = describe(self.module, paths, type(model).__name__ + where, tokenizer, unembed, self._named)
         self._unembed = self._open_head()
+        self._start_reading(residual_points(self._model.layers, paths), _residual_order(len(paths)))
 
     def _open_head(self) -> Unembed | None:
         """The logit lens, made of nnsight's envoys, which resolve to the modules in this process or on a server."""
@@ -86,8 +91,8 @@ class NNsightSource(Source):
         return eval_mode(self.module)
 
     def settle(self, batch: Batch) -> None:
+        row = batch.first_row
         if self._model.stream == "unknown":
-            row = batch.first_row
             options = self.where | call_options(self.module, row)
             try:
                 same = _trace_stream(self.envoy, self.blocks, row.tokens, options)
@@ -95,6 +100,35 @@ class NNsightSource(Source):
                 raise no_forward(self.module, error) from error
             strangers = [path for path, one in zip(self.paths[1:], same.tolist(), strict=True) if not one]
             self._model = settled(self._model, self.module, self.paths, self._named, strangers)
+        if self._reading.order is None:
+            points = self._reading.points
+            events = (*points, *_block_events(self.paths))
+            modules = {point.module: self.module.get_submodule(point.module) for point in events}
+            order, widths = firing_order(events, modules, lambda: self._forward_here(row))
+            self._reading = SitesRead(points, order, widths[: len(points)])
+
+    def _forward_here(self, row: Batch) -> Any:
+        """One forward pass of the module in this process, outside nnsight."""
+        device = next(self.module.parameters()).device
+        options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in call_options(self.module, row).items()}
+        return self.module(row.tokens.to(device), **options)
+
+    def _steps(self) -> list[Step]:
+        """What a trace reads, in the order of the forward pass."""
+        points, order = self._reading.points, self._reading.order
+        assert order is not None
+        events = (*points, *_block_events(self.paths))
+        steps: list[Step] = []
+        for number in order:
+            point = events[number]
+            is_site = number < len(points)
+            if not is_site and not self.calling:
+                continue
+            if not steps or steps[-1].path != point.module or steps[-1].incoming != point.incoming:
+                steps.append(Step(point.module, self.envoy.get(point.module), point.incoming, point.module in self.paths))
+            if is_site:
+                steps[-1].sites.append((number, point))
+        return steps
 
     def peers(self) -> frozenset[int]:
         return weight_peers(self.module)
@@ -106,7 +140,8 @@ class NNsightSource(Source):
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         return _trace(
             self.envoy,
-            self.blocks,
+            self.sites,
+            self._steps(),
             batch,
             self._unembed,
             self.where | call_options(self.module, batch),
@@ -133,6 +168,13 @@ class NNsightSource(Source):
         return View(**fields)
 
 
+def own_function(kernel: Kernel) -> Any:
+    """The function of an analyzer inside the partial applications of a kernel."""
+    while isinstance(kernel, partial):
+        kernel = kernel.keywords["kernel"] if kernel.func is at_sites else kernel.func
+    return kernel
+
+
 def shippable(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
     """The kernels, after their modules are registered to be shipped by value.
 
@@ -142,7 +184,7 @@ def shippable(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
     import nnsight
 
     for name, kernel in kernels.items():
-        function = kernel.func if isinstance(kernel, partial) else kernel
+        function = own_function(kernel)
         if not inspect.isfunction(function):
             raise LayersimError(
                 f"The kernel of {name!r} cannot be shipped to a server.",
@@ -154,13 +196,67 @@ def shippable(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
     return dict(kernels)
 
 
+@dataclass
+class Step:
+    """The input or output of one module, which a trace reads.
+
+    Attributes:
+        path: of the module.
+        envoy: of the module.
+        incoming: whether the input is read; else the output.
+        is_block: whether the module is a block, whose calls views may carry.
+        sites: number and hook point of each site that is a part of it.
+    """
+
+    path: str
+    envoy: Any
+    incoming: bool
+    is_block: bool
+    sites: list[tuple[int, HookPoint]] = field(default_factory=list)
+
+
+def _block_events(paths: list[str]) -> tuple[HookPoint, ...]:
+    """The input and the output of each block."""
+    return tuple(HookPoint(path, path, incoming) for path in paths for incoming in (True, False))
+
+
+def _residual_order(blocks: int) -> tuple[int, ...]:
+    """Order of the residual layers, and of the inputs and outputs of blocks that are numbered after them."""
+    order = [0]
+    for block in range(blocks):
+        start = blocks + 1 + 2 * block
+        order += [start, block + 1, start + 1]
+    return tuple(order)
+
+
+def read_step(step: Step, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
+    """Read the sites of one step inside a trace, and record the call of a block.
+
+    Args:
+        step: the step.
+        buffer: for the activations.
+        given: arguments of the blocks that were entered, by path; changed in place.
+        calls: for the block calls, changed in place; None where no analyzer needs them.
+    """
+    if step.incoming:
+        args, kwargs = step.envoy.inputs
+        if step.is_block:
+            given[step.path] = (args, kwargs)
+        value: Any = (*args, *kwargs.values())
+    else:
+        value = step.envoy.output
+        if calls is not None and step.is_block:
+            args, kwargs = given[step.path]
+            calls.append(record_call(step.envoy, args, kwargs, value))
+    for site, point in step.sites:
+        buffer.put(site, first_tensor(value), point.part)
+
+
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Indices of the counted positions in the flattened `batch pos`, and the fields of a view for these, each `token`."""
-    keep = batch.counted.reshape(-1).nonzero()[:, 0]
-    row, column = batch.sources
-    given = {"tokens": batch.tokens, "next_token": batch.next_tokens, "row": row, "column": column}
-    given |= {} if batch.labels is None else {"labels": batch.labels}
-    return keep, {name: values.reshape(-1)[keep] for name, values in given.items()}
+    """Indices of the counted positions in the flattened `batch pos`, and the fields of a view, each `sample`."""
+    known = tokens_alone(batch)
+    fields = {name: getattr(known, name) for name in ("tokens", "next_token", "row", "column", "labels")}
+    return batch.counted.reshape(-1).nonzero()[:, 0], {name: value for name, value in fields.items() if value is not None}
 
 
 def _where(model: Any, remote: bool | str) -> dict[str, Any]:
@@ -200,13 +296,14 @@ class _ModuleTree:
 
 def whole_view(view: View) -> dict[str, Tensor]:
     """The kernel that returns the whole view, for models in this process."""
-    fields = ("activations", "tokens", "sequence", "position", "next_token", "row", "column", "labels")
+    fields = ("activations", "tokens", "sequence", "position", "next_token", "row", "column", "labels", "sites", "widths")
     return {name: getattr(view, name) for name in fields if getattr(view, name) is not None}
 
 
 def _trace(
     model: Any,
-    blocks: list[Any],
+    names: tuple[str, ...],
+    steps: list[Step],
     batch: Batch,
     unembed: Unembed | None,
     options: dict[str, Any],
@@ -217,29 +314,17 @@ def _trace(
     import nnsight
 
     keep, kept = kept_of(batch)
-    pos = batch.counted.shape[1]
-    total = len(blocks) + 1
+    shape, pooled = (len(batch.counted), batch.counted.shape[1]), batch.pooled
     tokens = batch.tokens
     with torch.no_grad(), model.trace(tokens, **options) as tracer:
         with torch.no_grad():
-            buffer = place(None, 0, total, blocks[0].input, keep)
-            noted: list[Any] = []
-            for index, block in enumerate(blocks):
-                args, kwargs = block.inputs if calling else ((), {})
-                output = block.output
-                buffer = place(buffer, index + 1, total, first_tensor(output), keep)
-                if calling:
-                    noted.append(record_call(block, args, kwargs, output))
-            here: dict[str, Any] = {name: values.to(buffer.device) for name, values in kept.items()}
-            rows = keep.to(buffer.device)
-            view = View(
-                activations=buffer,
-                sequence=rows // pos,
-                position=rows % pos,
-                unembed=unembed,
-                calls=tuple(noted) if calling else None,
-                **here,
-            )
+            buffer = SiteBuffer(names, keep, shape, pooled)
+            calls: list[Any] = []
+            given: dict[str, Any] = {}
+            for step in steps:
+                read_step(step, buffer, given, calls if calling else None)
+            here: dict[str, Any] = {name: values.to(buffer.activations.device) for name, values in kept.items()}
+            view = View(**buffer.fields(), **here, unembed=unembed, calls=tuple(calls) if calling else None)
             reduced = reduce(kernels, view)
         out: Reduced = nnsight.save(reduced)
         tracer.stop()

@@ -1,4 +1,4 @@
-"""Recorder: forward hooks that read the residual stream, and give one view for each forward pass with its tokens and mask."""
+"""Recorder: forward hooks that read sites of a model, and give one view for each forward pass with its tokens and mask."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from ..core.errors import LayersimError
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
 from .block_call import CACHES, first_tensor
+from .hook_point import Part
 from .hooks import StopForward, in_kernel, on_enter, on_leave
 from .nested_passes import Frame
+from .site_buffer import SiteBuffer
 from .unembed import Unembed, tensor_of, unembed_gap
-from .view import View, place
+from .view import View
 
 CACHE_ARGUMENTS = (*CACHES, "past_kv_cache")
 # Inputs that a stack inside a model may take in place of tokens.
@@ -27,15 +29,43 @@ OTHER_INPUTS = ("pixel_values", "input_features", "input_values")
 
 @dataclass(frozen=True)
 class Tap:
-    """The place at which one residual layer is read: the input or the output of a module.
+    """The place at which one site is read: the input or the output of a module, or a part of it.
 
     Attributes:
         module: the module.
         incoming: whether the input is read.
+        part: of the tensor; None for all of it.
     """
 
     module: torch.nn.Module
     incoming: bool
+    part: Part | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The sites that a recorder reads.
+
+    Attributes:
+        names: of the sites, in the order of `View.activations`.
+        taps: where each is read.
+        order: the sites in the order in which a forward pass reaches them; None where the first forward pass is to show it.
+        inside: whether all sites lie inside the innermost module that contains all blocks.
+        last: the site that is the output of the last block, None where it is not read.
+    """
+
+    names: tuple[str, ...]
+    taps: tuple[Tap, ...]
+    order: tuple[int, ...] | None
+    inside: bool
+    last: int | None
+
+    def by_module(self) -> dict[tuple[torch.nn.Module, bool], list[int]]:
+        """The sites that are parts of one tensor, by module and by whether its input is read."""
+        together: dict[tuple[torch.nn.Module, bool], list[int]] = {}
+        for site, tap in enumerate(self.taps):
+            together.setdefault((tap.module, tap.incoming), []).append(site)
+        return together
 
 
 @dataclass(frozen=True)
@@ -53,7 +83,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Call:
-    """Shape and inputs of one forward pass, as known when its first residual layer is read.
+    """Shape and inputs of one forward pass, as known when its first site is read.
 
     Attributes:
         shape: `batch pos` of the activations in the blocks (one position per row in cached generation).
@@ -79,10 +109,12 @@ class Choice:
     Attributes:
         counted: `batch pos`, positions that become tokens of the view.
         attended: `batch pos`, positions that the model attends to.
+        pooled: whether a sample is the mean of a row's counted positions.
     """
 
     counted: Tensor
     attended: Tensor
+    pooled: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,12 +135,12 @@ class Callbacks:
 
 
 class Recorder:
-    """Fills a view with the residual layers of a forward pass, in order. Layers out of order or in a backward pass are ignored.
+    """Fills a view with the sites of a forward pass, in order. Sites out of order or in a backward pass are ignored.
 
     Every thread has its own frames, so forward passes of different threads are kept apart.
 
     Args:
-        layers: names of the residual layers.
+        reading: the sites.
         callbacks: functions that take views, choose positions, compare logits and take errors.
         lens: gives the logit lens with the model's current modules.
         direct: whether the model's `forward` may be called directly, without its hooks.
@@ -118,14 +150,15 @@ class Recorder:
 
     def __init__(
         self,
-        layers: tuple[str, ...],
+        reading: Reading,
         callbacks: Callbacks,
         lens: Callable[[], Unembed | None],
         direct: bool,
         aside: Callable[[], bool],
         stack: Stack,
     ) -> None:
-        self.layers, self.on_view, self.choose = layers, callbacks.on_view, callbacks.choose
+        self.reading, self.order = reading, reading.order
+        self.on_view, self.choose = callbacks.on_view, callbacks.choose
         self.compare, self.on_error = callbacks.compare, callbacks.on_error
         self.lens, self.direct, self.aside, self.stack = lens, direct, aside, stack
         self.thread, self.local, self.stopped = threading.get_ident(), threading.local(), False
@@ -159,19 +192,19 @@ class Recorder:
 
         return on_enter(block, self._guarded(see))
 
-    def watch_layer(self, tap: Tap, layer: int) -> Any:
-        """Register a hook that reads one residual layer."""
-        if tap.incoming:
+    def watch_sites(self, module: torch.nn.Module, incoming: bool, sites: list[int]) -> Any:
+        """Register a hook that reads the sites that are parts of a module's input, or of its output."""
+        if incoming:
 
             def before(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-                self._see(layer, first_tensor((*args, *(kwargs or {}).values())))
+                self._see(sites, first_tensor((*args, *(kwargs or {}).values())))
 
-            return on_enter(tap.module, self._guarded(before))
+            return on_enter(module, self._guarded(before))
 
         def after(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-            self._see(layer, first_tensor(output))
+            self._see(sites, first_tensor(output))
 
-        return on_leave(tap.module, self._guarded(after))
+        return on_leave(module, self._guarded(after))
 
     def watch_head(self, head: torch.nn.Module) -> Any:
         """Register a hook that compares the lens with the output of the head, on the first row of its first call."""
@@ -267,34 +300,49 @@ class Recorder:
         with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
             compare(unembed_gap(lens, hidden, logits, len(hidden) - 1, finished=False), logits.dtype)
 
-    def _see(self, layer: int, hidden: Tensor) -> None:
-        frame = self._frame()
-        if self.aside() or not self._counts(frame):
+    def _see(self, sites: list[int], hidden: Tensor) -> None:
+        here = self._frame()
+        if self.aside() or not self._counts(here):
             return
-        if layer == 0:
-            frame.superseded = frame.next or None
-            frame.restart()
-            self._start(frame, hidden)
-        elif layer != frame.next:
-            if layer == frame.superseded:
-                raise LayersimError(
-                    "A forward pass was interrupted by another one of the same model, and continued after it.",
-                    given=f"{self.layers[layer]} after the start of a second pass",
-                    expected="one forward pass after the other, or calls of the model itself, which are kept apart",
-                    do="model(tokens) in place of model.run_with_hooks(...) or model.forward(...) inside a hook",
-                )
-            return
-        rows = self._unsharded(layer, hidden, frame)
-        frame.buffer = place(frame.buffer, layer, len(self.layers), rows, frame.keep)
-        frame.next += 1
-        if frame.next == len(self.layers):
-            if self.compare is not None:
+        frame = here if self.reading.inside else here.outermost
+        for site in sites:
+            if not self._expected(site, frame):
+                return
+            buffer = frame.buffer if frame.buffer is not None and frame.seen else self._start(site, here, frame, hidden)
+            buffer.put(site, self._unsharded(site, hidden), self.reading.taps[site].part)
+            frame.buffer = buffer
+            frame.seen.append(site)
+            if site == self.reading.last and self.compare is not None:
                 frame.last = hidden[0].detach()
+        if frame.buffer is not None and len(frame.seen) == len(self.reading.names):
+            self.order = tuple(frame.seen)
             view = self._view(frame, frame.buffer)
             frame.restart()
             if frame.level < 0:
                 frame.tokens, frame.attention, frame.texts, frame.cached = None, None, 0, False
             self.on_view(view)
+
+    def _expected(self, site: int, frame: Frame) -> bool:
+        """True if this site is the next of the forward pass, or the first of a new one, which then begins."""
+        if self.order is None:
+            # A site that was read in this pass begins another pass.
+            if site in frame.seen:
+                frame.restart()
+            return True
+        if site == self.order[0]:
+            frame.superseded = len(frame.seen) or None
+            frame.restart()
+            return True
+        if frame.seen and site == self.order[len(frame.seen)]:
+            return True
+        if frame.superseded is not None and site == self.order[frame.superseded]:
+            raise LayersimError(
+                "A forward pass was interrupted by another one of the same model, and continued after it.",
+                given=f"{self.reading.names[site]} after the start of a second pass",
+                expected="one forward pass after the other, or calls of the model itself, which are kept apart",
+                do="model(tokens) in place of model.run_with_hooks(...) or model.forward(...) inside a hook",
+            )
+        return False
 
     def _counts(self, frame: Frame) -> bool:
         """True where the running layers belong to a forward pass that is measured."""
@@ -304,60 +352,54 @@ class Recorder:
         # The tokens and the mask of a forward pass that another thread began before the hooks were registered are not known.
         return self.direct and (frame.tokens is not None or threading.get_ident() == self.thread)
 
-    def _start(self, frame: Frame, hidden: Tensor) -> None:
-        if hidden.dim() != 3:
-            raise self._misfit(0, hidden, "batch x pos x d_model")
-        frame.shape = (hidden.shape[0], hidden.shape[1])
+    def _start(self, site: int, here: Frame, frame: Frame, hidden: Tensor) -> SiteBuffer:
+        """Choose the positions of a forward pass that count, when its first site is read."""
+        shape = (hidden.shape[0], hidden.shape[1] if hidden.dim() > 2 else 1)
         start = self.stack.start if self.stack.side == "decoder" else None
-        choice = self.choose(Call(frame.shape, frame.tokens, frame.attention, frame.texts, frame.cached, start))
-        if tuple(choice.counted.shape) != frame.shape:
+        choice = self.choose(Call(shape, here.tokens, here.attention, here.texts, here.cached, start))
+        if tuple(choice.counted.shape) != shape:
             raise self._misfit(
-                0, hidden, f"{' x '.join(map(str, choice.counted.shape))} x d_model, the shape of the input tokens"
+                site, hidden, f"{' x '.join(map(str, choice.counted.shape))} x width, the shape of the input tokens"
             )
-        frame.keep, frame.attended = choice.counted.reshape(-1).nonzero()[:, 0], choice.attended
+        frame.attended, frame.read = choice.attended, here.tokens
+        return SiteBuffer(self.reading.names, choice.counted.reshape(-1).nonzero()[:, 0], shape, choice.pooled)
 
-    def _unsharded(self, layer: int, hidden: Tensor, frame: Frame) -> Tensor:
-        """The activations as one tensor, which must have the shape of the first layer."""
+    def _unsharded(self, site: int, hidden: Tensor) -> Tensor:
+        """The activations as one tensor."""
         shared: Any = hidden
         placements = getattr(shared, "placements", None)
-        if placements is not None and all(placement.is_replicate() for placement in placements):
-            hidden = shared.to_local()
-        elif placements is not None:
-            raise self._misfit(layer, hidden, "whole activations on every process, not parts of them (sequence parallelism)")
-        width = hidden.shape[-1] if frame.buffer is None else frame.buffer.shape[-1]
-        if tuple(hidden.shape) != (*frame.shape, width):
-            raise self._misfit(layer, hidden, f"{frame.shape[0]} x {frame.shape[1]} x {width}, as {self.layers[0]}")
-        return hidden
+        if placements is None:
+            return hidden
+        if all(placement.is_replicate() for placement in placements):
+            whole: Tensor = shared.to_local()
+            return whole
+        raise self._misfit(site, hidden, "whole activations on every process, not parts of them (sequence parallelism)")
 
-    def _misfit(self, layer: int, hidden: Tensor, expected: str) -> LayersimError:
+    def _misfit(self, site: int, hidden: Tensor, expected: str) -> LayersimError:
         return LayersimError(
-            f"The activations at {self.layers[layer]} do not have the shape of a residual stream.",
+            f"The activations at {self.reading.names[site]} do not fit this forward pass.",
             given=" x ".join(map(str, hidden.shape)) + (" in parts" if hasattr(hidden, "placements") else ""),
             expected=expected,
-            do="layers=[...] with blocks whose inputs and outputs are batch x pos x d_model",
+            do="sites that hold a vector for each position: layers=[...] with blocks, or at=[...]",
         )
 
-    def _view(self, frame: Frame, activations: Tensor) -> View:
-        shape, keep = frame.shape, frame.keep.to(activations.device)
+    def _view(self, frame: Frame, buffer: SiteBuffer) -> View:
+        shape, samples = buffer.shape, buffer.samples.to(buffer.activations.device)
         tokens, following = torch.zeros(shape, dtype=torch.int64), torch.full(shape, NO_LABEL)
-        if frame.tokens is not None:
-            if frame.tokens.dim() != 2 or frame.tokens.shape[1] != shape[1] or frame.tokens.shape[0] not in (1, shape[0]):
+        if frame.read is not None:
+            if frame.read.dim() != 2 or frame.read.shape[1] != shape[1] or frame.read.shape[0] not in (1, shape[0]):
                 raise LayersimError(
                     "The input tokens do not match the positions that run through the blocks.",
-                    given=f"tokens of shape {tuple(frame.tokens.shape)} and activations of {shape[0]} x {shape[1]} positions",
+                    given=f"tokens of shape {tuple(frame.read.shape)} and activations of {shape[0]} x {shape[1]} positions",
                     expected="one position for each token",
                     do="model(inputs_embeds=...), or blocks of the part of the model that reads the tokens",
                 )
-            tokens = frame.tokens.expand(shape)
-            following = next_tokens(tokens, frame.attended.to(tokens.device))
-        return View(
-            activations=activations,
-            tokens=tokens.to(activations.device).reshape(-1)[keep],
-            sequence=keep // shape[1],
-            position=keep % shape[1],
-            next_token=following.to(activations.device).reshape(-1)[keep],
-            unembed=self.lens(),
-        )
+            tokens = frame.read.expand(shape)
+            if not buffer.pooled:
+                following = next_tokens(tokens, frame.attended.to(tokens.device))
+        known = {"tokens": tokens, "next_token": following}
+        fields: dict[str, Any] = {name: values.to(samples.device).reshape(-1)[samples] for name, values in known.items()}
+        return View(**buffer.fields(), **fields, unembed=self.lens())
 
 
 def _is_tokens(value: Any) -> TypeGuard[Tensor]:

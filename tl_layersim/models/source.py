@@ -16,7 +16,9 @@ from ..core.errors import LayersimError
 
 if TYPE_CHECKING:
     from ..data.batches import Batch
+from .hook_point import HookPoint
 from .model_info import Model
+from .site_map import StreamSum
 from .view import Kernel, Reduced, View
 
 
@@ -83,8 +85,60 @@ class Source(ABC):
             do="implement unembed_gap, or leave model.head as None",
         )
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing about the sites has to be found out by a forward pass."""
+        return self.model.stream != "unknown"
+
     def settle(self, batch: Batch) -> None:  # noqa: B027 (most sources know their blocks)
-        """Test on the batch's first row whether the modules pass on one residual stream, where `model.stream` is "unknown"."""
+        """Run the batch's first row, to find out what is not known of the sites before a forward pass.
+
+        That is whether the modules pass on one residual stream, where `model.stream` is "unknown", and the order and the widths
+        of sites that `read_at` chose.
+        """
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the sites that forward passes read; the residual layers unless `read_at` chose others."""
+        return self.model.layers
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Width of each site; empty where all are the residual stream, or where no forward pass has shown the widths yet."""
+        return ()
+
+    @property
+    def residual_points(self) -> tuple[HookPoint, ...]:
+        """The hook points of the residual layers."""
+        raise self._no_hook_points(", ".join(self.model.layers[:2]))
+
+    def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
+        """The hook points that `at` names, see `find_points`.
+
+        Raises:
+            LayersimError: the model lacks them; or this source reads the residual stream only.
+        """
+        raise self._no_hook_points(f"at={at!r}")
+
+    def read_at(self, points: tuple[HookPoint, ...]) -> None:
+        """Read these hook points in further forward passes, in place of the residual layers."""
+        raise self._no_hook_points(", ".join(point.name for point in points[:3]))
+
+    def reading_at(self, points: tuple[HookPoint, ...]) -> AbstractContextManager[None]:
+        """A context in which forward passes read other hook points."""
+        raise self._no_hook_points(", ".join(point.name for point in points[:3]))
+
+    def stream_sums(self) -> tuple[StreamSum, ...]:
+        """The identities of the residual stream that the architecture implies for the sites that `read_at` chose."""
+        return ()
+
+    def _no_hook_points(self, given: str) -> LayersimError:
+        return LayersimError(
+            f"`at` cannot be given for a {type(self).__name__}, which reads the residual stream only.",
+            given=given,
+            expected="a model of TransformerLens, Hugging Face or nnsight",
+            do="leave out at=, or implement hook_points and read_at in the source",
+        )
 
     @property
     def sum_group(self) -> int:

@@ -22,8 +22,8 @@ def is_transformer_lens(model: Any) -> bool:
     )
 
 
-def open_transformer_lens(model: Any) -> tuple[list[torch.nn.Module], torch.nn.Module, Model]:
-    """The hook points of the residual layers, the embedding, and the description of the model.
+def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
+    """The embedding of a model, and its description.
 
     Raises:
         LayersimError: hook points of the residual stream are missing.
@@ -57,7 +57,7 @@ def open_transformer_lens(model: Any) -> tuple[list[torch.nn.Module], torch.nn.M
         calls="gradients",
         **_transformer_lens_data(model),
     )
-    return [model.hook_dict[name] for name in names], model.embed, described
+    return model.embed, described
 
 
 def _transformer_lens_data(model: Any) -> dict[str, Any]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
+from ..data.labels import NO_LABEL
 from .block_call import BlockCall
+from .site_buffer import last_of_rows
 from .unembed import Unembed
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ Reduced = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class View:
-    """The counted tokens of one batch, without padding.
+    """The samples of one batch: its counted positions, without padding, or with positions="mean" one mean for each row.
 
     Attributes:
         activations: `site sample width`, float32 (float64 if the model is). By default the sites are the residual layers, the
@@ -39,6 +40,8 @@ class View:
         labels: `token`, the data's own label at this position, `NO_LABEL` where it has none. None if the data has no labels.
         unembed: the logit lens of the model. None where the model has no known head.
         calls: the calls of the blocks, each of which can be repeated. None where no analyzer needs them.
+        sites: names of the sites, in the order of `activations`.
+        widths: width of each site.
         memo: results that one kernel computes and others use.
     """
 
@@ -52,40 +55,9 @@ class View:
     labels: Tensor | None = None
     unembed: Unembed | None = None
     calls: tuple[BlockCall, ...] | None = None
+    sites: tuple[str, ...] = ()
+    widths: tuple[int, ...] = ()
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
-
-
-def place(buffer: Tensor | None, layer: int, n_layers: int, hidden: Tensor, keep: Tensor) -> Tensor:
-    """Copy the kept rows of one layer's activations into the buffer that becomes `View.activations`.
-
-    Each layer is copied at once, so that the model can free its own activations: only one batch of residuals is held.
-
-    Args:
-        buffer: the buffer that the call for layer 0 returned; None for layer 0.
-        layer: index of the residual layer, 0 to n_layers - 1.
-        n_layers: number of residual layers.
-        hidden: `batch pos d_model`, any dtype, any device.
-        keep: indices into the flattened `batch pos`, on any device.
-    """
-    if buffer is None:
-        # Sums are float64; Apple's GPUs have none, so the view of such a model lives on the CPU.
-        device = torch.device("cpu") if hidden.device.type == "mps" else hidden.device
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        # NaN, so that a layer that is never placed is noticed.
-        buffer = torch.full((n_layers, keep.numel(), hidden.shape[-1]), torch.nan, dtype=dtype, device=device)
-    if hidden.dim() != 3 or hidden.shape[-1] != buffer.shape[-1]:
-        raise LayersimError(
-            "`layers` must name modules of equal width: cosines and means across layers need equal widths."
-            if hidden.dim() == 3
-            else "`layers` names modules whose activations are not batch x pos x width.",
-            given=f"shape {tuple(hidden.shape)} at site {layer}, the {'output of a' if layer else 'input of the first'} module",
-            expected=f"batch x pos x {buffer.shape[-1]} at every site",
-            do="layers= with modules of one width, such as the blocks of one stage of a Swin; feature maps of convolutions are "
-            "not read",
-        )
-    rows = hidden.detach().reshape(-1, hidden.shape[-1])
-    buffer[layer] = rows.index_select(0, keep.to(rows.device))
-    return buffer
 
 
 def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
@@ -135,17 +107,60 @@ def _set_precision(values: list[str] | None) -> list[str]:
 def tokens_alone(batch: Batch) -> View:
     """A view of a batch without activations, with zero layers."""
     index = batch.counted.nonzero()
+    next_tokens = batch.next_tokens
+    if batch.pooled:
+        pos = batch.counted.shape[1]
+        index = index[last_of_rows(index[:, 0] * pos + index[:, 1], pos)[0]]
+        next_tokens = torch.full_like(next_tokens, NO_LABEL)
     at = (index[:, 0], index[:, 1])
     return View(
         activations=torch.empty(0, len(index), 0),
         tokens=batch.tokens[at],
         sequence=index[:, 0],
         position=index[:, 1],
-        next_token=batch.next_tokens[at],
+        next_token=next_tokens[at],
         row=batch.sources[0][at],
         column=batch.sources[1][at],
         labels=None if batch.labels is None else batch.labels[at],
     )
+
+
+def at_sites(*views: View, kernel: Kernel, sites: tuple[tuple[int, ...], ...]) -> dict[str, Tensor]:
+    """Run a kernel on some of the sites of each view.
+
+    Args:
+        *views: of one model, or of two.
+        kernel: of an analyzer that reads some of the sites only.
+        sites: for each view, indices of the sites that the kernel reads.
+    """
+    return kernel(*(some_sites(view, chosen) for view, chosen in zip(views, sites, strict=True)))
+
+
+def some_sites(view: View, sites: tuple[int, ...]) -> View:
+    """The view of some of its sites; kernels that read the same sites share one such view and its memo.
+
+    Args:
+        view: of all sites.
+        sites: their indices, in the order of the new view.
+    """
+    if sites == tuple(range(len(view.activations))):
+        return view
+    key = f"sites {sites}"
+    if key not in view.memo:
+        start, stop = sites[0], sites[-1] + 1
+        # Neighbours need no copy.
+        together = sites == tuple(range(start, stop))
+        widths = tuple(view.widths[site] for site in sites)
+        some = view.activations[start:stop] if together else view.activations[list(sites)]
+        view.memo[key] = replace(
+            view,
+            activations=some[..., : max(widths)],
+            sites=tuple(view.sites[site] for site in sites),
+            widths=widths,
+            memo={},
+        )
+    chosen: View = view.memo[key]
+    return chosen
 
 
 def row_ends(view: View) -> Tensor:

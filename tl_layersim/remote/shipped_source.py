@@ -11,12 +11,12 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
 from ..core.errors import LayersimError
 from ..core.function_code import called_by, codes_in, plain_constants
+from ..models.nnsight import own_function
 
 
 class ShippedSource:
@@ -36,7 +36,7 @@ class ShippedSource:
         Raises:
             LayersimError: a kernel's file has changed since it was imported, so that other code would be shipped.
         """
-        functions = {name: k.func if isinstance(k, partial) else k for name, k in kernels.items()}
+        functions = {name: own_function(k) for name, k in kernels.items()}
         roots = {"tl_layersim", *(function.__module__.split(".")[0] for function in functions.values())}
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)

@@ -119,9 +119,9 @@ class RemoteSource(NNsightSource):
         self.schedule.refuse_larger(rows, positions)
 
     def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
-        width = self._model.d_model
-        memory = in_words(4 * len(self._model.layers) * largest * (width or 0))
-        held = f", of which the largest holds {memory} of residuals on the server" if width else ""
+        width = max(self.widths, default=None) or self._model.d_model
+        memory = in_words(4 * len(self.sites) * largest * (width or 0))
+        held = f", of which the largest holds {memory} of activations on the server" if width else ""
         limit = f"{self.offer.job_limit:g} s a job" if self.offer.job_limit else "no known limit of a job's time"
         most_tokens = self.schedule.most_tokens
         fewest = -(-count * largest // most_tokens) if most_tokens else -(-count // BLOCK)
@@ -146,6 +146,17 @@ class RemoteSource(NNsightSource):
         row, head = batch.first_row, self._unembed
         options = call_options(self.module, row)
         return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, row.tokens, options, backend))
+
+    def _forward_here(self, row: Batch) -> Any:
+        """One forward pass of the model without weights, which runs its modules in the same order as on the server."""
+        tokens = torch.zeros(1, min(4, row.tokens.shape[1]), dtype=torch.long, device="meta")
+        options = {"use_cache": False} if hasattr(self.module.config, "use_cache") else {}
+        try:
+            return self.module(tokens, **options)
+        except RuntimeError:
+            # Some models compute their mask from values, which meta tensors do not have.
+            pos = tokens.shape[1]
+            return self.module(tokens, attention_mask=torch.zeros(1, 1, pos, pos, device="meta"), **options)
 
     def collect(self, batch: Batch) -> View:
         raise LayersimError(
@@ -200,7 +211,7 @@ class RemoteSource(NNsightSource):
             return self.ndif.submit(lambda backend: self._submit(work, shipped, backend))
 
     def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> list[tuple[int, BatchSums]]:
-        return submit(self.envoy, self.blocks, work, self._unembed, kernels, self.calling, backend)
+        return submit(self.envoy, self.sites, self._steps(), work, self._unembed, kernels, self.calling, backend)
 
     def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
         """Warn once for each analyzer that returns large sums."""
@@ -229,7 +240,8 @@ class RemoteSource(NNsightSource):
             # Labels are the user's own numbers and may be large; the others are ids and counts, which fit int32.
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
             tokens = batch.tokens.to(torch.int32)
-            work.append({"tokens": tokens, "keep": keep.to(torch.int32), "kept": small, "options": options})
+            sent = {"tokens": tokens, "keep": keep.to(torch.int32), "pooled": batch.pooled}
+            work.append(sent | {"kept": small, "options": options})
         return work
 
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import push
-from ..models.block_call import first_tensor, record_call
+from ..models.block_call import first_tensor
+from ..models.nnsight import Step, read_step
+from ..models.site_buffer import SiteBuffer
 from ..models.source import PartialSums
 from ..models.unembed import Unembed, tensor_of, unembed_gap
-from ..models.view import Kernel, View, place, reduce
+from ..models.view import Kernel, View, reduce
 
 # For each view `layer`, how many activations are not finite; and by kernel name what it returned, summed over batches.
 BatchSums = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
@@ -25,7 +27,8 @@ BatchSums = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
 def submit(
     model: Any,
-    blocks: list[Any],
+    names: tuple[str, ...],
+    steps: list[Step],
     work: list[dict[str, Any]],
     unembed: Unembed | None,
     kernels: dict[str, Kernel],
@@ -39,7 +42,8 @@ def submit(
 
     Args:
         model: the nnsight model.
-        blocks: its blocks.
+        names: of the sites.
+        steps: what each trace reads, in the order of the forward pass.
         work: the batches, as `RemoteSource.pack` gives them.
         unembed: the lens, None where the model has none.
         kernels: functions of a view.
@@ -52,28 +56,23 @@ def submit(
     import nnsight
 
     found: Any = None
-    total = len(blocks) + 1
     with torch.no_grad(), model.session(backend=backend):
         stack: list[Any] = []
         for item in work:
             with model.trace(item["tokens"].long(), **item["options"]):  # noqa: SIM117 (what follows a trace is shipped)
                 with torch.no_grad():
-                    keep = item["keep"].long()
-                    buffer = place(None, 0, total, blocks[0].input, keep)
+                    shape = (len(item["tokens"]), item["tokens"].shape[1])
+                    buffer = SiteBuffer(names, item["keep"].long(), shape, item["pooled"])
                     noted: list[Any] = []
-                    for index, block in enumerate(blocks):
-                        args, kwargs = block.inputs if calling else ((), {})
-                        hidden = first_tensor(block.output)
-                        buffer = place(buffer, index + 1, total, hidden, keep)
-                        if calling:
-                            noted.append(record_call(block, args, kwargs, hidden))
-                    here: dict[str, Any] = {name: ids.long().to(buffer.device) for name, ids in item["kept"].items()}
-                    rows = keep.to(buffer.device)
-                    width = item["tokens"].shape[1]
-                    lens = None if unembed is None else remote_lens(unembed, hidden)
-                    calls = tuple(noted) if calling else None
-                    at = {"sequence": rows // width, "position": rows % width}
-                    view = View(activations=buffer, unembed=lens, calls=calls, **at, **here)
+                    given: dict[str, Any] = {}
+                    hidden: Any = None
+                    for step in steps:
+                        read_step(step, buffer, given, noted if calling else None)
+                        hidden = step.envoy.output if step.is_block and not step.incoming else hidden
+                    device = buffer.activations.device
+                    here: dict[str, Any] = {name: ids.long().to(device) for name, ids in item["kept"].items()}
+                    lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
+                    view = View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None)
                     push(stack, 1, on_cpu(reduce(kernels, view)), add_batch_sums)
         found = nnsight.save(stack)
     sums: list[tuple[int, BatchSums]] = found

@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative, sample_colorscale
 
 from .labels import axis_title
-from .style import BLUE, FAINT, SHADES, SOLID, layer_axis, short_names, styled
+from .site_labels import short_names
+from .style import BLUE, FAINT, SHADES, SOLID, layer_axis, styled
 
 # Axes of a result whose labels are layers.
 LAYER_AXES = ("row", "column", "residual", "layer", "centre")

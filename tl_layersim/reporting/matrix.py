@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from ..core.results import Result
 from .labels import axis_title
+from .site_labels import heads_in_block
 from .style import colour_bar, layer_axis, styled
 
 
@@ -47,7 +48,9 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
     layer_axis(fig.update_yaxes, rows, names[1])
     fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")
     fig.update_xaxes(constrain="domain")
-    return styled(fig, title, height=520, width=620)
+    # Labels of heads need more room than numbers of blocks.
+    side = 760 if heads_in_block(rows) or heads_in_block(columns) else 520
+    return styled(fig, title, height=side, width=side + 100)
 
 
 def series_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str) -> go.Figure:

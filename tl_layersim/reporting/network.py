@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from .style import FAINT, short_names, styled
+from .site_labels import short_names
+from .style import FAINT, styled
 
 # Edges of a similar strength are drawn as one trace: plotly is slow with thousands of traces.
 LEVELS = 20

@@ -16,7 +16,8 @@ from ..core.argument_checks import named
 from ..core.errors import LayersimError
 from ..data.batches import Batches
 from ..data.options import DataOptions
-from ..models.hooked import HookedSource, taps
+from ..models.hook_point import HookPoint, residual_points
+from ..models.hooked import HookedSource
 from ..models.model_info import Model, entering
 from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
@@ -223,7 +224,8 @@ class StitchedSource(HookedSource):
                 expected="a stitch point below the back's last block",
                 do="stitched(tokens) gives the logits, and the result the loss",
             )
-        self._taps = taps(self.blocks)
+        path_of = {id(module): path for path, module in stitched.named_modules()}
+        self.paths, self._named = [path_of[id(block)] for block in self.blocks], False
         self._embed = None
         head = back.model.head
         if head is not None:
@@ -239,3 +241,7 @@ class StitchedSource(HookedSource):
             head=head,
             **front.model.inputs_with(back.model),
         )
+        self._points = residual_points(self._model.layers, self.paths)
+
+    def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
+        raise self._no_hook_points(f"at={at!r}")

@@ -1,0 +1,183 @@
+"""The sites that each analyzer of a run reads, and the hook points that a forward pass reads for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+from ..analyzers.base import Analyzer
+from ..core.errors import LayersimError
+from ..models.hook_point import HookPoint
+from ..models.model_info import Model
+from ..models.source import Source
+from ..models.view import Kernel, at_sites
+
+# For type checkers: a family, a name or a pattern, several of these, or a function of names.
+AtArgument: TypeAlias = str | Sequence[str] | Callable[[str], bool]
+DEFAULT = "resid_post"
+MID = "resid_mid"
+Points = tuple[HookPoint, ...]
+
+
+@dataclass(frozen=True)
+class SiteChoice:
+    """The sites of one model that an analyzer reads.
+
+    Attributes:
+        numbers: of the sites among all sites that the source reads.
+        stream: see `Model`; None for the residual layers, whose model knows it.
+    """
+
+    numbers: tuple[int, ...]
+    stream: str | None = None
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """The sites that each analyzer reads.
+
+    Attributes:
+        choices: by name of the analyzer, one for each model.
+        at: as the user gave it, for the record.
+        per_head: whether heads are sites of their own.
+    """
+
+    choices: Mapping[str, tuple[SiteChoice, ...]]
+    at: str | list[str] = DEFAULT
+    per_head: bool = False
+
+    def kernel(self, name: str, kernel: Kernel, number: int | None = None) -> Kernel:
+        """The kernel of an analyzer, as a kernel of views of all sites.
+
+        Args:
+            name: of the analyzer.
+            kernel: of views of its own sites.
+            number: of the one model whose view the kernel takes; None for all models.
+        """
+        choices = self.choices[name] if number is None else (self.choices[name][number],)
+        return partial(at_sites, kernel=kernel, sites=tuple(choice.numbers for choice in choices))
+
+    def models(self, name: str, models: Sequence[Model], sources: Sequence[Source]) -> list[Model]:
+        """The descriptions of the models with the sites of one analyzer in place of the residual layers.
+
+        Args:
+            name: of the analyzer.
+            models: the descriptions.
+            sources: the models that read the sites.
+        """
+        return [_described(*each) for each in zip(models, sources, self.choices[name], strict=True)]
+
+    def models_by_analyzer(self, models: Sequence[Model], sources: Sequence[Source]) -> dict[str, list[Model]]:
+        """The descriptions of `models`, by analyzer."""
+        return {name: self.models(name, models, sources) for name in self.choices}
+
+    def check_sites(self, analyzers: Mapping[str, Analyzer], sources: Sequence[Source]) -> None:
+        """Let every analyzer refuse sites that it does not take.
+
+        Args:
+            analyzers: by name.
+            sources: the models.
+        """
+        models = [source.model for source in sources]
+        for name, analyzer in analyzers.items():
+            analyzer.check_sites(*self.models(name, models, sources))
+
+    def record(self) -> dict[str, Any]:
+        """The options `at` and `per_head`, for a result's provenance."""
+        return {"at": self.at, "per_head": self.per_head}
+
+
+def plan_sites(
+    sources: Sequence[Source], analyzers: Mapping[str, Analyzer], at: AtArgument = DEFAULT, per_head: bool = False
+) -> SitePlan:
+    """Choose the sites of every analyzer, and let the sources read them.
+
+    Args:
+        sources: the models.
+        analyzers: by name.
+        at: the sites of analyzers that read any sites.
+        per_head: whether each head is a site of its own.
+
+    Raises:
+        LayersimError: a model lacks the sites, or an analyzer does not take them.
+    """
+    by_source = [_choices(source, analyzers, at, per_head) for source in sources]
+    choices = {name: tuple(own[name] for own in by_source) for name in analyzers}
+    given = at if isinstance(at, str) else f"function {getattr(at, '__qualname__', at)}" if callable(at) else list(at)
+    return SitePlan(choices, given, per_head)
+
+
+def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool) -> dict[str, SiteChoice]:
+    wanted = {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
+    if all(points is None for points in wanted.values()):
+        residual = SiteChoice(tuple(range(len(source.model.layers))))
+        return dict.fromkeys(wanted, residual)
+    numbers: dict[str, int] = {}
+    union: list[HookPoint] = []
+    for points in wanted.values():
+        for point in source.residual_points if points is None else points:
+            if point.name not in numbers:
+                numbers[point.name] = len(union)
+                union.append(point)
+    source.read_at(tuple(union))
+    return {
+        name: SiteChoice(
+            tuple(numbers[point.name] for point in (source.residual_points if points is None else points)),
+            None if points is None else _stream(points),
+        )
+        for name, points in wanted.items()
+    }
+
+
+def _points_of(source: Source, analyzer: Analyzer, at: AtArgument, per_head: bool) -> Points | None:
+    """The hook points that an analyzer reads; None for the residual layers."""
+    families = [at] if isinstance(at, str) else at if callable(at) else list(at)
+    default = families == [DEFAULT] and not per_head
+    if analyzer.families:
+        return source.hook_points([*analyzer.families, *_optional(source, analyzer)], False)
+    if default:
+        return None
+    if analyzer.needs_sites in ("stream", "every_block"):
+        if analyzer.reads_mid and not callable(families) and set(families) <= {DEFAULT, MID}:
+            return _with_ends(source, source.hook_points(families, per_head))
+        raise LayersimError(
+            f"`at` cannot be given for {type(analyzer).__name__}, which reads the residual stream after every block.",
+            given=f"at={at!r}",
+            expected=f"at={DEFAULT!r}" + (f", or at={MID!r} or both" if analyzer.reads_mid else ""),
+            do=f"analyze(model, data, [{type(analyzer).__name__}()]) in a call of its own; Cosine and CKA read any sites",
+        )
+    return source.hook_points(at, per_head)
+
+
+def _optional(source: Source, analyzer: Analyzer) -> list[str]:
+    """The optional families of an analyzer that the model has."""
+    has = []
+    for family in analyzer.optional_families:
+        try:
+            source.hook_points(family, False)
+        except LayersimError:
+            continue
+        has.append(family)
+    return has
+
+
+def _with_ends(source: Source, points: Points) -> Points:
+    """The points with the first and the last residual layer, with which a lens begins and to which it compares."""
+    first, last = source.residual_points[0], source.residual_points[-1]
+    inner = [point for point in points if point.name not in (first.name, last.name)]
+    return (first, *inner, last)
+
+
+def _stream(points: Points) -> str:
+    """`Model.stream` of sites other than the residual layers."""
+    return "parts" if all(".hook_resid_" in point.name for point in points) else "none"
+
+
+def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
+    if choice.stream is None:
+        return model
+    layers = tuple(source.sites[number] for number in choice.numbers)
+    widths = tuple(source.widths[number] for number in choice.numbers) if source.widths else ()
+    return replace(model, layers=layers, stream=choice.stream, widths=widths)  # type: ignore[arg-type]  # one of its words

@@ -1,0 +1,86 @@
+"""PointSource: a source that reads hook points of a module, the residual layers or others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .hook_point import HookPoint
+from .find_points import find_points, stream_sums
+from .site_map import StreamSum
+from .source import Source
+
+
+@dataclass(frozen=True)
+class SitesRead:
+    """The hook points that forward passes read.
+
+    Attributes:
+        points: the hook points.
+        order: in which a forward pass reaches them (and further events of the source); None where none has shown it yet.
+        widths: of the points; empty where they are the residual layers, or none has shown them yet.
+    """
+
+    points: tuple[HookPoint, ...]
+    order: tuple[int, ...] | None
+    widths: tuple[int, ...] = ()
+
+
+class PointSource(Source):
+    """Source whose sites are hook points of a module.
+
+    Attributes:
+        module: the model.
+        paths: of its blocks.
+    """
+
+    module: torch.nn.Module
+    paths: list[str]
+
+    def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
+        """Read the residual layers, whose order is known."""
+        self._residual = self._reading = SitesRead(points, order)
+
+    @property
+    def reads_residual(self) -> bool:
+        """Whether the sites are the residual layers."""
+        return self._reading is self._residual
+
+    @property
+    def is_settled(self) -> bool:
+        return super().is_settled and self._reading.order is not None
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return self.model.layers if self.reads_residual else tuple(point.name for point in self._reading.points)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self._reading.widths
+
+    @property
+    def residual_points(self) -> tuple[HookPoint, ...]:
+        return self._residual.points
+
+    def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
+        return find_points(self.module, self.paths, at, per_head)
+
+    def stream_sums(self) -> tuple[StreamSum, ...]:
+        return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
+
+    def read_at(self, points: tuple[HookPoint, ...]) -> None:
+        self._reading = self._residual if points == self._residual.points else SitesRead(points, None)
+
+    @contextmanager
+    def reading_at(self, points: tuple[HookPoint, ...]) -> Iterator[None]:
+        """A context in which forward passes read other hook points."""
+        before = self._reading
+        self.read_at(points)
+        try:
+            yield
+        finally:
+            self._reading = before

@@ -1,0 +1,144 @@
+"""Tick labels and axis titles of sites: block numbers, heads, families of hook points, module paths."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+# Titles of an axis whose sites are all of one kind, by the end of their TransformerLens name.
+FAMILY_TITLES = {
+    "hook_resid_mid": "Between attention and MLP of block",
+    "hook_attn_out": "Attention output of block",
+    "hook_mlp_out": "MLP output of block",
+    "attn.hook_z": "Attention head outputs (z) of block",
+    "attn.hook_q": "Queries of block",
+    "attn.hook_k": "Keys of block",
+    "attn.hook_v": "Values of block",
+    "mlp.hook_post": "MLP neurons of block",
+    "ln1.hook_normalized": "Input of attention of block",
+    "ln2.hook_normalized": "Input of MLP of block",
+}
+HEAD_TITLES = {
+    "attn.hook_z": "Attention head (z)",
+    "attn.hook_q": "Head (queries)",
+    "attn.hook_k": "Head (keys)",
+    "attn.hook_v": "Head (values)",
+}
+STREAM = ("hook_resid_pre", "hook_resid_post")
+_SITE = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?")
+
+
+class Site(NamedTuple):
+    """Parts of the TransformerLens name of a site.
+
+    Attributes:
+        stack: "encoder" or "decoder", "" for a model of one stack.
+        block: its number, as text.
+        place: what follows the block, such as "hook_attn_out".
+        head: its number, as text; "" for a site of no single head.
+    """
+
+    stack: str
+    block: str
+    place: str
+    head: str
+
+
+def parse_site(name: str) -> Site | None:
+    """The parts of a TransformerLens name; None for another name.
+
+    Examples:
+        >>> parse_site("blocks.3.attn.hook_z[5]")
+        Site(stack='', block='3', place='attn.hook_z', head='5')
+    """
+    match = _SITE.fullmatch(name)
+    return Site(*(part or "" for part in match.groups())) if match else None
+
+
+def short_names(names: tuple[str, ...]) -> list[str]:
+    """Tick labels: the block's number; `embed` for the input of block 0, and `into 3` for the input of a later one.
+
+    Heads are `L3H5`. Sites of several families carry the family's name, and sites that TransformerLens does not name keep their
+    path, without the prefix that all of them share.
+
+    Examples:
+        >>> short_names(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post"))
+        ['embed', '0']
+        >>> short_names(("blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]"))
+        ['L0H0', 'L0H1']
+        >>> short_names(("blocks.0.hook_attn_out", "blocks.0.hook_mlp_out"))
+        ['0 attn_out', '0 mlp_out']
+        >>> short_names(("model.layers.0.mlp.input", "model.layers.0.mlp", "model.layers.1.mlp"))
+        ['into 0.mlp', '0.mlp', '1.mlp']
+    """
+    sites = [parse_site(name) for name in names]
+    if any(site is None for site in sites):
+        return _short_paths(names)
+    known = [site for site in sites if site is not None]
+    several = len({_family(site) for site in known}) > 1
+    stacks = len({site.stack for site in known}) > 1
+    return [(f"{site.stack[:3]} " if stacks else "") + _short(site, several) for site in known]
+
+
+def site_axis_title(names: tuple[str, ...], title: str) -> str:
+    """Title of an axis of sites.
+
+    Args:
+        names: of the sites.
+        title: of an axis of residual layers, in which "block" becomes "module" where the sites are modules, and which other
+            sites replace.
+
+    Examples:
+        >>> site_axis_title(("blocks.0.hook_attn_out", "blocks.1.hook_attn_out"), "After block of gpt2")
+        'Attention output of block of gpt2'
+    """
+    sites = [parse_site(name) for name in names]
+    if any(site is None for site in sites):
+        return re.sub(r"\b([Bb])lock\b", lambda match: "Module" if match[1] == "B" else "module", title, count=1)
+    known = [site for site in sites if site is not None]
+    families = {_family(site) for site in known}
+    if families == {"stream"}:
+        return title
+    of_model = (title.partition(" of ")[2] and f" of {title.partition(' of ')[2]}") or ""
+    [family, *others] = families
+    if others:
+        own = "Site"
+    elif all(site.head for site in known):
+        own = HEAD_TITLES.get(family, "Head")
+    else:
+        own = FAMILY_TITLES.get(family, f"{family} of block")
+    return own + of_model
+
+
+def heads_in_block(names: tuple[str, ...]) -> int:
+    """Number of heads of the first block where every site is a head, else 0."""
+    sites = [parse_site(name) for name in names]
+    if not all(site is not None and site.head for site in sites):
+        return 0
+    first = sites[0]
+    return sum(1 for site in sites if site is not None and first is not None and site[:3] == first[:3])
+
+
+def _family(site: Site) -> str:
+    return "stream" if site.place in STREAM else site.place
+
+
+def _short(site: Site, several: bool) -> str:
+    if site.head:
+        return f"L{site.block}H{site.head}" + (f" {site.place[-1]}" if several else "")
+    if site.place == "hook_resid_pre":
+        return "embed" if site.block == "0" else f"into {site.block}"
+    name = site.place.removesuffix(".hook_normalized").split(".")[-1].removeprefix("hook_")
+    return f"{site.block} {name}" if several else site.block
+
+
+def _short_paths(names: tuple[str, ...]) -> list[str]:
+    parts = [name.removesuffix(".input").split(".") for name in names]
+    # Never the last part, which tells sites apart.
+    common = 0
+    while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
+        common += 1
+    return [
+        f"into {'.'.join(part[common:])}" if name.endswith(".input") else ".".join(part[common:])
+        for name, part in zip(names, parts, strict=True)
+    ]
