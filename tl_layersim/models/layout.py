@@ -25,6 +25,7 @@ BLOCKS = (
     "decoder.layers",  # OPT
     "encoder.layer",  # BERT, RoBERTa, MPNet, ViT
     "encoder.layers",
+    "transformer.layer",  # DistilBERT
     "blocks",  # MPT, and TransformerLens models as plain modules
 )
 PRE_NORM = "raw weights, before the final norm"
@@ -32,7 +33,8 @@ MODULES = "raw weights; what the named modules give"
 POST_NORM = "raw weights; post-norm: each block's output is after its layer norm"
 FAMILIES = (
     "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
-    "RoBERTa and MPNet layouts by themselves; any other decoder or encoder by layers=[paths of its blocks]"
+    "RoBERTa, DistilBERT, ELECTRA, MPNet, ViT, DeiT and DINOv2 layouts by themselves; "
+    "any other decoder or encoder by layers=[paths of its blocks]"
 )
 
 

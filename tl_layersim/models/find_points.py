@@ -1,0 +1,229 @@
+"""Resolution of `at=`: families, names, patterns and functions of names become hook points of a model.
+
+A new family is one entry in `SITE_NAMES` and in the layouts that have it; a new layout is one entry in `LAYOUTS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ..core.errors import LayersimError
+from .hook_point import HookPoint
+from .module_sites import module_site_map
+from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum
+from .transformer_lens import is_transformer_lens
+from .transformer_lens_sites import transformer_lens_site_map
+
+At = str | Callable[[str], bool]
+_HEAD = re.compile(r"(.+)\[(\d+)\]$")
+
+
+def site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
+    """The sites of a model.
+
+    Args:
+        module: a TransformerLens, Hugging Face or other torch model.
+        blocks: module paths of its blocks; not used for TransformerLens models.
+    """
+    return transformer_lens_site_map(module) if is_transformer_lens(module) else module_site_map(module, blocks)
+
+
+def find_points(
+    module: torch.nn.Module, blocks: Sequence[str], at: At | Sequence[At], per_head: bool = False
+) -> tuple[HookPoint, ...]:
+    """The hook points that a user asks for.
+
+    Families come in the order in which the model computes them, block by block, also where several are asked for. Names come in
+    the order in which they are given. Patterns and functions of names are applied to the names of all families' sites; where
+    they match none of these, to the other hook points of a TransformerLens model, or to the module paths of another model.
+
+    Args:
+        module: the model.
+        blocks: module paths of its blocks, as `find_blocks` or `find_stacks` gives them.
+        at: a family, such as "attn_out"; a TransformerLens name, with `[5]` for head 5, or a module path; a pattern with `*`; a
+            function of a name, which is True for the names to read; or a list of these.
+        per_head: whether each head has a hook point of its own.
+
+    Raises:
+        LayersimError: a name is not known, a family is not one of the model's, or a hook point is asked for twice.
+    """
+    items: list[At] = [at] if isinstance(at, str) or callable(at) else list(at)
+    known = site_map(module, blocks)
+    families = [item for item in items if isinstance(item, str) and item in SITE_NAMES]
+    if not items or len(set(families)) < len(families):
+        raise LayersimError(
+            "`at` is empty." if not items else "`at` names a family twice.",
+            given=f"at={items}",
+            expected=f"different families ({', '.join(known.families())}), or names",
+            do=f"at={list(dict.fromkeys(families)) or 'resid_post'!r}",
+        )
+    for family in families:
+        _refuse_lacking(known, family)
+    found: list[Site | HookPoint] = []
+    for item in items:
+        if item not in families:
+            found += _named(known, item)
+        elif item == families[0]:
+            # All families together, at the place of the first.
+            found += known.of_families(families)
+    points = [point for one in found for point in (_by_head(one) if per_head else [_whole(one)])]
+    _refuse_twice(points, {site.point.name for site in known.sites})
+    return tuple(points)
+
+
+def stream_sums(module: torch.nn.Module, blocks: Sequence[str], families: Iterable[str]) -> tuple[StreamSum, ...]:
+    """The identities of the residual stream in which these families are a term or the total.
+
+    They follow from the architecture: where activations that were read do not satisfy them, a site is not what its name says.
+
+    Args:
+        module: the model.
+        blocks: module paths of its blocks.
+        families: families, or names of sites.
+    """
+    asked = set(families)
+    known = site_map(module, blocks)
+    names = {site.point.name for site in known.sites if site.family in asked or site.point.name in asked}
+    return tuple(one for one in known.sums if names & {point.name for point in (one.total, *one.terms)})
+
+
+def _whole(one: Site | HookPoint) -> HookPoint:
+    return one.point if isinstance(one, Site) else one
+
+
+def _by_head(one: Site | HookPoint) -> list[HookPoint]:
+    """One hook point per head.
+
+    Raises:
+        LayersimError: the hook point is not divided into heads.
+    """
+    if isinstance(one, Site) and one.heads:
+        return [one.head(number) for number in range(len(one.heads))]
+    if isinstance(one, HookPoint) and _HEAD.match(one.name):
+        return [one]
+    family = isinstance(one, Site) and one.family
+    raise LayersimError(
+        "`per_head` requires hook points that are divided into heads.",
+        given=f"per_head=True and {_whole(one).name}",
+        expected=f"one of {', '.join(HEAD_FAMILIES)}"
+        + (", in a model whose configuration gives its number of heads" if family in HEAD_FAMILIES else ""),
+        do="at='z', per_head=True; or leave out per_head",
+    )
+
+
+def _named(known: SiteMap, item: At) -> Sequence[Site | HookPoint]:
+    """The sites and other hook points that a name, a pattern or a function of names selects.
+
+    Raises:
+        LayersimError: there are none.
+    """
+    sites = {site.point.name: site for site in known.sites}
+    if isinstance(item, str) and (item in sites or known.by_name(item) is not None):
+        return [_one(known, sites, item)]
+    if isinstance(item, str) and (head := _HEAD.match(item)):
+        return [_one_head(known, sites, item, head[1], int(head[2]))]
+    if isinstance(item, str) and not any(sign in item for sign in "*?"):
+        raise _unknown(known, sites, item)
+    matches: Callable[[str], bool] = item if callable(item) else lambda name: fnmatch.fnmatchcase(name, item)
+    chosen: Iterable[str] = [name for name in sites if matches(name)]
+    chosen = chosen or [name for name in known.other_names if matches(name) and known.by_name(name) is not None]
+    found = {_tensor_of(_whole(one)): one for one in (_one(known, sites, name) for name in chosen)}
+    if not found:
+        raise _unknown(known, sites, item)
+    return list(found.values())
+
+
+def _one(known: SiteMap, sites: dict[str, Site], name: str) -> Site | HookPoint:
+    """The site or hook point of a name.
+
+    Raises:
+        LayersimError: the site and TransformerLens' hook point of this name are two tensors.
+    """
+    other = known.by_name(name)
+    if name not in sites:
+        assert other is not None
+        return other
+    site = sites[name]
+    if other is not None and _tensor_of(other) != _tensor_of(site.point):
+        raise LayersimError(
+            f"`at` names a hook point of this {known.model} that reads another tensor than its name says in other models.",
+            given=f"{name!r}",
+            expected=f"the family {site.family!r}, which means the same in every model and is read at {site.point.module}",
+            do=f"at={site.family!r}",
+        )
+    return site
+
+
+def _one_head(known: SiteMap, sites: dict[str, Site], name: str, stem: str, number: int) -> HookPoint:
+    """The hook point of one head.
+
+    Raises:
+        LayersimError: there is no such head.
+    """
+    if stem not in sites and known.by_name(stem) is None:
+        raise _unknown(known, sites, name)
+    one = _one(known, sites, stem)
+    if isinstance(one, Site) and number < len(one.heads):
+        return one.head(number)
+    count = len(one.heads) if isinstance(one, Site) else 0
+    raise LayersimError(
+        "`at` names a head that the model does not have.",
+        given=f"{name!r}",
+        expected=f"heads 0 to {count - 1} of {stem}" if count else f"heads of {', '.join(HEAD_FAMILIES)}",
+        do=f"at={f'{stem}[{count - 1}]' if count else stem!r}",
+    )
+
+
+def _tensor_of(point: HookPoint) -> tuple[object, ...]:
+    """The tensor that a hook point reads, which hook points of different names may share."""
+    part = point.part
+    return point.module, point.incoming, None if part is None else (part.shape, str(part.index))
+
+
+def _refuse_lacking(known: SiteMap, family: str) -> None:
+    """Refuse a family that the model does not have."""
+    if family not in known.families():
+        raise LayersimError(
+            f"`at` names a family that {known.model} does not have: {known.lacks[family]}.",
+            given=f"at={family!r}",
+            expected=f"one of {', '.join(known.families())}",
+            do="lsim.sites(model) lists the sites of every family",
+        )
+
+
+def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
+    """Refuse a hook point that is asked for twice, under one name or two.
+
+    Sites of two families may be one tensor: attention and MLP of some parallel blocks read one norm.
+    """
+    seen: set[str] = set()
+    names: dict[tuple[object, ...], str] = {}
+    for point in points:
+        name, tensor = point.name, _tensor_of(point)
+        before = name if name in seen else names.get(tensor)
+        if before is not None and (before == name or not {before, name} <= sites):
+            raise LayersimError(
+                "`at` names a hook point twice.",
+                given=repr(name) if before == name else f"{before!r} and {name!r}, which are one hook point",
+                expected="different hook points",
+                do=f"{name!r} once" if before == name else f"leave out {name!r}",
+            )
+        seen.add(name)
+        names[tensor] = name
+
+
+def _unknown(known: SiteMap, sites: dict[str, Site], item: At) -> LayersimError:
+    """The error for names that the model does not have."""
+    names = [*SITE_NAMES, *sites, *known.other_names]
+    near = difflib.get_close_matches(item, names, n=3) if isinstance(item, str) else []
+    return LayersimError(
+        f"`at` selects no hook point of {known.model}.",
+        given=f"at={item!r}" if isinstance(item, str) else f"a function that is False for all names, such as {names[-1]!r}",
+        expected=f"a family ({', '.join(known.families())}), a name such as {next(iter(sites))!r}, or a module path",
+        do=f"did you mean {' or '.join(map(repr, near))}?" if near else "lsim.sites(model) lists the names",
+    )

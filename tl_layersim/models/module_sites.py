@@ -1,0 +1,235 @@
+"""Sites of Hugging Face and plain torch models: inputs and outputs of modules, by the layout of the model's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .block_layout import BlockLayout, ModuleTensor, Term, into, out_of
+from .block_layouts import layout_of
+from .hook_point import HookPoint, Part
+from .layout import find_blocks, locate
+from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum, fused_parts, separate_heads, site_name
+
+# Lists of blocks of models with two stacks, and how the names of their sites begin.
+STACKS = {
+    "encoder.block": "encoder.",
+    "encoder.layers": "encoder.",
+    "decoder.block": "decoder.",
+    "decoder.layers": "decoder.",
+}
+TOWERS = {"text_model.encoder.layers": "text.", "vision_model.encoder.layers": "vision."}
+UNKNOWN = "its blocks are of an architecture whose hook points are not in the table: name its modules by their paths"
+NO_NORM = "it has no final norm that reads every position"
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """Consecutive blocks of one residual stream.
+
+    Attributes:
+        prefix: of the names of its sites, "" in a model of one stack.
+        blocks: module paths of the blocks.
+        numbers: of the blocks; empty where the modules are not known to be blocks.
+    """
+
+    prefix: str
+    blocks: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
+    """Module paths of the blocks of a model: of its one stack, or of encoder and decoder, or of both towers, in this order.
+
+    Args:
+        module: the model.
+        layers: the paths that the user names; None to find them by the layout.
+
+    Raises:
+        LayersimError: as `find_blocks` raises.
+    """
+    lists = _two_stacks(module)
+    if layers is not None or not lists:
+        return find_blocks(module, layers)
+    return [f"{path}.{i}" for path in lists for i in range(len(_blocks_in(module, path)))]
+
+
+def _two_stacks(module: torch.nn.Module) -> dict[str, str]:
+    """Paths of the lists of blocks of a model with two stacks, each with the prefix of its names; empty for other models."""
+    known = STACKS if getattr(getattr(module, "config", None), "is_encoder_decoder", False) else TOWERS
+    lists = [path for path, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
+    found = {path: prefix for end, prefix in known.items() for path in lists if path == end or path.endswith(f".{end}")}
+    return found if len(set(found.values())) == 2 or known is STACKS else {}
+
+
+def _blocks_in(module: torch.nn.Module, path: str) -> torch.nn.ModuleList:
+    blocks = module.get_submodule(path)
+    assert isinstance(blocks, torch.nn.ModuleList)
+    return blocks
+
+
+def _stacks(module: torch.nn.Module, blocks: Sequence[str]) -> Iterator[BlockStack]:
+    """The stacks to which these blocks belong."""
+    two = _two_stacks(module)
+    lists: dict[str, list[str]] = {}
+    for path in blocks:
+        lists.setdefault(path.rpartition(".")[0], []).append(path)
+    names = dict(module.named_modules())
+    if all(isinstance(names.get(parent), torch.nn.ModuleList) for parent in lists):
+        for parent, paths in lists.items():
+            numbers = tuple(int(path.rpartition(".")[2]) for path in paths)
+            known = parent in two or _layout(module, paths) is not None
+            known = known or (len(lists) == 1 and locate(module, paths, True)[0][0].endswith(".hook_resid_pre"))
+            yield BlockStack(two.get(parent, ""), tuple(paths), numbers if known else ())
+    else:
+        yield BlockStack("", tuple(blocks), ())
+
+
+def _config(module: torch.nn.Module, path: str) -> Any:
+    """The configuration of a block: that of the nearest module around it that has one."""
+    parts = path.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        config = getattr(module.get_submodule(".".join(parts[:depth])), "config", None)
+        if config is not None:
+            return config
+    return None
+
+
+def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
+    """The layout of these blocks; None where the table has none, or not one for all."""
+    found = [layout_of(module.get_submodule(path), _config(module, path)) for path in blocks]
+    return found[0] if found and all(layout is found[0] for layout in found) else None
+
+
+def head_counts(config: Any, attribute: str = "num_attention_heads") -> tuple[int, int]:
+    """Numbers of heads and of key-value heads in a configuration; zero where it has none.
+
+    Args:
+        config: of a Hugging Face model.
+        attribute: with the number of heads.
+    """
+    heads = getattr(config, attribute, None)
+    if not isinstance(heads, int):
+        return 0, 0
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return heads, 1
+    fewer = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    return heads, fewer or heads
+
+
+def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
+    """The sites of a Hugging Face or plain torch model.
+
+    Args:
+        module: the model.
+        blocks: module paths of its blocks.
+    """
+    sites: list[Site] = []
+    sums: list[StreamSum] = []
+    lacks: dict[str, str] = {}
+    for stack in _stacks(module, blocks):
+        layout = _layout(module, stack.blocks) if stack.numbers else None
+        if layout is None:
+            sites += _residual_sites(module, stack)
+            lacks |= dict.fromkeys(SITE_NAMES, UNKNOWN)
+            continue
+        heads = head_counts(_config(module, stack.blocks[0]), layout.head_count)
+        lacks |= dict.fromkeys(SITE_NAMES, "its blocks have none") | {"ln_final": NO_NORM} | dict(layout.lacks)
+        for number, path in zip(stack.numbers, stack.blocks, strict=True):
+            sites += _block_sites(stack, number, path, layout, heads)
+            sums += _block_sums(stack, number, path, layout)
+        final = None if "ln_final" in layout.lacks else _final_norm(module, stack.blocks[0], layout)
+        if final is not None:
+            sites.append(Site(HookPoint(site_name("ln_final", 0, stack.prefix), final), "ln_final"))
+    have = {site.family for site in sites}
+    names = tuple(name for name, _ in module.named_modules() if name)
+    return SiteMap(
+        type(module).__name__,
+        tuple(sites),
+        {family: reason for family, reason in lacks.items() if family not in have},
+        tuple(sums),
+        lambda name: point_at(module, name),
+        names,
+    )
+
+
+def _residual_sites(module: torch.nn.Module, stack: BlockStack) -> list[Site]:
+    """The sites of a stack of which only the blocks are known, or of modules that may not be blocks."""
+    if stack.numbers:
+        pairs = zip(stack.numbers, stack.blocks, strict=True)
+        return [
+            site
+            for number, path in pairs
+            for site in (
+                Site(_point("resid_pre", stack, number, path, into("")), "resid_pre", number, first=path == stack.blocks[0]),
+                Site(_point("resid_post", stack, number, path, out_of("")), "resid_post", number),
+            )
+        ]
+    names, _ = locate(module, list(stack.blocks), True)
+    first = Site(HookPoint(names[0], stack.blocks[0], True), "resid_pre", first=True)
+    return [first, *(Site(HookPoint(name, path), "resid_post") for name, path in zip(names[1:], stack.blocks, strict=True))]
+
+
+def _tensors(layout: BlockLayout) -> dict[str, ModuleTensor]:
+    """The tensors of all families of a block, in the order in which they are computed."""
+    tensors = {"resid_pre": into(""), "resid_post": out_of(""), **layout.tensors}
+    return {family: tensors[family] for family in SITE_NAMES if family in tensors}
+
+
+def _point(family: str, stack: BlockStack, number: int, path: str, tensor: ModuleTensor, part: Part | None = None) -> HookPoint:
+    module = f"{path}.{tensor.path}".rstrip(".")
+    return HookPoint(site_name(family, number, stack.prefix), module, tensor.incoming, part)
+
+
+def _block_sites(stack: BlockStack, number: int, path: str, layout: BlockLayout, heads: tuple[int, int]) -> Iterator[Site]:
+    for family, tensor in _tensors(layout).items():
+        part, each = None, ()
+        if family in HEAD_FAMILIES:
+            fused = layout.fused if family != "z" else ""
+            if fused and not heads[0]:
+                continue
+            part, each = fused_parts(fused, family, *heads) if fused else (None, separate_heads(heads[family in "kv"]))
+        first = family == "resid_pre" and path == stack.blocks[0]
+        yield Site(_point(family, stack, number, path, tensor, part), family, number, each, first)
+
+
+def _block_sums(stack: BlockStack, number: int, path: str, layout: BlockLayout) -> Iterator[StreamSum]:
+    tensors = _tensors(layout)
+
+    def point(term: Term) -> HookPoint:
+        if isinstance(term, str):
+            return _point(term, stack, number, path, tensors[term])
+        module = f"{path}.{term.path}"
+        return HookPoint(f"{module}.input" if term.incoming else module, module, term.incoming)
+
+    for total, terms in layout.sums:
+        yield StreamSum(point(total), tuple(point(term) for term in terms), number)
+
+
+def _final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str | None:
+    """Path of the norm after the last block: beside the list of blocks, or above."""
+    names = dict(module.named_modules())
+    parts = block.split(".")[:-2]
+    while True:
+        for name in layout.final:
+            path = ".".join([*parts, name])
+            if path in names:
+                return path
+        if not parts:
+            return None
+        parts.pop()
+
+
+def point_at(module: torch.nn.Module, name: str) -> HookPoint | None:
+    """The output of the module at a path, or the input of the module at `path.input`; None where there is no such module."""
+    for path, incoming in ((name, False), (name.removesuffix(".input"), name.endswith(".input"))):
+        try:
+            found = module.get_submodule(path) if path else None
+        except AttributeError:
+            continue
+        if found is not None and not isinstance(found, torch.nn.ModuleList | torch.nn.ModuleDict):
+            return HookPoint(name, path, incoming)
+    return None

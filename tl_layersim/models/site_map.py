@@ -1,0 +1,154 @@
+"""SiteMap: the sites of a model at which activations can be read, by family, and the identities that they satisfy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from .hook_point import HookPoint, Index, Part
+
+# Families of sites in the order in which a block computes them, with their names in TransformerLens.
+SITE_NAMES: Mapping[str, str] = {
+    "resid_pre": "hook_resid_pre",
+    "ln1": "ln1.hook_normalized",
+    "q": "attn.hook_q",
+    "k": "attn.hook_k",
+    "v": "attn.hook_v",
+    "z": "attn.hook_z",
+    "attn_out": "hook_attn_out",
+    "resid_mid": "hook_resid_mid",
+    "cross_attn_out": "hook_cross_attn_out",
+    "resid_mid_cross": "hook_resid_mid_cross",
+    "ln2": "ln2.hook_normalized",
+    "mlp_post": "mlp.hook_post",
+    "mlp_out": "hook_mlp_out",
+    "resid_post": "hook_resid_post",
+    "ln_final": "ln_final.hook_normalized",
+}
+# Families whose sites are divided into heads.
+HEAD_FAMILIES = ("q", "k", "v", "z")
+
+
+def site_name(family: str, block: int, prefix: str = "") -> str:
+    """TransformerLens's name of a site.
+
+    Args:
+        family: of the site.
+        block: number of its block; not used for the final norm.
+        prefix: of its stack in a model of several stacks, such as `encoder.`.
+
+    Examples:
+        >>> site_name("mlp_out", 3), site_name("ln_final", 0, "decoder.")
+        ('blocks.3.hook_mlp_out', 'decoder.ln_final.hook_normalized')
+    """
+    return f"{prefix}{SITE_NAMES[family]}" if family == "ln_final" else f"{prefix}blocks.{block}.{SITE_NAMES[family]}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A site of a family.
+
+    Attributes:
+        point: where it is read.
+        family: to which it belongs.
+        block: number of its block, None for the final norm and for modules that are not blocks.
+        heads: the part of each head; empty where the site has no heads.
+        first: whether it is the input of a stack's first block, which the family `resid_post` begins with.
+    """
+
+    point: HookPoint
+    family: str
+    block: int | None = None
+    heads: tuple[Part, ...] = ()
+    first: bool = False
+
+    def head(self, number: int) -> HookPoint:
+        """The hook point of one head."""
+        return HookPoint(f"{self.point.name}[{number}]", self.point.module, self.point.incoming, self.heads[number])
+
+
+@dataclass(frozen=True)
+class StreamSum:
+    """An identity of the residual stream: the total equals the sum of the terms to rounding, in evaluation mode.
+
+    Attributes:
+        total: such as `blocks.3.hook_resid_post`.
+        terms: such as `blocks.3.hook_resid_mid` and `blocks.3.hook_mlp_out`.
+        block: number of the block.
+    """
+
+    total: HookPoint
+    terms: tuple[HookPoint, ...]
+    block: int
+
+
+@dataclass(frozen=True)
+class SiteMap:
+    """The sites of a model.
+
+    Attributes:
+        model: name of the model's class, for messages.
+        sites: in the order in which the model computes them.
+        lacks: the reason for each family that the model lacks.
+        sums: identities of the residual stream.
+        by_name: looks up a hook point by another name than those of `sites`; None where there is none.
+        other_names: further names that `by_name` knows, in the order of the model.
+    """
+
+    model: str
+    sites: tuple[Site, ...]
+    lacks: Mapping[str, str]
+    sums: tuple[StreamSum, ...]
+    by_name: Callable[[str], HookPoint | None]
+    other_names: tuple[str, ...] = field(default=(), repr=False)
+
+    def of_families(self, families: Iterable[str]) -> list[Site]:
+        """The sites of these families, in the order in which the model computes them."""
+        chosen = set(families)
+        return [site for site in self.sites if site.family in chosen or (site.first and "resid_post" in chosen)]
+
+    def families(self) -> list[str]:
+        """The families that the model has."""
+        have = {site.family for site in self.sites}
+        return [family for family in SITE_NAMES if family in have]
+
+
+def separate_heads(count: int) -> tuple[Part, ...]:
+    """The part of each head in a tensor that holds `heads d_head` in its last axis."""
+    return tuple(Part((count, -1), (head,)) for head in range(count))
+
+
+def fused_parts(kind: str, family: str, heads: int, key_heads: int) -> tuple[Part, tuple[Part, ...]]:
+    """Queries, keys or values in the output of a fused projection: the part of all heads, and the part of each.
+
+    Args:
+        kind: as `BlockLayout.fused`.
+        family: "q", "k" or "v".
+        heads: number of heads.
+        key_heads: number of key-value heads.
+
+    Examples:
+        >>> whole, each = fused_parts("rows", "k", 4, 2)
+        >>> whole, each[1]
+        (Part(shape=(8, -1), index=(slice(4, 6, None),)), Part(shape=(8, -1), index=(5,)))
+    """
+    number = "qkv".index(family)
+    count = heads if family == "q" else key_heads
+    shape: tuple[int, ...]
+    whole: tuple[Index, ...]
+    each: list[tuple[Index, ...]]
+    if kind == "qkv heads":
+        shape, whole, each = (3, heads, -1), (number,), [(number, head) for head in range(count)]
+    elif kind == "heads qkv":
+        shape, whole, each = (heads, 3, -1), (slice(None), number), [(head, number) for head in range(count)]
+    elif kind == "groups":
+        size = heads // key_heads
+        shape = (key_heads, size + 2, -1)
+        place: Index = slice(0, size) if family == "q" else size + number - 1
+        whole = (slice(None), place)
+        each = [(head // size, head % size) if family == "q" else (head, size + number - 1) for head in range(count)]
+    else:
+        start = (0, heads, heads + key_heads)[number]
+        shape, whole = (heads + 2 * key_heads, -1), (slice(start, start + count),)
+        each = [(start + head,) for head in range(count)]
+    return Part(shape, whole), tuple(Part(shape, index) for index in each)

@@ -1,0 +1,167 @@
+"""Sites of TransformerLens models: hook points of HookedTransformer and TransformerBridge.
+
+A site means the same as in the Hugging Face model. Where the hook point of its name reads another tensor, another hook point
+or the module itself is used: `hook_normalized` of a norm with weights is before the weights, and `hook_resid_mid` of a BERT
+bridge is the input of the last layer norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .block_layout import NORMS_AFTER, PARALLEL, SEQUENTIAL, BlockLayout, BlockSum, ModuleTensor, Term
+from .block_layouts import layout_of
+from .hook_point import HookPoint
+from .module_sites import UNKNOWN, head_counts, point_at
+from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum, separate_heads, site_name
+
+ABSENT = "this model has no such hook point"
+# TransformerLens' architectures with norms after the sublayers alone, in both majors.
+NORMS_AFTER_ALONE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
+
+
+def transformer_lens_site_map(model: Any) -> SiteMap:
+    """The sites of a HookedTransformer or a TransformerBridge."""
+    return _SitesOf(model).site_map()
+
+
+class _SitesOf:
+    """Looks up the sites of one TransformerLens model.
+
+    Args:
+        model: HookedTransformer or TransformerBridge.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.hooks: dict[str, torch.nn.Module] = dict(model.hook_dict)
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.wrapped = getattr(model, "original_model", None)
+        self.layout: BlockLayout | None = None
+        self.lacks: dict[str, str] = {}
+        if self.wrapped is not None:
+            self.layout = layout_of(_inside(model.blocks[0]), self.wrapped.config)
+            self.lacks = dict(self.layout.lacks) if self.layout else dict.fromkeys(SITE_NAMES, UNKNOWN)
+
+    def site_map(self) -> SiteMap:
+        heads = self._heads()
+        sites: list[Site] = []
+        sums: list[StreamSum] = []
+        for number in range(self.model.cfg.n_layers):
+            points = {family: point for family in SITE_NAMES if (point := self._point(family, number)) is not None}
+            last = points.pop("ln_final", None)
+            for family, point in points.items():
+                each = separate_heads(heads[family in "kv"]) if family in HEAD_FAMILIES else ()
+                sites.append(Site(point, family, number, each, first=family == "resid_pre" and number == 0))
+            sums += self._sums(number, points)
+        if last is not None:
+            sites.append(Site(last, "ln_final"))
+        have = {site.family for site in sites}
+        lacks = {family: self.lacks.get(family, ABSENT) for family in SITE_NAMES if family not in have}
+        return SiteMap(type(self.model).__name__, tuple(sites), lacks, tuple(sums), self._by_name, tuple(self.hooks))
+
+    def _heads(self) -> tuple[int, int]:
+        """Numbers of heads and of key-value heads."""
+        cfg = self.model.cfg
+        if self.wrapped is not None and self.layout is not None:
+            return head_counts(self.wrapped.config, self.layout.head_count)
+        grouped = getattr(cfg, "n_key_value_heads", None)
+        if grouped is None or getattr(cfg, "ungroup_grouped_query_attention", False):
+            grouped = cfg.n_heads
+        return cfg.n_heads, grouped
+
+    def _point(self, family: str, number: int) -> HookPoint | None:
+        name = site_name(family, number)
+        if self.wrapped is not None:
+            return self._bridge_point(family, name, number)
+        return self._hooked_transformer_point(family, name)
+
+    def _hook(self, name: str, hook: str) -> HookPoint | None:
+        """The hook point `hook` under the name of a site; None where the model does not have it."""
+        module = self.hooks.get(hook)
+        return None if module is None else HookPoint(name, self.paths[id(module)])
+
+    def _hooked_transformer_point(self, family: str, name: str) -> HookPoint | None:
+        cfg = self.model.cfg
+        if family in ("ln1", "ln2") and cfg.original_architecture in NORMS_AFTER_ALONE:
+            self.lacks[family] = NORMS_AFTER
+            return None
+        if family in ("ln1", "ln2", "ln_final") and name in self.hooks and cfg.normalization_type in ("LN", "RMS"):
+            # The hook point is before the weights of the norm.
+            return HookPoint(name, name.removesuffix(".hook_normalized"))
+        return self._hook(name, name)
+
+    def _bridge_point(self, family: str, name: str, number: int) -> HookPoint | None:
+        if family in ("resid_pre", "resid_post"):
+            return self._hook(name, name)
+        if self.layout is None or family in self.layout.lacks:
+            return None
+        if family == "ln_final":
+            return self._hook(name, "ln_final.hook_out")
+        tensor = self.layout.tensors.get(family)
+        return None if tensor is None else self._tensor_point(name, number, family, tensor)
+
+    def _tensor_point(self, name: str, number: int, family: str, tensor: ModuleTensor) -> HookPoint | None:
+        """The hook point of a bridge that holds a tensor of the Hugging Face block.
+
+        A bridge computes attention itself: of the modules of attention, only those that it names are called.
+        """
+        assert self.layout is not None
+        if family in ("q", "k", "v"):
+            return self._hook(name, f"blocks.{number}.attn.{family}.hook_out")
+        for component, last in (("attn.o", "z"), ("mlp.out", "mlp_post")):
+            port = self.layout.tensors.get(last)
+            if port is not None and port.path == tensor.path:
+                found = self._hook(name, f"blocks.{number}.{component}.{_side(tensor)}")
+                if found is not None:
+                    return found
+        module = self.model.blocks[number]
+        for part in tensor.path.split("."):
+            module = getattr(_inside(module), part, None)
+            if module is None:
+                return None
+        hook = getattr(module, _side(tensor), None)
+        if hook is not None:
+            return HookPoint(name, self.paths[id(hook)])
+        return HookPoint(name, self.paths[id(module)], tensor.incoming)
+
+    def _sums(self, number: int, points: dict[str, HookPoint]) -> list[StreamSum]:
+        def point(term: Term) -> HookPoint | None:
+            if isinstance(term, str):
+                return points.get(term)
+            found = self._tensor_point("", number, "", term)
+            return None if found is None else replace(found, name=found.module)
+
+        found = []
+        for total, terms in self._identities(points):
+            whole, parts = point(total), [point(term) for term in terms]
+            if whole is not None and None not in parts:
+                found.append(StreamSum(whole, tuple(part for part in parts if part is not None), number))
+        return found
+
+    def _identities(self, points: dict[str, HookPoint]) -> tuple[BlockSum, ...]:
+        if self.wrapped is not None:
+            return self.layout.sums if self.layout is not None else ()
+        if getattr(self.model.cfg, "attn_only", False):
+            return (("resid_post", ("resid_pre", "attn_out")),)
+        return SEQUENTIAL if "resid_mid" in points else PARALLEL
+
+    def _by_name(self, name: str) -> HookPoint | None:
+        """The hook point that TransformerLens calls `name`; None where it has none."""
+        if name.endswith(("hook_pattern", "hook_attn_scores")):
+            # One number for each pair of positions: these are not activations of a position.
+            return None
+        return self._hook(name, name) or point_at(self.model, name)
+
+
+def _side(tensor: ModuleTensor) -> str:
+    return "hook_in" if tensor.incoming else "hook_out"
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module:
+    """The Hugging Face module that a component of a bridge wraps; the module itself where it is no component."""
+    inner = module._modules.get("_original_component")
+    return module if inner is None else inner
