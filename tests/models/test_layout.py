@@ -96,7 +96,7 @@ def test_what_cannot_be_read_is_refused_with_what_can():
         lsim.analyze(bridge(tiny_llama()), random_tokens(), "cka", layers=["blocks.0"])
 
 
-def test_blocks_that_are_no_residual_are_refused():
+def test_modules_of_several_widths_are_read_by_cka_and_refused_by_cosine():
     class Own(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,5 +108,6 @@ def test_blocks_that_are_no_residual_are_refused():
             return self.pool(self.wide(self.words(tokens)))
 
     for layers in (["wide"], ["wide", "pool"]):
-        with pytest.raises(lsim.LayersimError, match=r"MATCHER"):
-            lsim.analyze(Own(), random_tokens(), "cka", layers=layers)
+        assert lsim.analyze(Own(), random_tokens(), "cka", layers=layers)["cka"].layers == (f"{layers[0]}.input", *layers)
+        with pytest.raises(lsim.LayersimError, match=r"wide\.input of width 8 and wide of width 9"):
+            lsim.analyze(Own(), random_tokens(), lsim.Cosine(center="none"), layers=layers)

@@ -24,9 +24,10 @@ from ..data.missing_mask import mask_of
 from ..models.activation_checks import refuse_not_finite, refuse_other_logits
 from ..models.hooked import HookedSource
 from ..models.hooks import kernels_alone
-from ..models.recorder import Call, Choice, stack_side
+from ..models.reading import Call, Choice
 from ..models.view import Kernel, View, reduce
 from ..remote.open import open_source
+from .attach_checks import refuse_unattachable
 from .data_pass import add_sums
 from .report_assembly import make_report
 from .site_plan import DEFAULT, AtArgument, SitePlan, plan_sites
@@ -359,43 +360,7 @@ def attach(
             do="lsim.analyze(model, data, analyzers)",
         )
     source = cast(HookedSource, opened)
-    if stack_side(source.module, source.blocks).side == "both":
-        raise LayersimError(
-            "`layers` must all lie in the encoder or all in the decoder: each has its own tokens and mask.",
-            given=f"{type(source.module).__name__} with blocks of both stacks, or of none that it names",
-            expected="blocks of the encoder or of the decoder",
-            do="layers=[f'decoder.block.{i}' for i in range(n)]",
-        )
     plan = plan_sites([source], chosen, at, per_head)
     plan.check_sites(chosen, [source])
-    for name, analyzer in chosen.items():
-        analyzer.check(*plan.models(name, [source.model], [source]))
-        if analyzer.label_source:
-            raise LayersimError(
-                f"{type(analyzer).__name__} needs labels from the data, and `attach` receives tokens only.",
-                given=f"labels={analyzer.options().get('labels')!r}",
-                expected="labels='next_token'",
-                do="lsim.analyze(model, data, analyzers)",
-            )
-        if analyzer.needs_unembed and source.model.head is not None and source.model.head.reads != "every":
-            raise LayersimError(
-                f"The head of {source.model.name} classifies whole rows, and under `attach` it is not known where a row ends.",
-                given=type(analyzer).__name__,
-                expected="a head that says something at every position",
-                do="lsim.analyze(model, data, analyzers)",
-            )
-        if analyzer.needs_calls:
-            raise LayersimError(
-                f"{type(analyzer).__name__} cannot be attached: replaying blocks would add forward passes to your loop.",
-                given=type(analyzer).__name__,
-                expected="an analyzer that only reads",
-                do="lsim.analyze(model, data, analyzers)",
-            )
-        if analyzer.first_kernel() is not None:
-            raise LayersimError(
-                f"{type(analyzer).__name__} needs a first pass over the data, and `attach` makes one pass only.",
-                given=", ".join(f"{k}={v!r}" for k, v in analyzer.options().items()),
-                expected="an analyzer of one pass",
-                do=analyzer.one_pass or "lsim.analyze(model, data, analyzers), which makes two passes",
-            )
+    refuse_unattachable(source, chosen, plan)
     return Probe(source, chosen, plan)

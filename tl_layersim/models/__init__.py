@@ -3,7 +3,9 @@
 Other packages may import from these modules:
 
 - `source`, `view`, `model_info`: `Source` runs a model, `View` holds the activations of one batch, `Model` describes a model.
-- `hooked`, `nnsight`, `recorder`: sources of models in this process, and the forward passes that they record.
+- `hooked`, `nnsight`, `reading`: sources of models in this process, and the forward passes that they record.
+- `hook_point`, `site_buffer`: places in a model, and the activations that a forward pass has there.
+- `stream_sums_check`: the check that sublayer outputs add up to the residual stream.
 - `open`, `transformer_lens`: tests of the type of a model.
 - `hooks`: forward hooks, early ends of forward passes, evaluation mode.
 - `layout`: the arguments of a forward pass, and the classes of models with a head.

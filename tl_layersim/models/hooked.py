@@ -37,7 +37,8 @@ from .layout import call_options, find_blocks, find_embedding, no_forward, refus
 from .model_description import describe
 from .model_info import Model
 from .point_source import PointSource, SitesRead
-from .recorder import Call, Callbacks, Choice, Reading, Recorder, Tap, stack_side
+from .reading import Call, Callbacks, Choice, Reading, Tap, stack_side
+from .recorder import Recorder
 from .transformer_lens import is_transformer_lens, open_transformer_lens
 from .unembed import Unembed, plain_linear, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, reduce, tokens_alone

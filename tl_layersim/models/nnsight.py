@@ -113,19 +113,19 @@ class NNsightSource(PointSource):
         options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in call_options(self.module, row).items()}
         return self.module(row.tokens.to(device), **options)
 
-    def _steps(self) -> list[Step]:
+    def _steps(self) -> list[TraceStep]:
         """What a trace reads, in the order of the forward pass."""
         points, order = self._reading.points, self._reading.order
         assert order is not None
         events = (*points, *_block_events(self.paths))
-        steps: list[Step] = []
+        steps: list[TraceStep] = []
         for number in order:
             point = events[number]
             is_site = number < len(points)
             if not is_site and not self.calling:
                 continue
             if not steps or steps[-1].path != point.module or steps[-1].incoming != point.incoming:
-                steps.append(Step(point.module, self.envoy.get(point.module), point.incoming, point.module in self.paths))
+                steps.append(TraceStep(point.module, self.envoy.get(point.module), point.incoming, point.module in self.paths))
             if is_site:
                 steps[-1].sites.append((number, point))
         return steps
@@ -197,7 +197,7 @@ def shippable(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
 
 
 @dataclass
-class Step:
+class TraceStep:
     """The input or output of one module, which a trace reads.
 
     Attributes:
@@ -229,7 +229,7 @@ def _residual_order(blocks: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def read_step(step: Step, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
+def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
     """Read the sites of one step inside a trace, and record the call of a block.
 
     Args:
@@ -303,7 +303,7 @@ def whole_view(view: View) -> dict[str, Tensor]:
 def _trace(
     model: Any,
     names: tuple[str, ...],
-    steps: list[Step],
+    steps: list[TraceStep],
     batch: Batch,
     unembed: Unembed | None,
     options: dict[str, Any],

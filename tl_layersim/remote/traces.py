@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import push
 from ..models.block_call import first_tensor
-from ..models.nnsight import Step, read_step
+from ..models.nnsight import TraceStep, read_step
 from ..models.site_buffer import SiteBuffer
 from ..models.source import PartialSums
 from ..models.unembed import Unembed, tensor_of, unembed_gap
@@ -28,7 +28,7 @@ BatchSums = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 def submit(
     model: Any,
     names: tuple[str, ...],
-    steps: list[Step],
+    steps: list[TraceStep],
     work: list[dict[str, Any]],
     unembed: Unembed | None,
     kernels: dict[str, Kernel],

@@ -28,7 +28,7 @@ STREAM = ("hook_resid_pre", "hook_resid_post")
 _SITE = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?")
 
 
-class Site(NamedTuple):
+class SiteParts(NamedTuple):
     """Parts of the TransformerLens name of a site.
 
     Attributes:
@@ -44,7 +44,7 @@ class Site(NamedTuple):
     head: str
 
 
-def parse_site(name: str) -> Site | None:
+def parse_site(name: str) -> SiteParts | None:
     """The parts of a TransformerLens name; None for another name.
 
     Examples:
@@ -52,7 +52,7 @@ def parse_site(name: str) -> Site | None:
         Site(stack='', block='3', place='attn.hook_z', head='5')
     """
     match = _SITE.fullmatch(name)
-    return Site(*(part or "" for part in match.groups())) if match else None
+    return SiteParts(*(part or "" for part in match.groups())) if match else None
 
 
 def short_names(names: tuple[str, ...]) -> list[str]:
@@ -119,11 +119,11 @@ def heads_in_block(names: tuple[str, ...]) -> int:
     return sum(1 for site in sites if site is not None and first is not None and site[:3] == first[:3])
 
 
-def _family(site: Site) -> str:
+def _family(site: SiteParts) -> str:
     return "stream" if site.place in STREAM else site.place
 
 
-def _short(site: Site, several: bool) -> str:
+def _short(site: SiteParts, several: bool) -> str:
     if site.head:
         return f"L{site.block}H{site.head}" + (f" {site.place[-1]}" if several else "")
     if site.place == "hook_resid_pre":
