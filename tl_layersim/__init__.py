@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .early_exit.frequent_tokens import frequent_tokens
     from .early_exit.truncate import truncate
     from .models.hooks import eval_mode
+    from .models.site_table import sites
     from .stitching.adapter import Adapter
     from .stitching.api import stitch, stitch_grid
     from .stitching.fitting import StitchTraining
@@ -62,6 +63,7 @@ _HOME = {
     "early_exit.frequent_tokens": ("frequent_tokens",),
     "early_exit.truncate": ("truncate",),
     "models.hooks": ("eval_mode",),
+    "models.site_table": ("sites",),
     "stitching.adapter": ("Adapter",),
     "stitching.api": ("stitch", "stitch_grid"),
     "stitching.fitting": ("StitchTraining",),
@@ -117,6 +119,7 @@ __all__ = [
     "plot_sweep",
     "prediction_grid",
     "relate",
+    "sites",
     "stitch",
     "stitch_grid",
     "train_adapters",

@@ -12,14 +12,21 @@ Other packages may import from these modules:
 - `unembed`, `chunked_logit_lens`, `cross_entropy`: the logit lens, its statistics at every layer, cross-entropy.
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
+- `hook_point`, `hook_points`, `site_table`: places at which activations are read, their resolution from `at=`, and their table.
+- `module_sites`: the blocks of models with one stack or two.
 - `block_call`: repeated calls of a block.
 - `split_model`: models that are split at a layer.
 """
 
 from .block_call import BlockCall
+from .hook_point import HookPoint, Part
+from .hook_points import find_points, stream_sums
 from .hooks import eval_mode
 from .model_info import Model, ServerOffer, layer_names
+from .module_sites import find_stacks
 from .site_buffer import SiteBuffer
+from .site_map import StreamSum
+from .site_table import sites
 from .source import PartialSums, Source
 from .unembed import Head, Unembed
 from .view import Kernel, View, reduce
@@ -27,15 +34,22 @@ from .view import Kernel, View, reduce
 __all__ = [
     "BlockCall",
     "Head",
+    "HookPoint",
     "Kernel",
     "Model",
+    "Part",
     "PartialSums",
     "ServerOffer",
     "SiteBuffer",
     "Source",
+    "StreamSum",
     "Unembed",
     "View",
     "eval_mode",
+    "find_points",
+    "find_stacks",
     "layer_names",
     "reduce",
+    "sites",
+    "stream_sums",
 ]

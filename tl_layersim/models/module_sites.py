@@ -186,7 +186,8 @@ def _point(family: str, stack: BlockStack, number: int, path: str, tensor: Modul
 
 def _block_sites(stack: BlockStack, number: int, path: str, layout: BlockLayout, heads: tuple[int, int]) -> Iterator[Site]:
     for family, tensor in _tensors(layout).items():
-        part, each = None, ()
+        part: Part | None = None
+        each: tuple[Part, ...] = ()
         if family in HEAD_FAMILIES:
             fused = layout.fused if family != "z" else ""
             if fused and not heads[0]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .find_points import find_points, stream_sums
 from .hook_point import HookPoint
+from .hook_points import find_points, stream_sums
 from .site_map import StreamSum
 from .source import Source
 

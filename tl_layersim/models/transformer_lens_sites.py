@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from .block_layout import NORMS_AFTER, PARALLEL, SEQUENTIAL, BlockLayout, BlockSum, ModuleTensor, Term
+from .block_layout import NO_MID, NORMS_AFTER, PARALLEL, SEQUENTIAL, BlockLayout, BlockSum, ModuleTensor, Term
 from .block_layouts import layout_of
 from .hook_point import HookPoint
 from .module_sites import UNKNOWN, head_counts, point_at
 from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum, separate_heads, site_name
 
 ABSENT = "this model has no such hook point"
+TWO_STACKS = "a bridge of an encoder-decoder has other names: pass the Hugging Face model itself, before it is bridged"
 # TransformerLens' architectures with norms after the sublayers alone, in both majors.
 NORMS_AFTER_ALONE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 
@@ -40,17 +41,24 @@ class _SitesOf:
         self.hooks: dict[str, torch.nn.Module] = dict(model.hook_dict)
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.wrapped = getattr(model, "original_model", None)
+        # A bridge of an encoder-decoder has two lists of blocks under other names.
+        self.blocks = list(getattr(model, "blocks", ()))
         self.layout: BlockLayout | None = None
         self.lacks: dict[str, str] = {}
-        if self.wrapped is not None:
-            self.layout = layout_of(_inside(model.blocks[0]), self.wrapped.config)
+        if self.wrapped is None:
+            self.lacks = _reasons(model.cfg)
+        elif not self.blocks:
+            self.lacks = dict.fromkeys(SITE_NAMES, TWO_STACKS)
+        else:
+            self.layout = layout_of(_inside(self.blocks[0]), self.wrapped.config)
             self.lacks = dict(self.layout.lacks) if self.layout else dict.fromkeys(SITE_NAMES, UNKNOWN)
 
     def site_map(self) -> SiteMap:
         heads = self._heads()
         sites: list[Site] = []
         sums: list[StreamSum] = []
-        for number in range(self.model.cfg.n_layers):
+        last = None
+        for number in range(len(self.blocks)):
             points = {family: point for family in SITE_NAMES if (point := self._point(family, number)) is not None}
             last = points.pop("ln_final", None)
             for family, point in points.items():
@@ -86,8 +94,7 @@ class _SitesOf:
 
     def _hooked_transformer_point(self, family: str, name: str) -> HookPoint | None:
         cfg = self.model.cfg
-        if family in ("ln1", "ln2") and cfg.original_architecture in NORMS_AFTER_ALONE:
-            self.lacks[family] = NORMS_AFTER
+        if family in self.lacks:
             return None
         if family in ("ln1", "ln2", "ln_final") and name in self.hooks and cfg.normalization_type in ("LN", "RMS"):
             # The hook point is before the weights of the norm.
@@ -118,11 +125,11 @@ class _SitesOf:
                 found = self._hook(name, f"blocks.{number}.{component}.{_side(tensor)}")
                 if found is not None:
                     return found
-        module = self.model.blocks[number]
+        module: torch.nn.Module = self.blocks[number]
         for part in tensor.path.split("."):
-            module = getattr(_inside(module), part, None)
-            if module is None:
+            if not hasattr(_inside(module), part):
                 return None
+            module = getattr(_inside(module), part)
         hook = getattr(module, _side(tensor), None)
         if hook is not None:
             return HookPoint(name, self.paths[id(hook)])
@@ -155,6 +162,18 @@ class _SitesOf:
             # One number for each pair of positions: these are not activations of a position.
             return None
         return self._hook(name, name) or point_at(self.model, name)
+
+
+def _reasons(cfg: Any) -> dict[str, str]:
+    """The reasons why a HookedTransformer of this configuration lacks families."""
+    reasons: dict[str, str] = {}
+    if getattr(cfg, "original_architecture", None) in NORMS_AFTER_ALONE:
+        reasons |= {"ln1": NORMS_AFTER, "ln2": NORMS_AFTER}
+    if getattr(cfg, "attn_only", False):
+        reasons |= dict.fromkeys(("resid_mid", "ln2", "mlp_post", "mlp_out"), "its blocks have no MLP")
+    elif getattr(cfg, "parallel_attn_mlp", False):
+        reasons["resid_mid"] = NO_MID
+    return reasons
 
 
 def _side(tensor: ModuleTensor) -> str:

@@ -224,6 +224,6 @@ def _unknown(known: SiteMap, sites: dict[str, Site], item: At) -> LayersimError:
     return LayersimError(
         f"`at` selects no hook point of {known.model}.",
         given=f"at={item!r}" if isinstance(item, str) else f"a function that is False for all names, such as {names[-1]!r}",
-        expected=f"a family ({', '.join(known.families())}), a name such as {next(iter(sites))!r}, or a module path",
+        expected=f"a family ({', '.join(known.families())}), a name that lsim.sites(model) lists, or a module path",
         do=f"did you mean {' or '.join(map(repr, near))}?" if near else "lsim.sites(model) lists the names",
     )
