@@ -135,7 +135,8 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     batches = []
     for place, kept in enumerate(item["batches"]):
         origins = tuple((row, start) for row, start in kept["origins"])
-        batches.append(Batch(**_below(f"batch/{number}/{place}/", tensors), first=kept["first"], origins=origins))
+        known, pooled = _below(f"batch/{number}/{place}/", tensors), bool(kept.get("pooled"))
+        batches.append(Batch(**known, first=kept["first"], origins=origins, pooled=pooled))
     parts = []
     for place, count in enumerate(item["counts"]):
         out: dict[str, dict[str, Tensor]] = {}

@@ -135,7 +135,9 @@ class RemoteRun:
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
                     "attempts": job.attempts,
-                    "batches": [{"first": batch.first, "origins": batch.origins} for batch in job.batches],
+                    "batches": [
+                        {"first": batch.first, "origins": batch.origins, "pooled": batch.pooled} for batch in job.batches
+                    ],
                     "steps": [list(step) for step in job.steps],
                     "counts": [part.count for part in job.parts],
                 }

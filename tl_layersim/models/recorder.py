@@ -79,10 +79,12 @@ class Choice:
     Attributes:
         counted: `batch pos`, positions that become tokens of the view.
         attended: `batch pos`, positions that the model attends to.
+        pooled: as in `Batch`.
     """
 
     counted: Tensor
     attended: Tensor
+    pooled: bool = False
 
 
 @dataclass(frozen=True)
