@@ -90,7 +90,7 @@ def test_without_normalisation_it_is_m():
 
 def test_positions_are_tokens_of_each_prompt():
     x = residuals(2)[:, :9]
-    found = from_views(lsim.BlockCoupling(k=3, positions=(0, -2)), [view(x)])
+    found = from_views(lsim.BlockCoupling(k=3, tokens=(0, -2)), [view(x)])
     expected = []
     for t in (0, 7):
         js = [oracles.own_jacobian(x[layer], layer, t, t) for layer in range(3)]
@@ -98,7 +98,7 @@ def test_positions_are_tokens_of_each_prompt():
     np.testing.assert_allclose(found.values, np.mean(expected, 0), atol=1e-9)
     assert (found.lengths, found.length_count.tolist()) == (("8 to 15",), [2.0])
     with pytest.raises(lsim.LayersimError, match=r"inside every prompt(.|\n)*at least 13"):
-        lsim.analyze(tiny_llama(), random_tokens(2, 12), lsim.BlockCoupling(k=3, positions=(12,)))
+        lsim.analyze(tiny_llama(), random_tokens(2, 12), lsim.BlockCoupling(k=3, tokens=(12,)))
 
 
 def test_degenerate_jacobians():
@@ -142,7 +142,7 @@ def test_it_runs_without_warnings():
 
 def test_prompts_are_as_long_as_they_are_whichever_token_is_read():
     rows = [random_tokens(1, n, seed=n)[0] for n in (1, 3, 8)]
-    found = lsim.analyze(tiny_llama(), rows, lsim.BlockCoupling(k=4, positions=(0,)))["block_coupling"]
+    found = lsim.analyze(tiny_llama(), rows, lsim.BlockCoupling(k=4, tokens=(0,)))["block_coupling"]
     assert (found.lengths, found.prompts) == (("1", "2 to 3", "8 to 15"), 3)
 
 

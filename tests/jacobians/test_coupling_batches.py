@@ -18,7 +18,7 @@ from ..views import from_views, layer_run, residuals, view
 def test_positions_count_from_the_start_of_each_prompt(positions):
     """Three prompts in one batch give what they give one by one."""
     model, rows = tiny_llama().double(), [random_tokens(1, length, seed=length)[0] for length in (6, 9, 7)]
-    analyzer = lsim.BlockCoupling(k=4, positions=positions)
+    analyzer = lsim.BlockCoupling(k=4, tokens=positions)
     together = lsim.analyze(model, rows, analyzer, batch_size=3)["block_coupling"]
     alone = lsim.analyze(model, rows, analyzer, batch_size=1)["block_coupling"]
     assert together.prompts == alone.prompts == 3 * len(positions)
@@ -29,7 +29,7 @@ def test_positions_count_from_the_start_of_each_prompt(positions):
 def test_the_last_position_can_be_counted_from_the_start():
     model, rows = tiny_llama().double(), random_tokens(3, 7)
     last, sixth = (
-        lsim.analyze(model, rows, lsim.BlockCoupling(k=4, positions=p), batch_size=3)["block_coupling"] for p in ("last", (6,))
+        lsim.analyze(model, rows, lsim.BlockCoupling(k=4, tokens=p), batch_size=3)["block_coupling"] for p in ("last", (6,))
     )
     torch.testing.assert_close(last.values, sixth.values, rtol=1e-9, atol=1e-12)
 

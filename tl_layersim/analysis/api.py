@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
+
+from torch import Tensor
 
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer, Run
@@ -17,6 +20,7 @@ from ..core.sums import Sums
 from ..data.batches import Batches
 from ..data.options import DataOptions
 from ..remote.open import open_source
+from .position_rules import chosen_rule
 from .run_analysis import run_analysis
 from .site_plan import DEFAULT, AtArgument, plan_sites
 from .submitted_run import RemoteRun
@@ -44,6 +48,9 @@ class _Keywords(TypedDict, total=False):
     skip_first: int
     prepend_bos: bool
     column: str | None
+    positions: str | slice | Callable[[Tensor], Any] | None
+    chat_template: str | None
+    add_generation_prompt: bool
     checkpoint: str | os.PathLike[str] | None
 
 
@@ -95,6 +102,9 @@ def analyze(
     skip_first: int = 0,
     prepend_bos: bool = True,
     column: str | None = None,
+    positions: str | slice | Callable[[Tensor], Any] | None = None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     tokens_per_request: int | None = None,
     blocking: bool = True,
@@ -108,7 +118,8 @@ def analyze(
         model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
             or any torch module with `layers`.
         data: a list of texts, a token tensor `batch pos`, a mapping with `input_ids` and `attention_mask`, a
-            `datasets.Dataset` or `IterableDataset`, or an iterable of these.
+            `datasets.Dataset` or `IterableDataset`, chats as lists of messages with `role` and `content`, or an iterable of
+            these.
         analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options.
         at: the sites to read. Families: "resid_post" (the input of block 0 and every block's output), "resid_mid", "attn_out",
             "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; a list of names of hook points or
@@ -127,8 +138,16 @@ def analyze(
         pack: join texts and cut rows of full length from the joined text, instead of padding each text.
         max_tokens: stop after this many counted tokens.
         skip_first: leave out the first positions of each row, whose activations are massive in many models.
+        positions: the positions of each row that are measured, among the attended ones that `skip_first` leaves: "all",
+            "first", "last" or a slice; "mean", one sample a row, the mean over its positions; a function that takes the token
+            ids of a row and returns a mask or indices; the name of a mask column beside `input_ids`; or "assistant", the
+            assistant's tokens in chat messages. A row is one that the model reads, after `seq_len` and `pack`. Default: the
+            position that a row classifier's head reads ("first" for [CLS], "last" for decoders); "all" for any other model, and
+            for analyzers that take rows as samples. The rule is recorded.
         prepend_bos: start every row that comes from text with the tokenizer's BOS, as TransformerLens does.
-        column: the column of a data set that holds texts or tokens.
+        column: the column of a data set that holds texts, tokens or chat messages.
+        chat_template: renders chat messages in place of the tokenizer's own template.
+        add_generation_prompt: end each chat with the tokens that begin an answer of the assistant.
         checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
             same call resumes from it and ends with exactly the numbers of an uninterrupted run.
         tokens_per_request: on a server, the most positions, padding included, in one request. Default: as many forward passes
@@ -153,9 +172,10 @@ def analyze(
     plan = plan_sites([source], chosen, at, per_head)
     described = with_tokenizer(source.model, tokenizer)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
-    batches = Batches(
-        data, described, DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column), labelled
-    )
+    rule = chosen_rule(positions, [source.model], chosen, skip_first)
+    reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
+    reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
+    batches = Batches(data, described, reading, labelled)
     return run_analysis([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed}, plan, blocking)
 
 
@@ -188,6 +208,9 @@ def compare(
     skip_first: int = 0,
     prepend_bos: bool = True,
     column: str | None = None,
+    positions: str | slice | Callable[[Tensor], Any] | None = None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report | Result:
     """Relate the layers of two models that read the same tokens; widths and depths may differ.
@@ -211,6 +234,9 @@ def compare(
         skip_first: see `analyze`.
         prepend_bos: see `analyze`.
         column: see `analyze`.
+        positions: see `analyze`; one rule for both models. It must be given if their heads read different positions.
+        chat_template: see `analyze`.
+        add_generation_prompt: see `analyze`.
         checkpoint: see `analyze`.
 
     Returns:
@@ -242,8 +268,11 @@ def compare(
         open_source(m, layers=paths, remote=place) for m, paths, place in zip((model_a, model_b), layers, places, strict=True)
     ]
     shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
-    batches = Batches(data, shared, DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column))
     plan = plan_sites(sources, chosen, at, per_head)
+    rule = chosen_rule(positions, [source.model for source in sources], chosen, skip_first)
+    reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
+    reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
+    batches = Batches(data, shared, reading)
     report = run_analysis(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None}, plan)
     assert isinstance(report, Report)
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))

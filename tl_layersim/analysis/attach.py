@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -20,7 +21,7 @@ from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.sums import Sums
 from ..data.digest import new_digest
-from ..data.missing_mask import mask_of
+from ..data.positions import Positions
 from ..models.activation_checks import refuse_not_finite, refuse_other_logits
 from ..models.hooked import HookedSource
 from ..models.hooks import kernels_alone
@@ -29,6 +30,8 @@ from ..models.view import Kernel, View, reduce
 from ..remote.open import open_source
 from .attach_checks import refuse_unattachable
 from .data_pass import add_sums
+from .forward_pass_positions import ForwardPassPositions
+from .position_rules import attached_rule
 from .report_assembly import make_report
 from .site_plan import DEFAULT, AtArgument, SitePlan, plan_sites
 from .validation import AnalyzersArgument, choose_analyzers
@@ -44,8 +47,9 @@ class Probe:
     never in the loop.
     """
 
-    def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan) -> None:
+    def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions) -> None:
         self._source, self._analyzers, self._plan = source, analyzers, plan
+        self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
         self._masks: WeakKeyDictionary[threading.Thread, Tensor] = WeakKeyDictionary()
         self._lock = threading.RLock()
         self._hooks: ExitStack | None = None
@@ -83,8 +87,8 @@ class Probe:
     def mask(self) -> Tensor | None:
         """Mask `batch pos` of the positions to count in the next forward passes of this thread.
 
-        None counts the positions of the model's attention mask, or all. The mask holds until it is replaced; single-position
-        steps of cached generation always count.
+        None counts the positions of the model's attention mask, or all; `positions=` selects among them. The mask holds until
+        it is replaced. Single-position steps of cached generation always count.
         """
         return self._masks.get(threading.current_thread())
 
@@ -138,7 +142,8 @@ class Probe:
         tally = Tally({}, self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
         model = replace(self._source.model, dtype=", then ".join(self._dtypes))
         models = self._plan.models_by_analyzer([model], [self._source])
-        return make_report(self._analyzers, models, tally, sums, {}, {"attached": True} | self._plan.record())
+        how = {"attached": True, "positions": self._positions.rule.record()} | self._plan.record()
+        return make_report(self._analyzers, models, tally, sums, {}, how)
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""
@@ -166,74 +171,7 @@ class Probe:
         refuse_other_logits(gap, self._source.model, computed)
 
     def _choose(self, call: Call) -> Choice:
-        counted, pos = self._counted(call), call.shape[1]
-        attention = call.attention
-        if _has_mask_shape(attention, call):
-            return Choice(counted, attention[:, -pos:].bool().cpu())
-        return Choice(counted, counted.cpu())
-
-    def _counted(self, call: Call) -> Tensor:
-        batch, pos = call.shape
-        mask = self.mask
-        if mask is None and self._masks:
-            raise LayersimError(
-                "`probe.mask` was set in another thread than the one that runs this forward pass.",
-                given=f"a forward pass in {threading.current_thread().name}",
-                expected="a mask from the thread that runs the model, or none in any",
-                do="set probe.mask in each thread, or pass attention_mask to the model",
-            )
-        if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
-            raise LayersimError(
-                "`probe.mask` does not fit this forward pass.",
-                given=f"a mask of shape {tuple(mask.shape)}",
-                expected=f"{call.shape}: batch x pos of the tokens that the model is given",
-                do="set probe.mask before each forward pass, or probe.mask = None to count all",
-            )
-        if pos == 1 and any(analyzer.whole_rows for analyzer in self._analyzers.values()):
-            raise LayersimError(
-                "The attached analyzer needs full sequences, but this forward pass has a single position.",
-                given="a forward pass of one position, as in cached generation",
-                expected="whole rows of tokens",
-                do='model(tokens) on the finished rows, or CKA(level="token")',
-            )
-        if mask is not None and tuple(mask.shape) == call.shape:
-            return mask.bool()
-        if call.texts > 1 and mask is None:
-            raise LayersimError(
-                "The model pads texts of different lengths by itself, and the probe cannot tell which positions are padding.",
-                given=f"{call.texts} texts",
-                expected="tokens, with a mask if they are padded",
-                do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
-            )
-        attention = call.attention
-        if pos == 1:
-            return torch.ones(call.shape, dtype=torch.bool)
-        if attention is None:
-            if call.tokens is not None and tuple(call.tokens.shape) == call.shape:
-                # A decoder's own start token is often the padding token too.
-                started = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
-                self._refuse_padding(call.tokens[:, 1:] if started else call.tokens, call.start is not None)
-            return torch.ones(call.shape, dtype=torch.bool)
-        if not _has_mask_shape(attention, call):
-            raise LayersimError(
-                "`attention_mask` does not tell the probe which positions are padding.",
-                given=f"attention_mask of shape {tuple(getattr(attention, 'shape', ()))}",
-                expected=f"{call.shape}: batch x pos",
-                do="set probe.mask before the forward pass; probe.mask = torch.ones(batch, pos) counts all",
-            )
-        attended: Tensor = attention[:, -pos:].bool()
-        return attended
-
-    def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
-        """Refuse padding at the ends of rows that no mask excludes, so that the model attended to it."""
-        mask = mask_of(tokens.cpu(), self._source.model)
-        if mask is not None:
-            raise LayersimError(
-                "`attention_mask` is missing, but rows of tokens start or end with padding.",
-                given=f"{int((~mask).any(1).sum())} of {len(mask)} rows with a padding id at an end",
-                expected="an attention mask beside the tokens",
-                do=f"model(..., {'decoder_' if decoder else ''}attention_mask=mask); or probe.mask = mask, where True counts",
-            )
+        return self._positions.choose(call, self.mask, bool(self._masks))
 
     def _add_locked(self, view: View) -> None:
         with self._lock:
@@ -278,14 +216,6 @@ class Probe:
             return self._sums
 
 
-def _has_mask_shape(attention: Any, call: Call) -> bool:
-    """Whether an attention mask has one value for each position of a forward pass."""
-    if not isinstance(attention, Tensor) or attention.dim() != 2 or attention.shape[0] != call.shape[0]:
-        return False
-    # With a cache the attention mask also covers earlier positions.
-    return attention.shape[1] == call.shape[1] or (call.cached and attention.shape[1] > call.shape[1])
-
-
 def _dtype_of(source: HookedSource) -> str:
     """The dtype of the model's first weights at this moment."""
     first = next(source.module.parameters(), None)
@@ -318,6 +248,7 @@ def attach(
     *,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
+    positions: str | slice | Callable[[Tensor], Any] | None = None,
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
 ) -> Probe:
@@ -333,6 +264,8 @@ def attach(
         analyzers: as in `analyze`, without those that need a first pass over the data.
         at: the sites to read, see `analyze`.
         per_head: see `analyze`.
+        positions: the positions of each row of a forward pass that are measured, as in `analyze`. Steps of cached generation
+            are counted by "all" and "last" only. Columns of data and "assistant" are not available: set `probe.mask`.
         layers: paths of the blocks, for layouts that are not known.
         unembed: paths of the final norm and the head, for models where they are not found.
 
@@ -363,4 +296,4 @@ def attach(
     plan = plan_sites([source], chosen, at, per_head)
     plan.check_sites(chosen, [source])
     refuse_unattachable(source, chosen, plan)
-    return Probe(source, chosen, plan)
+    return Probe(source, chosen, plan, attached_rule(positions, source.model, chosen))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.argument_checks import named
 from ..core.errors import LayersimError, LayersimWarning
-from ..core.function_code import called_by, codes_in, plain_constants
+from ..core.function_code import digest_of_code
 from ..core.provenance import Provenance
 from ..core.results import Result
 from ..core.sums import Sums
@@ -104,6 +104,11 @@ class Analyzer(ABC):
     def whole_rows(self) -> bool:
         """Whether samples are rows of tokens; single steps of cached generation are then refused."""
         return False
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether samples must be single positions of rows, because the mean of a row has no lens, next token or block call."""
+        return self.needs_unembed or self.needs_calls
 
     @property
     def label_source(self) -> str:
@@ -210,12 +215,7 @@ def code_digest(analyzer: Analyzer) -> str:
     cls = type(analyzer)
     if cls.__module__.split(".")[0] == __name__.split(".")[0]:
         return ""
-    starts = [item for item in vars(cls).values() if isinstance(item, FunctionType)]
-    seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
-    digest = hashlib.sha256()
-    for name, code in sorted(seen.items()):
-        digest.update(repr((name, code.co_code, code.co_names, plain_constants(code))).encode())
-    return digest.hexdigest()[:12]
+    return digest_of_code(item for item in vars(cls).values() if isinstance(item, FunctionType))
 
 
 def _plain(value: Any) -> Any:

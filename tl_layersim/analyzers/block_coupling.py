@@ -56,7 +56,7 @@ class BlockCouplingResult(Result):
         lengths: ranges of prompt lengths in tokens.
         method: "dense", "krylov" or "finite-difference".
         normalize: whether `values` are m~ or m.
-        prompts: number of tokens at which blocks were linearised: one of each prompt, or each of `positions`.
+        prompts: number of tokens at which blocks were linearised: one of each prompt, or each of `tokens`.
     """
 
     values_name: ClassVar[str] = "miscoupling"
@@ -180,7 +180,7 @@ class BlockCoupling(Analyzer):
 
     Args:
         k: number of singular vectors, at least 2, or several such numbers, all computed in one pass.
-        positions: tokens of each prompt: "last", or indices, negative ones from the end.
+        tokens: counted tokens of each prompt at which blocks are linearised: "last", or indices, negative ones from the end.
         normalize: whether to report m~ instead of m.
         method: "dense" computes whole Jacobians; "krylov" computes products with Jacobians only; "auto" takes the faster of
             the two by d_model, number of blocks and k. "finite-difference" needs no gradients, and so runs in a server's
@@ -210,7 +210,7 @@ class BlockCoupling(Analyzer):
     prompts: ClassVar[bool] = True
 
     k: int | tuple[int, ...] = 10
-    positions: Literal["last"] | tuple[int, ...] = "last"
+    tokens: Literal["last"] | tuple[int, ...] = "last"
     normalize: bool = True
     method: Literal["auto", "dense", "krylov", "finite-difference"] = "auto"
     diagonal: Literal["signed", "positive"] = "signed"
@@ -218,14 +218,14 @@ class BlockCoupling(Analyzer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for given, least in ((self.ks, 2), (self.tokens, None)):
+        for given, least in ((self.ks, 2), (self.token_indices, None)):
             if not given or len(set(given)) < len(given) or (least is not None and min(given) < least):
-                name = "k" if least else "positions"
+                name = "k" if least else "tokens"
                 raise LayersimError(
                     f"`{name}` must be one or more different numbers.",
                     given=f"{name}={getattr(self, name)}",
                     expected="different whole numbers" + (" of at least 2: a matrix of one entry is diagonal" if least else ""),
-                    do="k=10" if least else "positions='last'",
+                    do="k=10" if least else "tokens='last'",
                 )
         need_memory(self.memory_mb)
 
@@ -235,9 +235,9 @@ class BlockCoupling(Analyzer):
         return (self.k,) if isinstance(self.k, int) else self.k
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        """`positions` as a tuple of token indices."""
-        return (-1,) if self.positions == "last" else tuple(self.positions)
+    def token_indices(self) -> tuple[int, ...]:
+        """`tokens` as a tuple of indices."""
+        return (-1,) if self.tokens == "last" else tuple(self.tokens)
 
     @property
     def whole_rows(self) -> bool:
@@ -268,22 +268,22 @@ class BlockCoupling(Analyzer):
         return f"BlockCoupling, {picked}: each prompt costs about a forward pass of {round(products, -2):,.0f} tokens{more}."
 
     def check_batch(self, batch: Batch, model: Model) -> None:
-        needed = max(p + 1 if p >= 0 else -p for p in self.tokens)
+        needed = max(p + 1 if p >= 0 else -p for p in self.token_indices)
         lengths = batch.counted.sum(1)
         short = int((lengths < needed).sum())
         if short and needed > 1:
             raise LayersimError(
-                "`positions` must lie inside every prompt, but some prompts are too short.",
+                "`tokens` must lie inside every prompt, but some prompts are too short.",
                 given=f"{short} of {len(lengths)} rows of a batch, the shortest with {int(lengths.min())} counted tokens",
-                expected=f"at least {needed} tokens for positions={self.positions}",
-                do="omit short prompts, or positions='last'",
+                expected=f"at least {needed} tokens for tokens={self.tokens}",
+                do="omit short prompts, or tokens='last'",
             )
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(
             block_coupling_kernel,
             ks=self.ks,
-            positions=self.tokens,
+            positions=self.token_indices,
             normalize=self.normalize,
             method=self.method,
             diagonal=self.diagonal,

@@ -17,11 +17,10 @@ from ..core.errors import LayersimError, warn
 from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
-from ..models.chunked_logit_lens import read_positions
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._hsic import beyond_rounding
-from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_tokens
 
 
 @typed
@@ -114,8 +113,6 @@ class Cosine(Analyzer):
         center: "dataset" subtracts each layer's mean over all counted tokens (the paper's footnote 2), which takes a first pass
             over the data; "none" subtracts nothing; a tensor `residual d_model` is subtracted as given.
         histogram_bins: bins over [-1, 1] of the histograms behind the quantiles, whose error is below 2 / bins.
-        positions: "every" counted token, or "head" for the positions that the model's head reads: [CLS] or the last token of
-            a row classifier, as in the paper's figures of classifiers; every token of a language model.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11.
@@ -135,7 +132,6 @@ class Cosine(Analyzer):
 
     center: Literal["dataset", "none"] | Tensor = "dataset"
     histogram_bins: int = 2000
-    positions: Literal["every", "head"] = "every"
 
     def __post_init__(self) -> None:
         if isinstance(self.center, Tensor) and (self.center.dim() != 2 or not bool(self.center.isfinite().all())):
@@ -154,8 +150,6 @@ class Cosine(Analyzer):
             )
 
     def check(self, *models: Model) -> None:
-        if self.positions == "head":
-            need_head(models[0], "Cosine(positions='head')")
         if isinstance(self.center, Tensor):
             model = models[0]
             wrong_width = model.d_model is not None and self.center.shape[-1] != model.d_model
@@ -168,13 +162,10 @@ class Cosine(Analyzer):
                 )
 
     def first_kernel(self) -> Kernel | None:
-        if not isinstance(self.center, str) or self.center != "dataset":
-            return None
-        return partial(mean_kernel, at_head=True) if self.positions == "head" else mean_kernel
+        return mean_kernel if isinstance(self.center, str) and self.center == "dataset" else None
 
     def kernel(self, first: Sums) -> Kernel:
-        kernel = partial(cosine_kernel, mean=self._mean(first), bins=self.histogram_bins)
-        return partial(kernel, at_head=True) if self.positions == "head" else kernel
+        return partial(cosine_kernel, mean=self._mean(first), bins=self.histogram_bins)
 
     def _mean(self, first: Sums) -> Tensor | None:
         if isinstance(self.center, Tensor):
@@ -249,19 +240,17 @@ def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bo
         )
 
 
-def mean_kernel(view: View, *, at_head: bool = False) -> dict[str, Tensor]:
+def mean_kernel(view: View) -> dict[str, Tensor]:
     """Sum of the residual over tokens, and the number of tokens.
 
     Args:
         view: activations of one batch.
-        at_head: whether to take the positions that the head reads only.
     """
     refuse_unequal_widths(view)
-    x = at_head_positions(view) if at_head else view.activations
     return {
         # Layer by layer, because a sum in another dtype first copies all its terms.
-        "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in x]),
-        "count": torch.tensor(x.shape[1]),
+        "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in view.activations]),
+        "count": torch.tensor(view.activations.shape[1]),
     }
 
 
@@ -277,17 +266,7 @@ def refuse_unequal_widths(view: View) -> None:
         )
 
 
-def at_head_positions(view: View) -> Tensor:
-    """The residual at the positions that the model's head reads, `layer token d_model`.
-
-    Args:
-        view: activations of one batch.
-    """
-    index = read_positions(view)
-    return view.activations if index is None else view.activations[:, index]
-
-
-def cosine_kernel(view: View, *, mean: Tensor | None, bins: int, at_head: bool = False) -> dict[str, Tensor]:
+def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
     """Sums over tokens of the cosines between all layers, of their squares, signs and histograms.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
@@ -296,10 +275,9 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int, at_head: bool =
         view: activations of one batch.
         mean: `residual d_model` to subtract, None for no centring.
         bins: of each histogram.
-        at_head: whether to take the positions that the head reads only.
     """
     refuse_unequal_widths(view)
-    x = at_head_positions(view) if at_head else view.activations
+    x = view.activations
     layers, tokens, _ = x.shape
     device = x.device
     out = {

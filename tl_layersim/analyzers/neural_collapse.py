@@ -131,6 +131,11 @@ class NeuralCollapse(Analyzer):
     def whole_rows(self) -> bool:
         return self._level() == "sequence"
 
+    @property
+    def needs_positions(self) -> bool:
+        # Next tokens are targets of single positions.
+        return not self.label_source
+
     def _level(self) -> str:
         if self.level != "auto":
             return self.level

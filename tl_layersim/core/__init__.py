@@ -6,7 +6,8 @@ Other packages may import:
 * `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`; `wording`: `brief`
 * `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`, `BLOCK`; `histogram_quantiles`: `quantiles_from_histogram`
 * `results`: `Result`, `LayerMatrix`, `LayerCurve`, `Report`, `Picture`, `axes`, `load`, `load_report`
-* `provenance`: `Provenance`; `field_types`: `refuse_other_types`; `function_code`: `called_by`, `codes_in`, `plain_constants`
+* `provenance`: `Provenance`; `field_types`: `refuse_other_types`; `function_code`: names and digests of
+  functions
 * `storage`: `read`, `write`, `reading`, `replacing`, `refuse_unwritable`, `refuse_unwritable_folder`
 * `resumable_file`: the file format of interrupted runs; `data_pass_progress`: `Tally`, the sums and counts of a run
 * `training_loop`: `TrainingSteps`, `run_steps`; `shuffle`: `Shuffle`, the order of rows in training

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
+from typing import Any
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
@@ -46,3 +49,57 @@ def plain_constants(code: CodeType) -> list[str]:
     plain = [item for item in code.co_consts if not isinstance(item, CodeType)]
     # The order of a set differs between processes.
     return [repr(sorted(map(repr, item)) if isinstance(item, frozenset) else item) for item in plain]
+
+
+def digest_of_code(starts: Iterable[FunctionType]) -> str:
+    """A digest of the bytecode of functions and of the functions of their modules that they call, 12 hex digits.
+
+    Args:
+        starts: the functions.
+    """
+    seen = {code.co_qualname: code for function in called_by(starts) for code in codes_in(function.__code__)}
+    digest = hashlib.sha256()
+    for name, code in sorted(seen.items()):
+        digest.update(repr((name, code.co_code, code.co_names, plain_constants(code))).encode())
+    return digest.hexdigest()[:12]
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """A function as text for a record: its qualified name, and a digest of its code and of the plain values that it holds.
+
+    Args:
+        function: a function, a method, a `functools.partial`, or an object with `__call__`.
+
+    Examples:
+        >>> describe_function(describe_function).split(" ")[0]
+        'tl_layersim.core.function_code.describe_function'
+    """
+    values: list[Any] = []
+    while isinstance(function, functools.partial):
+        values += [function.args, sorted(function.keywords.items())]
+        function = function.func
+    own: Any = getattr(function, "__func__", function)
+    if not isinstance(own, FunctionType):
+        # An object that can be called, or a function of C, which has no code to digest.
+        own = vars(type(own)).get("__call__", own)
+    name = f"{getattr(function, '__module__', type(function).__module__)}." + getattr(
+        function, "__qualname__", type(function).__qualname__
+    )
+    if not isinstance(own, FunctionType):
+        return name
+    cells = [cell.cell_contents for cell in own.__closure__ or ()]
+    values += [cells, own.__defaults__, own.__kwdefaults__]
+    held = hashlib.sha256(repr(_plain_values(values)).encode()).hexdigest()
+    return f"{name} sha256 {hashlib.sha256((digest_of_code([own]) + held).encode()).hexdigest()[:12]}"
+
+
+def _plain_values(value: Any) -> Any:
+    """A value with everything but numbers and texts replaced by its type, so that its `repr` is the same in every process."""
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain_values(item) for item in value]
+    if hasattr(value, "tolist"):
+        # A tensor or an array.
+        return value.tolist()
+    return type(value).__qualname__

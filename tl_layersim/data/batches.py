@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ..core.argument_checks import named
 from ..core.errors import LayersimError
+from .chat import Chat, ChatEncoder
+from .columns import readable
 from .labels import NO_LABEL
 from .model_properties import ModelInputs
 from .options import DataOptions
@@ -30,11 +32,11 @@ class Batch:
     Attributes:
         tokens: `batch pos`, int64.
         attention: `batch pos`, positions that the model attends to; False at padding.
-        counted: `batch pos`, positions that analyzers measure: attended, and not among the first `skip_first` of the row.
+        counted: `batch pos`, positions that analyzers measure: attended, and selected by `positions` and `skip_first`.
         first: number of the batch's first row, counted from the start of the data.
         labels: `batch pos`, the data's own labels, `NO_LABEL` at positions without a label; None if the data has no labels.
         origins: for each row, the row of the data that it came from (-1 for several) and its start position in that row.
-        pooled: whether a sample is the mean of a row's counted positions, not a position.
+        pooled: whether the counted positions of a row become one sample, the mean of their activations.
     """
 
     tokens: Tensor
@@ -73,24 +75,28 @@ class Batch:
         cut = (slice(start, stop), slice(0, width))
         labels = None if self.labels is None else self.labels[cut]
         origins = self.origins[start:stop]
-        attention, counted = self.attention[cut], self.counted[cut]
-        return Batch(self.tokens[cut], attention, counted, self.first + start, labels, origins, self.pooled)
+        first = self.first + start
+        return Batch(self.tokens[cut], self.attention[cut], self.counted[cut], first, labels, origins, self.pooled)
 
 
 class Encoded(NamedTuple):
-    """Tokens of a text without BOS.
+    """Tokens of a text without BOS, or of a chat with the special tokens of its template.
 
     Attributes:
         ids: the tokens.
         label: class of the text, None without one.
         number: of the text in the data.
         own: whether the text began with a special token of its own, in place of the BOS.
+        chat: whether it is a chat.
+        marks: as in `EncodedChat`.
     """
 
     ids: list[int]
     label: int | None
     number: int
-    own: bool
+    own: bool = False
+    chat: bool = False
+    marks: list[bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -160,35 +166,33 @@ class Batches:
         """
         length = max(len(row.tokens) for row in rows)
         tokens = torch.full((len(rows), length), _pad_id(self.model))
-        attention = torch.zeros((len(rows), length), dtype=torch.bool)
+        attention, counted = torch.zeros((2, len(rows), length), dtype=torch.bool)
         for i, row in enumerate(rows):
             tokens[i, : len(row.tokens)] = row.tokens
             attention[i, : len(row.tokens)] = row.attention
+            counted[i, : len(row.tokens)] = row.attention if row.counted is None else row.counted
         labels = None
         if any(row.labels is not None for row in rows):
             labels = torch.full((len(rows), length), NO_LABEL)
             for i, row in enumerate(rows):
                 if row.labels is not None:
                     labels[i, : len(row.labels)] = row.labels
-        counted = attention.clone()
-        counted[:, : self.options.skip_first] = False
-        return Batch(tokens, attention, counted, first, labels, tuple((row.source, row.start) for row in rows))
+        origins = tuple((row.source, row.start) for row in rows)
+        return Batch(tokens, attention, counted, first, labels, origins, self.options.selection.pooled)
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows until `max_tokens` are counted; the last row is cut to meet that number exactly."""
-        left = self.options.max_tokens
+        """Rows with their counted positions, until `max_tokens` are counted; the last row is cut to meet that number."""
+        left, selection = self.options.max_tokens, self.options.selection
         for row in rows:
-            if left is None:
-                yield row
-                continue
-            counted = row.attention.clone()
-            counted[: self.options.skip_first] = False
-            total = counted.cumsum(0)
-            if int(total[-1]) >= left:
-                end = int((total < left).sum()) + 1
-                yield row[:end]
-                return
-            left -= int(total[-1])
+            counted = selection.select(row.tokens, row.attention, row.marks)
+            row = replace(row, counted=counted)
+            if left is not None:
+                if int(counted.sum()) >= left:
+                    # Tokens after the last counted one do not run, unless the rule refers to the whole row.
+                    end = int((counted.cumsum(0) < left).sum()) + 1
+                    yield row[:end] if selection.rule == "all" else replace(row, counted=selection.cut(counted, left))
+                    return
+                left -= int(counted.sum())
             yield row
 
     def _rows(self) -> Iterator[Row]:
@@ -237,22 +241,28 @@ class Batches:
     def _windows(self, text: Encoded) -> Iterator[Row]:
         """Rows of a text's tokens; a long text continues in further rows, without losing a token."""
         self.notes.own_bos += text.own
+        # Rows of a chat whose template writes no BOS have none.
+        adds = not text.chat or text.ids[:1] == self._bos()
         start = 0
         while start < len(text.ids):
-            row, taken = self._row(text.ids[start : start + self._text_length()], text.ids[start] in self._bos())
+            row, taken = self._row(text.ids[start : start + self._text_length()], text.ids[start] in self._bos(), adds)
             labels = None if text.label is None else torch.full_like(row, text.label)
-            yield Row(row, torch.ones(len(row), dtype=torch.bool), labels, text.number, start)
+            marks = None
+            if text.marks is not None:
+                marks = torch.tensor([False] * (len(row) - taken) + text.marks[start : start + taken])
+            yield Row(row, torch.ones(len(row), dtype=torch.bool), labels, text.number, start, marks)
             start += taken
 
-    def _row(self, ids: list[int], own: bool) -> tuple[Tensor, int]:
+    def _row(self, ids: list[int], own: bool, adds: bool = True) -> tuple[Tensor, int]:
         """A row of at most the text length, with a BOS, and the number of ids that it takes from the text.
 
         Args:
             ids: the next ids of the text.
             own: whether they begin with a BOS, so that none is added.
+            adds: whether a BOS is added at all.
         """
         self.notes.own_bos += own
-        bos = [] if own else self._bos()
+        bos = [] if own or not adds else self._bos()
         taken = ids[: self._text_length() - len(bos)]
         return torch.tensor(bos + taken), len(taken)
 
@@ -277,12 +287,14 @@ class Batches:
             del held[:start], separates[:start]
 
         for item in self._encoded():
-            if isinstance(item, Row):
+            if isinstance(item, Row) or item.chat:
                 raise LayersimError(
                     "`pack` applies to texts only.",
-                    given=f"a row of {len(item.tokens)} tokens with pack=True",
+                    given=f"a row of {len(item.tokens)} tokens with pack=True"
+                    if isinstance(item, Row)
+                    else "a chat with pack=True",
                     expected="texts",
-                    do="pack=False: rows of tokens are taken as they are",
+                    do="pack=False: each chat and each row of tokens is taken as it is",
                 )
             end = self.model.tokenizer.eos_token_id
             ids = item.ids
@@ -295,9 +307,13 @@ class Batches:
         yield from cut(0)
 
     def _encoded(self) -> Iterator[Encoded | Row]:
-        """Encode texts as token ids, many at a time; rows of tokens among the texts are passed on in order."""
+        """Encode chats and texts as token ids, texts many at a time; rows of tokens among them are passed on in order."""
         waiting: list[tuple[int, Text]] = []
-        for number, item in enumerate(Reader(self.options.column, self.labelled, self.model, self.notes).items(self.data)):
+        chats = ChatEncoder(self.model, self.options)
+        reader = Reader(self.options.column, self.labelled, self.model, self.notes, self.options.selection.column)
+        for number, item in enumerate(reader.items(self.data)):
+            if not isinstance(item, Chat):
+                chats.refuse_idle_options()
             if isinstance(item, Text):
                 waiting.append((number, item))
                 if len(waiting) == TEXTS_AT_ONCE:
@@ -306,13 +322,17 @@ class Batches:
             else:
                 yield from self._encode(waiting)
                 waiting = []
-                yield replace(item, source=number)
+                if isinstance(item, Chat):
+                    ids, marks = chats.encode(item, number)
+                    yield Encoded(ids, item.label, number, chat=True, marks=marks)
+                else:
+                    yield replace(item, source=number)
         yield from self._encode(waiting)
 
     def _encode(self, items: list[tuple[int, Text]]) -> Iterator[Encoded]:
         if not items:
             return
-        texts = [_readable(item.text, number) for number, item in items]
+        texts = [readable(item.text, number) for number, item in items]
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             raise LayersimError(
@@ -325,7 +345,7 @@ class Batches:
         # tokenizers that it loads, so that they add their own.
         ids = tokenizer(texts, add_special_tokens=self._own_specials(), verbose=False)["input_ids"]
         for tokens, (number, item) in zip(ids, items, strict=True):
-            yield self._undoubled(Encoded(tokens, item.label, number, False))
+            yield self._undoubled(Encoded(tokens, item.label, number))
 
     def _undoubled(self, text: Encoded) -> Encoded:
         """The text without special tokens that the tokenizer doubled at its ends."""
@@ -337,31 +357,6 @@ class Batches:
         own = len(ids) > 1 and ids[0] == ids[1] and ids[0] in first
         ids = ids[own:]
         return text._replace(ids=ids[:-1] if len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in last else ids, own=own)
-
-
-def _readable(text: str | None, number: int) -> str:
-    """Return the text of a row; refuse a missing text, or one that cannot be written as UTF-8.
-
-    Raises:
-        LayersimError: the text is missing, or cannot be written as UTF-8.
-    """
-    if text is None:
-        raise LayersimError(
-            f"`data` has no text in row {number}.",
-            given="None, or a missing value",
-            expected="a text in each row",
-            do="leave such rows out: data.filter(...), table.dropna(), or [text for text in texts if text is not None]",
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise LayersimError(
-            f"`data` has a lone surrogate in row {number}, which no tokenizer reads.",
-            given=f"{text[max(0, error.start - 20) : error.end + 20]!r}",
-            expected="text that can be written as UTF-8",
-            do="text.encode('utf-8', 'replace').decode(), or read the file again with its own encoding",
-        ) from error
-    return text
 
 
 def found_in(*parts: Batches) -> dict[str, int]:

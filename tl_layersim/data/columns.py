@@ -50,6 +50,31 @@ def is_text(value: Any) -> bool:
     return any(isinstance(x, str) for x in value) and all(isinstance(x, str) or is_missing(x) for x in value)
 
 
+def readable(text: str | None, number: int) -> str:
+    """Return the text of a row; refuse a missing text, or one that cannot be written as UTF-8.
+
+    Raises:
+        LayersimError: the text is missing, or cannot be written as UTF-8.
+    """
+    if text is None:
+        raise LayersimError(
+            f"`data` has no text in row {number}.",
+            given="None, or a missing value",
+            expected="a text in each row",
+            do="leave such rows out: data.filter(...), table.dropna(), or [text for text in texts if text is not None]",
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise LayersimError(
+            f"`data` has a lone surrogate in row {number}, which no tokenizer reads.",
+            given=f"{text[max(0, error.start - 20) : error.end + 20]!r}",
+            expected="text that can be written as UTF-8",
+            do="text.encode('utf-8', 'replace').decode(), or read the file again with its own encoding",
+        ) from error
+    return text
+
+
 def is_missing(value: Any) -> bool:
     """Whether a value is None, NaN, or pandas' NA or NaT."""
     return value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
@@ -91,23 +116,6 @@ def _is_ids(value: Any) -> bool:
     while isinstance(value, list) and value:
         value = value[0]
     return isinstance(value, int) or (isinstance(value, Tensor | np.ndarray) and "int" in str(value.dtype))
-
-
-def is_chat(value: Any) -> bool:
-    """Whether a value is the messages of a chat: mappings with role and content, in lists."""
-    while isinstance(value, list) and value:
-        value = value[0]
-    return isinstance(value, Mapping) and {"role", "content"} <= set(value)
-
-
-def chat_refusal(where: str, given: str) -> LayersimError:
-    """The error for chat messages, with the call that turns them into texts."""
-    return LayersimError(
-        "`data` contains chat messages, which must first be rendered with the model's chat template.",
-        given=given,
-        expected="texts",
-        do=f"[tokenizer.apply_chat_template(chat, tokenize=False) for chat in {where}]; a BOS in them is not doubled",
-    )
 
 
 def _all_equal(value: Any, number: int) -> bool:

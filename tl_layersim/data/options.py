@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.errors import LayersimError
+from .positions import PositionRule, Positions
 
+# Characters of a chat template that is recorded as it is.
+LONGEST_RECORDED = 80
 # Further keys in the provenance of a run: no analyzer may have an option of such a name.
 RECORDED = ("tokenizer", "layers", "unembed", "at", "per_head", "own_bos", "masked_by_pad_id")
 
@@ -23,9 +27,12 @@ class DataOptions:
         skip_first: positions at the start of each row that are not counted.
         prepend_bos: start each row that comes from text with the tokenizer's BOS, as TransformerLens does.
         column: the column of a data set that holds texts or tokens; None to find it.
+        positions: the positions of each row that are counted, see `Positions`; None for all.
+        chat_template: the template that renders chat messages; None for the tokenizer's own.
+        add_generation_prompt: whether the rendered chat ends with the tokens that begin an answer of the assistant.
 
     Raises:
-        LayersimError: a number is below its smallest value, or no position of a row is left.
+        LayersimError: a number is below its smallest value, no position of a row is left, or `positions` is no rule.
 
     Examples:
         >>> DataOptions(batch_size=4).record()["batch_size"]
@@ -39,6 +46,9 @@ class DataOptions:
     skip_first: int = 0
     prepend_bos: bool = True
     column: str | None = None
+    positions: PositionRule | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("seq_len", 2), ("max_tokens", 1), ("skip_first", 0)):
@@ -54,10 +64,25 @@ class DataOptions:
                 expected="skip_first below seq_len",
                 do="skip_first=1",
             )
+        # Refused here, before any data is read.
+        _ = self.selection
+
+    @property
+    def selection(self) -> Positions:
+        """The rule that selects the counted positions of a row."""
+        return Positions("all" if self.positions is None else self.positions, self.skip_first)
 
     def record(self) -> dict[str, Any]:
         """The options by name, for a result's provenance."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return known | {"positions": self.selection.record(), "chat_template": _short(self.chat_template)}
+
+
+def _short(template: str | None) -> str | None:
+    """A template as it is, or the digest of a long one."""
+    if template is None or len(template) <= LONGEST_RECORDED:
+        return template
+    return f"sha256 {hashlib.sha256(template.encode()).hexdigest()[:12]} of {len(template)} characters"
 
 
 DATA_OPTIONS = (*(field.name for field in fields(DataOptions)), *RECORDED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
+from .chat import Chat, chats_in, is_chat, ungrouped_messages
 from .columns import (
     ATTACH,
     LABELS,
     OF_TOKENS,
+    TOKENS,
     as_plain,
-    chat_refusal,
     find_column,
-    is_chat,
     is_missing,
     is_text,
     refuse_dropped,
@@ -28,6 +28,7 @@ from .columns import (
 from .labels import NO_LABEL
 from .missing_mask import mask_of, masked_warning
 from .model_properties import ModelInputs
+from .positions import as_marks
 
 ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids and attention_mask, a datasets.Dataset or IterableDataset "
@@ -80,6 +81,8 @@ class Row:
         labels: `pos`, the data's labels, a class of the whole row at each of its positions; None without labels.
         source: the row of the data that it came from; -1 for several.
         start: its start position in that row.
+        marks: `pos`, positions that the data marks, in a mask column or by a chat template; None where it marks none.
+        counted: `pos`, positions that analyzers measure; None as long as they are not selected.
     """
 
     tokens: Tensor
@@ -87,10 +90,16 @@ class Row:
     labels: Tensor | None = None
     source: int = -1
     start: int = 0
+    marks: Tensor | None = None
+    counted: Tensor | None = None
 
     def __getitem__(self, span: slice) -> Row:
-        labels = None if self.labels is None else self.labels[span]
-        return Row(self.tokens[span], self.attention[span], labels, self.source, self.start + (span.start or 0))
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[span]
+
+        start = self.start + (span.start or 0)
+        tokens, attention, labels = self.tokens[span], self.attention[span], cut(self.labels)
+        return Row(tokens, attention, labels, self.source, start, cut(self.marks), cut(self.counted))
 
     def split(self, length: int) -> Iterator[Row]:
         """Split the row into rows of at most `length` tokens."""
@@ -107,15 +116,17 @@ class Reader:
         labelled: whether labels are read: without need, a column of that name may hold anything.
         model: the model's inputs, tokenizer and padding ids.
         notes: counts the masks that are derived from padding.
+        marks: the mask column that marks the counted positions, None for none.
     """
 
     column: str | None
     labelled: bool
     model: ModelInputs
     notes: Notes
+    marks: str | None = None
 
-    def items(self, data: Any) -> Iterator[Text | Row]:
-        """Texts and rows of tokens, in the order of the data."""
+    def items(self, data: Any) -> Iterator[Text | Chat | Row]:
+        """Texts, chats and rows of tokens, in the order of the data."""
         if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
             raise LayersimError(
                 "`column` needs data with columns.",
@@ -128,14 +139,16 @@ class Reader:
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
             yield from self.items(data.tolist())
         elif isinstance(data, np.ndarray | Tensor):
-            yield from self._token_rows(_tensor(data), None, None)
+            yield from self._token_rows(_tensor(data))
         elif isinstance(data, Mapping):
             yield from self._mapping(data)
         elif hasattr(data, "columns") and hasattr(data, "to_dict"):
             # A pandas table, which iterates over the names of its columns.
             yield from self._mapping({name: data[name].tolist() for name in data.columns})
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
-            yield from self._token_rows(torch.tensor(data), None, None)
+            yield from self._token_rows(torch.tensor(data))
+        elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.column is None and is_chat(data):
+            yield Chat(data, None)
         elif isinstance(data, tuple) and len(data) != 1:
             do = "pass the tokens alone, or {'input_ids': ..., 'attention_mask': ...}"
             raise unknown(f"{len(data)} things together, as a DataLoader gives tokens and masks", do)
@@ -152,28 +165,33 @@ class Reader:
         else:
             raise unknown(f"{type(data).__name__}: {str(data)[:60]}", "lsim.analyze(model, ['a text', 'another'], ...)")
 
-    def _mapping(self, data: Mapping[str, Any]) -> Iterator[Text | Row]:
-        """Rows of tokens of a mapping (a batch or an example), or its texts where it has no tokens."""
+    def _mapping(self, data: Mapping[str, Any]) -> Iterator[Text | Chat | Row]:
+        """Rows of tokens of a mapping (a batch or an example), or its chats or texts where it has no tokens."""
         data = {name: as_plain(value) for name, value in data.items()}
         column = self.column if self.column is not None else find_column(data)
+        if self.column is None and column not in (*TOKENS, "text"):
+            column = next((name for name in data if is_chat(data[name])), column)
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = OF_TOKENS if "input_ids" in data and column is not None and is_text(data.get(column)) else ()
         refuse_dropped({name: value for name, value in data.items() if name != column and name not in old}, self.model)
-        chat = next((name for name in ([column] if column else data) if name in data and is_chat(data[name])), None)
-        if chat is not None or (column is None and is_chat(data)):
-            raise chat_refusal(f"data[{chat!r}]" if chat else "data", f"a column {chat!r}" if chat else f"fields {list(data)}")
+        if column not in data and is_chat(data):
+            raise ungrouped_messages(list(data))
         if column is None or column not in data:
             raise unclear_columns(data, self.column)
         values = data[column]
         if is_missing(values):
             yield Text(None, None)
+        elif is_chat(values):
+            chats = chats_in(values)
+            yield from map(Chat, chats, self._classes(data, len(chats)))
         elif is_text(values):
             texts = [values] if isinstance(values, str) else values
             for text, label in zip(texts, self._classes(data, len(texts)), strict=True):
                 yield Text(None if is_missing(text) else text, label)
         else:
             labels = _labels(data) if self.labelled else None
-            yield from self._token_rows(_tensor(values), data.get("attention_mask"), labels, ragged=values)
+            marks = None if self.marks is None else data.get(self.marks)
+            yield from self._token_rows(_tensor(values), data.get("attention_mask"), labels, marks, ragged=values)
 
     def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
         """The class of each text; None for all where the data has no labels."""
@@ -194,15 +212,16 @@ class Reader:
         self.notes.once(masked_warning(rows[~mask].tolist()))
         return mask
 
-    def _token_rows(self, tokens: Tensor | None, mask: Any, labels: Any, ragged: Any = None) -> Iterator[Row]:
+    def _token_rows(
+        self, tokens: Tensor | None, mask: Any = None, labels: Any = None, marks: Any = None, ragged: Any = None
+    ) -> Iterator[Row]:
         if tokens is None:
-            masks = mask if mask is not None else [None] * len(ragged)
-            targets = labels if labels is not None else [None] * len(ragged)
-            for kind, given in (("mask", masks), ("labels", targets)):
+            by_row = [[None] * len(ragged) if given is None else given for given in (mask, labels, marks)]
+            for kind, given in zip(("mask", "labels", f"column {self.marks!r}"), by_row, strict=True):
                 if len(given) != len(ragged):
                     raise _misfit(f"{len(given)} rows of {kind} for {len(ragged)} rows of tokens", "the same number")
-            for row, row_mask, row_labels in zip(ragged, masks, targets, strict=True):
-                yield from self._token_rows(_tensor(row), row_mask, row_labels, ragged=row)
+            for row, row_mask, row_labels, row_marks in zip(ragged, *by_row, strict=True):
+                yield from self._token_rows(_tensor(row), row_mask, row_labels, row_marks, ragged=row)
             return
         if tokens.numel() == 0:
             # An empty row still counts as a row of the data.
@@ -233,13 +252,17 @@ class Reader:
                 raise _misfit(f"labels {tuple(targets.shape)} for tokens {tuple(rows.shape)}", "one for each token or each row")
             if targets.dim() < rows.dim():
                 targets = targets[..., None].expand_as(rows)
+        marked = None if marks is None else as_marks(marks, self.marks, rows.shape)
         if rows.dim() == 1:
             rows, attention = rows[None], attention[None]
             targets = targets[None] if targets is not None else None
+            marked = marked[None] if marked is not None else None
         for i, (row, row_mask) in enumerate(zip(rows, attention, strict=True)):
             # Padding on either side is removed: rows are padded again on the right, so positions do not depend on the side.
             attended = row_mask.nonzero()[:, 0]
             row_with_padding = Row(row, row_mask, targets[i] if targets is not None else None)
+            if marked is not None:
+                row_with_padding = replace(row_with_padding, marks=marked[i])
             yield row_with_padding[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else _NOTHING
 
 

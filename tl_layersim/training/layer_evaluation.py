@@ -121,7 +121,7 @@ def evaluate_layers(
     analyzers = [
         LogitLens(labels=targets),
         Saturation(),
-        Cosine(center=center, positions="head"),
+        Cosine(center=center),
         ExitCurve(thresholds=tuple(sorted({*THRESHOLDS, float(threshold)})), labels=targets),
     ]
     reports = [analyze(model, data, analyzers, **options) for model in models]

@@ -1,0 +1,150 @@
+"""Counted positions of one forward pass under `attach`, from the model's attention mask, `probe.mask` and `positions=`."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..data.missing_mask import mask_of
+from ..data.positions import Positions
+from ..models.reading import Call, Choice
+from ..models.source import Source
+
+
+@dataclass(frozen=True)
+class ForwardPassPositions:
+    """Chooses the counted positions of each forward pass.
+
+    Attributes:
+        rule: the rule of the run.
+        source: the model, whose padding ids are refused in tokens without a mask.
+        whole_rows: whether an analyzer takes rows as samples, so that forward passes of one position are refused.
+    """
+
+    rule: Positions
+    source: Source
+    whole_rows: bool
+
+    def choose(self, call: Call, mask: Tensor | None, set_elsewhere: bool) -> Choice:
+        """The counted and the attended positions of a forward pass.
+
+        Args:
+            call: the forward pass.
+            mask: `probe.mask` of this thread.
+            set_elsewhere: whether another thread set a `probe.mask`.
+
+        Raises:
+            LayersimError: the positions are not known, or the rule does not apply to this forward pass.
+        """
+        known, pos, attention = self._known(call, mask, set_elsewhere), call.shape[1], call.attention
+        attended = attention[:, -pos:].bool().cpu() if _has_mask_shape(attention, call) else known.cpu()
+        return Choice(self._selected(call, known), attended, self.rule.pooled)
+
+    def _selected(self, call: Call, known: Tensor) -> Tensor:
+        """The positions that the rule selects among those of the mask."""
+        if self.rule.rule == "all":
+            return known
+        if _continues(call) and self.rule.rule != "last":
+            raise LayersimError(
+                f"`positions={self.rule.record()}` refers to whole rows, but this forward pass continues rows from a cache.",
+                given=f"{call.shape[1]} new positions, as in cached generation",
+                expected="positions='all' or positions='last', which count each step",
+                do="model(tokens) on the finished rows, with the probe attached to that call alone",
+            )
+        tokens = call.tokens
+        if tokens is None and callable(self.rule.rule):
+            raise LayersimError(
+                "`positions` is a function of token ids, and this forward pass has none.",
+                given="a forward pass of embeddings or other inputs",
+                expected="token ids",
+                do="positions='first', 'last', 'mean' or a slice; or probe.mask",
+            )
+        ids = torch.zeros(call.shape, dtype=torch.int64) if tokens is None else tokens.cpu().expand(call.shape)
+        rows = zip(ids, known.cpu(), strict=True)
+        return torch.stack([self.rule.select(row, counted) for row, counted in rows]).to(known.device)
+
+    def _known(self, call: Call, mask: Tensor | None, set_elsewhere: bool) -> Tensor:
+        """The positions of `probe.mask` or of the model's attention mask, `batch pos`."""
+        batch, pos = call.shape
+        if mask is None and set_elsewhere:
+            raise LayersimError(
+                "`probe.mask` was set in another thread than the one that runs this forward pass.",
+                given=f"a forward pass in {threading.current_thread().name}",
+                expected="a mask from the thread that runs the model, or none in any",
+                do="set probe.mask in each thread, or pass attention_mask to the model",
+            )
+        if mask is not None and tuple(mask.shape) != call.shape and not (pos == 1 and mask.shape[0] == batch):
+            raise LayersimError(
+                "`probe.mask` does not fit this forward pass.",
+                given=f"a mask of shape {tuple(mask.shape)}",
+                expected=f"{call.shape}: batch x pos of the tokens that the model is given",
+                do="set probe.mask before each forward pass, or probe.mask = None to count all",
+            )
+        if pos == 1 and self.whole_rows:
+            raise LayersimError(
+                "The attached analyzer needs full sequences, but this forward pass has a single position.",
+                given="a forward pass of one position, as in cached generation",
+                expected="whole rows of tokens",
+                do='model(tokens) on the finished rows, or CKA(level="token")',
+            )
+        if mask is not None and tuple(mask.shape) == call.shape:
+            return mask.bool()
+        if call.texts > 1 and mask is None:
+            raise LayersimError(
+                "The model pads texts of different lengths by itself, and the probe cannot tell which positions are padding.",
+                given=f"{call.texts} texts",
+                expected="tokens, with a mask if they are padded",
+                do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
+            )
+        return torch.ones(call.shape, dtype=torch.bool) if pos == 1 else self._attended(call)
+
+    def _attended(self, call: Call) -> Tensor:
+        """The positions of the model's attention mask, or all where it was called without one."""
+        attention = call.attention
+        if attention is None:
+            if call.tokens is not None and tuple(call.tokens.shape) == call.shape:
+                # A decoder's own start token is often the padding token too.
+                started = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
+                self._refuse_padding(call.tokens[:, 1:] if started else call.tokens, call.start is not None)
+            return torch.ones(call.shape, dtype=torch.bool)
+        if not _has_mask_shape(attention, call):
+            raise LayersimError(
+                "`attention_mask` does not tell the probe which positions are padding.",
+                given=f"attention_mask of shape {tuple(getattr(attention, 'shape', ()))}",
+                expected=f"{call.shape}: batch x pos",
+                do="set probe.mask before the forward pass; probe.mask = torch.ones(batch, pos) counts all",
+            )
+        attended: Tensor = attention[:, -call.shape[1] :].bool()
+        return attended
+
+    def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
+        """Refuse padding at the ends of rows that no mask excludes, so that the model attended to it."""
+        mask = mask_of(tokens.cpu(), self.source.model)
+        if mask is not None:
+            raise LayersimError(
+                "`attention_mask` is missing, but rows of tokens start or end with padding.",
+                given=f"{int((~mask).any(1).sum())} of {len(mask)} rows with a padding id at an end",
+                expected="an attention mask beside the tokens",
+                do=f"model(..., {'decoder_' if decoder else ''}attention_mask=mask); or probe.mask = mask, where True counts",
+            )
+
+
+def _has_mask_shape(attention: Any, call: Call) -> bool:
+    """Whether an attention mask has one value for each position of a forward pass."""
+    if not isinstance(attention, Tensor) or attention.dim() != 2 or attention.shape[0] != call.shape[0]:
+        return False
+    # With a cache the attention mask also covers earlier positions.
+    return attention.shape[1] == call.shape[1] or (call.cached and attention.shape[1] > call.shape[1])
+
+
+def _continues(call: Call) -> bool:
+    """Whether a forward pass continues rows whose earlier positions are in a cache."""
+    if isinstance(call.attention, Tensor) and call.attention.dim() == 2:
+        # The first pass of a generation may be given an empty cache.
+        return call.cached and call.attention.shape[1] > call.shape[1]
+    return call.cached and call.shape[1] == 1

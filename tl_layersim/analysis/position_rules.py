@@ -1,0 +1,100 @@
+"""Choice of the positions that a run measures: the default of the model's head, and rules that an analyzer cannot use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..analyzers.base import Analyzer
+from ..core.errors import LayersimError
+from ..data.positions import PositionRule, Positions
+from ..models.model_info import Model
+
+
+def chosen_rule(
+    given: PositionRule | None, models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int = 0
+) -> PositionRule:
+    """The rule that a run counts positions by.
+
+    Args:
+        given: the user's; None for the position that the head reads, and for all positions of other models.
+        models: one model, or two that are compared.
+        analyzers: by name.
+        skip_first: of the run.
+
+    Raises:
+        LayersimError: the default is not clear, or an analyzer cannot use the rule.
+    """
+    rule = _default(models, analyzers, skip_first) if given is None else Positions(given).rule
+    for analyzer in analyzers.values():
+        if rule == "mean" and analyzer.needs_positions:
+            raise LayersimError(
+                f"{type(analyzer).__name__} cannot be computed at the mean of a row.",
+                given="positions='mean'",
+                expected="single positions: the mean of a row has no next token, no logits and no block call of its own",
+                do="positions='all', 'first' or 'last'; or analyzers such as Cosine and CKA in a call of their own",
+            )
+        for model in models:
+            _refuse_other_position(rule, analyzer, model)
+    return rule
+
+
+def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[str, Analyzer]) -> Positions:
+    """The rule that `attach` counts positions of forward passes by, see `chosen_rule`.
+
+    Raises:
+        LayersimError: as `chosen_rule`; or the rule needs a column of data.
+    """
+    positions = Positions(chosen_rule(given, [model], analyzers))
+    if positions.marked:
+        raise LayersimError(
+            "`positions` names a column of data, and `attach` receives forward passes only.",
+            given=f"positions={positions.rule!r}",
+            expected="'all', 'first', 'last', 'mean', a slice or a function of a row's token ids",
+            do="probe.mask = mask, before the forward pass",
+        )
+    return positions
+
+
+def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
+    """The rule without `positions=`: the position that the head reads, unless all analyzers read whole rows."""
+    rules = ["all" if model.head is None or model.head.reads == "every" else model.head.reads for model in models]
+    if set(rules) == {"all"}:
+        return "all"
+    whole = [type(analyzer).__name__ for analyzer in analyzers.values() if analyzer.whole_rows]
+    # Analyzers of the lens read the head's position in any case.
+    single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.needs_unembed]
+    if whole and not single:
+        return "all"
+    if whole or len(set(rules)) > 1:
+        raise LayersimError(
+            "`positions` must be given: "
+            + (f"{whole[0]} reads whole rows, and {single[0]} single positions." if whole else "the models' heads differ."),
+            given=", ".join(f"{m.name}, whose head reads {_head_reads(rule)}" for m, rule in zip(models, rules, strict=True)),
+            expected="positions='all', 'first', 'last', ...",
+            do="positions='all'" + (f", or one call for {whole[0]} and one for {single[0]}" if whole else ""),
+        )
+    if rules[0] == "first" and skip_first:
+        raise LayersimError(
+            "`skip_first` leaves out the position that the model's head reads, which is measured by default.",
+            given=f"skip_first={skip_first}, and {models[0].name}, whose head reads {_head_reads(rules[0])}",
+            expected="skip_first=0, or positions=",
+            do=f"positions='all', skip_first={skip_first}",
+        )
+    return rules[0]
+
+
+def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model) -> None:
+    """Refuse the lens of a row classifier at a position that its head does not read."""
+    reads = "every" if model.head is None else model.head.reads
+    if analyzer.needs_unembed and reads != "every" and rule not in ("all", reads):
+        raise LayersimError(
+            f"{type(analyzer).__name__} reads the logits of {model.name}, whose head reads {_head_reads(reads)} of a row.",
+            given=f"positions={Positions(rule).record()}",
+            expected=f"positions={reads!r} or positions='all', of which the lens reads the same position",
+            do=f"leave out positions=, or a call of its own for {type(analyzer).__name__}",
+        )
+
+
+def _head_reads(rule: str) -> str:
+    """The rule of a head in words."""
+    return "every position" if rule == "all" else f"the {rule} position"

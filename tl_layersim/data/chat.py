@@ -1,0 +1,198 @@
+"""Chat messages: recognition in data, and their rendering and tokenisation by a chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from ..core.errors import LayersimError
+from .columns import ATTACH, as_plain
+from .model_properties import ModelInputs
+from .options import DataOptions
+
+# How a template marks the tokens of the assistant.
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat of the data.
+
+    Attributes:
+        messages: mappings with role and content, in order; None where the row has no chat.
+        label: class of the chat, None where the data has no labels.
+    """
+
+    messages: list[dict[str, Any]] | None
+    label: int | None
+
+
+class EncodedChat(NamedTuple):
+    """Tokens of a chat, with all special tokens that the template writes.
+
+    Attributes:
+        ids: the tokens.
+        marks: whether each token belongs to the assistant; None where this is not asked for.
+    """
+
+    ids: list[int]
+    marks: list[bool] | None
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is the messages of a chat or of several: mappings with role and content, in lists."""
+    value = as_plain(value)
+    while isinstance(value, list):
+        value = as_plain(next((item for item in value if item is not None), None))
+    return isinstance(value, Mapping) and {"role", "content"} <= set(value)
+
+
+def chats_in(value: Any) -> list[list[dict[str, Any]] | None]:
+    """The chats of a column: one where the value is the messages of one example, several in a batch or a table."""
+    if isinstance(value, Mapping):
+        # Older data sets store a list of messages as lists of roles and of contents.
+        value = [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
+    value = as_plain(value)
+    if any(isinstance(item, Mapping) and not isinstance(item["role"], list) for item in value):
+        return [value]
+    return [None if chat is None else chats_in(chat)[0] for chat in value]
+
+
+def ungrouped_messages(fields: list[str]) -> LayersimError:
+    """The error for messages that are rows of the data themselves."""
+    return LayersimError(
+        "`data` has chat messages as rows, and it is not known which of them form a chat.",
+        given=f"fields {fields}",
+        expected="a list of messages for each chat, each with role and content",
+        do="[[{'role': 'user', 'content': '...'}, {'role': 'assistant', 'content': '...'}], ...]",
+    )
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Renders chats by a template and tokenises them. The template alone writes special tokens: no BOS is added.
+
+    Args:
+        model: its tokenizer is used.
+        options: `chat_template`, `add_generation_prompt`, and whether `positions` needs the assistant's tokens.
+    """
+
+    model: ModelInputs
+    options: DataOptions
+
+    def encode(self, chat: Chat, number: int) -> EncodedChat:
+        """The tokens of a chat.
+
+        Args:
+            chat: the chat.
+            number: its row in the data, for messages.
+
+        Raises:
+            LayersimError: there is no template, it cannot render the chat, or it does not mark the assistant's tokens.
+        """
+        tokenizer, template = self.model.tokenizer, self._template()
+        messages = _text_messages(chat.messages, number)
+        given = {"chat_template": template, "add_generation_prompt": self.options.add_generation_prompt}
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
+            if self.options.selection.rule != "assistant":
+                return EncodedChat(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], None)
+            spans = _assistant_spans(tokenizer, messages, text, given)
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise LayersimError(
+                f"`data` has a chat in row {number} that the chat template cannot render.",
+                given=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}",
+                expected="messages with the roles, in the order, that the template takes",
+                do="data.filter(...) to leave such chats out; or chat_template=...",
+            ) from error
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        marks = [
+            any(start < stop and max(end, start + 1) > begin for begin, stop in spans)
+            for start, end in encoded["offset_mapping"]
+        ]
+        return EncodedChat(encoded["input_ids"], marks)
+
+    def refuse_idle_options(self) -> None:
+        """Refuse options of chats for data that are none."""
+        if self.options.chat_template is not None or self.options.add_generation_prompt:
+            name = "add_generation_prompt" if self.options.chat_template is None else "chat_template"
+            raise LayersimError(
+                f"`{name}` applies to chat messages only.",
+                given=f"{name}= with texts or tokens",
+                expected="lists of messages with role and content",
+                do=f"leave out {name}=; or column='messages'",
+            )
+
+    def _template(self) -> str:
+        """The text of the template, checked for what `positions` needs."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise LayersimError(
+                f"{self.model.name} has no tokenizer, so chat messages cannot be read.",
+                given="a chat",
+                expected="a model that carries its tokenizer",
+                do="pass tokenizer=...",
+            )
+        try:
+            template: str = tokenizer.get_chat_template(self.options.chat_template)
+        except (AttributeError, ValueError) as error:
+            raise LayersimError(
+                f"`data` contains chat messages, and the tokenizer of {self.model.name} has no chat template for them.",
+                given=f"{type(tokenizer).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}",
+                expected="a tokenizer with a chat template, as those of instruction-tuned models have",
+                do="chat_template=other.chat_template, of the tokenizer that the chats are meant for; or texts",
+            ) from None
+        if self.options.selection.rule == "assistant" and not (GENERATION.search(template) and tokenizer.is_fast):
+            raise LayersimError(
+                "`positions='assistant'` needs a chat template that marks the assistant's tokens, and a fast tokenizer.",
+                given="a tokenizer without positions of its tokens in the text"
+                if GENERATION.search(template)
+                else "a template without {% generation %}",
+                expected="{% generation %} ... {% endgeneration %} around the assistant's messages in the template",
+                do="chat_template=template.replace(...), with these marks; or positions= as a function of the token ids",
+            )
+        return template
+
+
+def _assistant_spans(
+    tokenizer: Any, messages: list[dict[str, Any]], text: str, given: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """First and last character, exclusive, of each part of the rendered text that the template marks.
+
+    `return_assistant_tokens_mask=True` maps these characters to tokens one by one: where a part begins or ends with a character
+    without a token, as spaces are to some tokenizers, its mask ends too early or too late.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, spans = render_jinja_template(
+        [messages], return_assistant_tokens_mask=True, **given, **tokenizer.special_tokens_map
+    )
+    if rendered[0] != text:
+        raise ValueError("the template renders the same messages differently with marks")
+    return [(int(start), int(stop)) for start, stop in spans[0]]
+
+
+def _text_messages(messages: list[dict[str, Any]] | None, number: int) -> list[dict[str, Any]]:
+    """The messages without empty fields; refused if there are none, or if one holds more than text."""
+    if not messages:
+        raise LayersimError(
+            f"`data` has no messages in row {number}.",
+            given="None, or an empty list",
+            expected="a list of messages in each row",
+            do="leave such rows out: data.filter(...), table.dropna()",
+        )
+    for message in messages:
+        parts = message.get("content")
+        kinds = {part.get("type", "text") for part in parts if isinstance(part, Mapping)} if isinstance(parts, list) else set()
+        if kinds - {"text"}:
+            raise LayersimError(
+                f"`data` has a chat in row {number} with more than text.",
+                given=f"a message with content of type {', '.join(sorted(kinds - {'text'}))}",
+                expected="messages of text",
+                do=f"{ATTACH}model(**processor.apply_chat_template(chat, tokenize=True, return_tensors='pt'))",
+            )
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]

@@ -1,0 +1,205 @@
+"""Positions: the rule that selects which positions of a row analyzers measure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..core.function_code import describe_function
+from ..core.wording import brief
+
+PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
+# Any other text is the name of a mask column of the data.
+RULES = ("all", "first", "last", "mean", "assistant")
+ACCEPTED_RULES = (
+    "'all', 'first', 'last', 'mean', 'assistant', a slice, a function of a row's token ids, or the name of a mask column"
+)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of a row that analyzers measure, as a rule over its attended positions.
+
+    `skip_first` acts first: "first", "last" and slices refer to the attended positions that it leaves. A function, a mask
+    column and "assistant" see the whole row; positions among the first `skip_first` are removed from their selection.
+
+    Args:
+        rule: "all"; "first" or "last" of the attended positions; a slice of them; "mean" for all of them, whose activations
+            become one sample; a function that takes the token ids of a row and returns a mask or indices; "assistant" for the
+            tokens that a chat template marks; or the name of a mask column of the data.
+        skip_first: number of attended positions at the start of each row that are left out.
+
+    Raises:
+        LayersimError: the rule is not one of these.
+
+    Examples:
+        The row of four tokens is padded at its end.
+
+        >>> attention = torch.tensor([True, True, True, True, False])
+        >>> Positions("first", skip_first=1).select(torch.arange(5), attention).tolist()
+        [False, True, False, False, False]
+        >>> Positions(slice(-2, None)).select(torch.arange(5), attention).tolist()
+        [False, False, True, True, False]
+    """
+
+    rule: PositionRule = "all"
+    skip_first: int = 0
+
+    def __post_init__(self) -> None:
+        rule = self.rule
+        if isinstance(rule, slice):
+            bounds = (rule.start, rule.stop, rule.step)
+            whole = all(x is None or (isinstance(x, int) and not isinstance(x, bool)) for x in bounds)
+            fits = whole and rule.step != 0
+        else:
+            fits = bool(rule) if isinstance(rule, str) else callable(rule) and not isinstance(rule, type)
+        if not fits:
+            raise LayersimError(
+                "`positions` must be a rule that selects positions of a row.",
+                given=f"positions={rule if isinstance(rule, slice) else brief(rule)}",
+                expected=ACCEPTED_RULES,
+                do="positions='last', or positions=slice(0, 5)",
+            )
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the counted positions of a row become one sample, the mean of their activations."""
+        return self.rule == "mean"
+
+    @property
+    def marked(self) -> bool:
+        """Whether the data itself marks the positions, in a mask column or by a chat template."""
+        return self.column is not None or self.rule == "assistant"
+
+    @property
+    def column(self) -> str | None:
+        """The mask column of the data that marks the positions; None for any other rule."""
+        return self.rule if isinstance(self.rule, str) and self.rule not in RULES else None
+
+    def record(self) -> str:
+        """The rule as text, for a result's provenance: a slice as "start:stop", a function as its name and code digest."""
+        if isinstance(self.rule, str):
+            return self.rule
+        if isinstance(self.rule, slice):
+            bounds = [self.rule.start, self.rule.stop, *([] if self.rule.step is None else [self.rule.step])]
+            return ":".join("" if x is None else str(x) for x in bounds)
+        return describe_function(self.rule)
+
+    def select(self, tokens: Tensor, attention: Tensor, marks: Tensor | None = None) -> Tensor:
+        """The counted positions of one row, `pos`, bool.
+
+        Args:
+            tokens: `pos`, the token ids of the row.
+            attention: `pos`, positions that the model attends to.
+            marks: `pos`, positions that the data marks; None where it marks none.
+
+        Raises:
+            LayersimError: the data marks no positions and the rule needs marks, or a function returned no mask or indices.
+        """
+        attended = attention.nonzero()[:, 0]
+        left = attended[self.skip_first :]
+        if self.marked:
+            if marks is None:
+                raise self._unmarked()
+            chosen = left[marks[left]]
+        elif callable(self.rule):
+            of_row = self._indices(tokens[attended].clone())
+            chosen = attended[of_row[of_row >= self.skip_first]]
+        elif isinstance(self.rule, slice):
+            chosen = left[list(range(len(left))[self.rule])]
+        else:
+            chosen = {"first": left[:1], "last": left[-1:]}.get(self.rule, left)
+        counted = torch.zeros_like(attention, dtype=torch.bool)
+        counted[chosen] = True
+        return counted
+
+    def cut(self, counted: Tensor, most: int) -> Tensor:
+        """The counted positions of the last row of a run, so that at most `most` are left; a row with one mean stays whole.
+
+        Args:
+            counted: `pos`, as `select` returns it.
+            most: number of positions that are still to be counted, at least 1.
+        """
+        return counted if self.pooled else counted & (counted.cumsum(0) <= most)
+
+    def _indices(self, tokens: Tensor) -> Tensor:
+        """The indices that the function selects among the attended tokens of a row."""
+        assert callable(self.rule)
+        given = self.rule(tokens)
+        try:
+            found = torch.as_tensor(given).detach().cpu()
+        except (TypeError, ValueError, RuntimeError):
+            raise _unusable(brief(given), len(tokens)) from None
+        if found.numel() == 0 and found.dim() == 1:
+            return torch.zeros(0, dtype=torch.int64)
+        said = f"{found.dtype} of shape {tuple(found.shape)}"
+        if found.dtype == torch.bool:
+            if found.shape != tokens.shape:
+                raise _unusable(said, len(tokens))
+            return found.nonzero()[:, 0]
+        if found.is_floating_point() or found.is_complex() or found.dim() > 1:
+            raise _unusable(said, len(tokens))
+        found = found.long().reshape(-1)
+        if bool(((found < -len(tokens)) | (found >= len(tokens))).any()):
+            raise _unusable(f"indices from {int(found.min())} to {int(found.max())}", len(tokens))
+        found = found % len(tokens)
+        if len(set(found.tolist())) < len(found):
+            raise _unusable(f"{said} in which an index occurs twice, as in a mask of ones and zeros", len(tokens))
+        return found
+
+    def _unmarked(self) -> LayersimError:
+        if self.rule == "assistant":
+            return LayersimError(
+                "`positions='assistant'` needs chat messages, in which a template marks the assistant's tokens.",
+                given="data with rows that are no chat messages",
+                expected="a column `messages`, or lists of messages with role and content",
+                do="positions='name', with a mask column `name` beside input_ids",
+            )
+        near = difflib.get_close_matches(str(self.rule), RULES, n=1)
+        column = f"{{'input_ids': tokens, {self.rule!r}: mask}}; or a function of the token ids, for texts"
+        return LayersimError(
+            "`positions` is neither a rule nor a mask column beside the tokens of the data.",
+            given=f"positions={self.rule!r}",
+            expected=f"{ACCEPTED_RULES} beside input_ids",
+            do=f"did you mean positions={near[0]!r}?" if near else column,
+        )
+
+
+def as_marks(values: Any, column: str | None, shape: torch.Size) -> Tensor:
+    """A mask column of the data as bool, of the shape of its tokens.
+
+    Args:
+        values: of the column.
+        column: its name.
+        shape: of the tokens.
+
+    Raises:
+        LayersimError: the values are no ones and zeros, or do not fit the tokens.
+    """
+    try:
+        mask = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        mask = torch.full((1,), -1)
+    if mask.shape != shape or not bool(((mask == 0) | (mask == 1)).all()):
+        raise LayersimError(
+            f"The column {column!r} that `positions` names must be a mask of the tokens.",
+            given=f"{brief(values)} for tokens of shape {tuple(shape)}",
+            expected="ones and zeros, or bools, one for each token",
+            do=f"{{'input_ids': tokens, {column!r}: mask}}, with 1 for the tokens to measure",
+        )
+    return mask.bool()
+
+
+def _unusable(given: str, length: int) -> LayersimError:
+    return LayersimError(
+        "`positions` must return a mask or indices of the positions of a row.",
+        given=f"{given}, for a row of {length} tokens",
+        expected=f"a bool tensor of {length} values, or different indices from {-length} to {length - 1}",
+        do="positions=lambda tokens: tokens == 50256",
+    )
