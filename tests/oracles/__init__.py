@@ -13,6 +13,7 @@ from .exit_curve import oracle_exit_curve
 from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
 from .saturation import oracle_saturation
+from .skip_effect import oracle_skip_effect
 from .trajectory import line_shape_score, oracle_trajectory
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "oracle_logit_lens",
     "oracle_neural_collapse",
     "oracle_saturation",
+    "oracle_skip_effect",
     "oracle_trajectory",
     "own_jacobian",
     "random_frames",

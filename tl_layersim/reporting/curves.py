@@ -14,7 +14,7 @@ from .site_labels import short_names
 from .style import BLUE, FAINT, SHADES, SOLID, layer_axis, styled
 
 # Axes of a result whose labels are layers.
-LAYER_AXES = ("row", "column", "residual", "layer", "centre")
+LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped")
 
 
 def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: str, quantity: str, axis: str) -> go.Figure:
@@ -44,7 +44,8 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
             hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
         )
     if axis in LAYER_AXES:
-        layer_axis(fig.update_xaxes, names, "Block" if names and not names[0].endswith("resid_pre") else "After block")
+        after = not names or names[0].endswith("resid_pre")
+        layer_axis(fig.update_xaxes, names, "After block" if after else axis_title("skipped" if axis == "skipped" else "layer"))
     elif numbers:
         fig.update_xaxes(title=axis_title(axis))
     else:

@@ -27,7 +27,7 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     picture = next((p for p in result.pictures if p.field == field), None)
     unit = quantity(type(result).__name__, field)
     title = picture.title if picture else unit
-    if axes in (("row", "column"), ("row_block", "column_block")):
+    if axes in (("row", "column"), ("row_block", "column_block"), ("skipped", "affected")):
         return layer_heatmap(result, values, axes, title, unit)
     if len(axes) == 1:
         return lines(result.coordinates(axes[0]), [(unit, values, 1.0)], title, unit, axes[0])
