@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -34,6 +36,22 @@ def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more)
     return View(x, ids, torch.arange(count) // per_row, torch.arange(count) % per_row, **more)
 
 
+def view_for(analyzer: Analyzer | type[Analyzer], x: np.ndarray, **more) -> View:
+    """A view of given residuals with the sites that the analyzer reads."""
+    return with_sublayers(view(x, **more), x) if analyzer.families else view(x, **more)
+
+
+def with_sublayers(one: View, x: np.ndarray, parallel: bool = False, stack: str = "") -> View:
+    """The view with the outputs of attention and MLP, family by family, and the stream between them in sequential blocks."""
+    from tl_layersim.models.model_info import layer_names
+
+    attention, mlp = oracles.sublayer_outputs(x)
+    families = {"hook_attn_out": attention, "hook_mlp_out": mlp} | ({} if parallel else {"hook_resid_mid": x[:-1] + attention})
+    names = [*layer_names(len(x) - 1), *(f"blocks.{i}.{hook}" for hook in families for i in range(len(x) - 1))]
+    sites = torch.cat([one.activations, *(torch.as_tensor(y).to(one.activations) for y in families.values())])
+    return replace(one, activations=sites, sites=tuple(f"{stack}{name}" for name in names))
+
+
 def residuals(seed: int = 0, layers: int = 4, tokens: int = 40, width: int = 8) -> np.ndarray:
     """A random walk over layers, so that near layers are alike, with a common offset that centring must remove."""
     rng = np.random.default_rng(seed)
@@ -64,7 +82,10 @@ def provenance(**changes) -> Provenance:
 def layer_run(layers: int, first: Sums | None = None) -> Run:
     from tl_layersim.models.model_info import layer_names
 
-    names = layer_names(layers - 1)
+    return sites_run(layer_names(layers - 1), first)
+
+
+def sites_run(names: tuple[str, ...], first: Sums | None = None) -> Run:
     return Run(names, names, provenance(), first or Sums())
 
 
@@ -81,7 +102,8 @@ def from_views(analyzer: Analyzer, views: list[View]) -> lsim.Result:
     first_kernel = analyzer.first_kernel()
     first = total(first_kernel) if first_kernel is not None else Sums()
     sums = total(analyzer.kernel(first))
-    return analyzer.compute(sums, layer_run(views[0].activations.shape[0], first))
+    sites = views[0].sites
+    return analyzer.compute(sums, sites_run(sites, first) if sites else layer_run(views[0].activations.shape[0], first))
 
 
 def worst(a: lsim.Result, b: lsim.Result) -> float:

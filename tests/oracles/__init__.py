@@ -8,11 +8,13 @@ from __future__ import annotations
 from .block_coupling import coupling_matrix, miscoupling, oracle_block_coupling, own_jacobian, random_frames
 from .cka import arccos_distance, hsic_0, hsic_1, oracle_cka
 from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, next_of, say, softmax, tokens_of
+from .contribution import oracle_contribution, sublayer_outputs
 from .cosine import oracle_cosine
 from .exit_curve import oracle_exit_curve
 from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
 from .saturation import oracle_saturation
+from .skip_effect import oracle_skip_effect
 from .trajectory import line_shape_score, oracle_trajectory
 
 __all__ = [
@@ -31,15 +33,18 @@ __all__ = [
     "next_of",
     "oracle_block_coupling",
     "oracle_cka",
+    "oracle_contribution",
     "oracle_cosine",
     "oracle_exit_curve",
     "oracle_logit_lens",
     "oracle_neural_collapse",
     "oracle_saturation",
+    "oracle_skip_effect",
     "oracle_trajectory",
     "own_jacobian",
     "random_frames",
     "say",
     "softmax",
+    "sublayer_outputs",
     "tokens_of",
 ]

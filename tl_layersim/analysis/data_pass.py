@@ -171,7 +171,8 @@ class PassReader:
         """Refuse a batch that an analyzer cannot take, and on the first one a lens that differs from the model's logits."""
         for analyzer in self.analyzers.values():
             analyzer.check_batch(batch, cast(Model, self.batches.model))
-        if self.lens_of is not None:
+        # An analyzer may measure a model without a head too, and omit its logits.
+        if self.lens_of is not None and self.lens_of.model.head is not None:
             refuse_other_logits(lens_gap(self.lens_of.model, partial(self.lens_of.unembed_gap, batch)), self.lens_of.model)
             self.lens_of = None
 

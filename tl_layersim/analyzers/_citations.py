@@ -2,3 +2,4 @@
 
 JIANG = "(Jiang, Zhou and Zhu 2024, {})."
 AUBRY = "(Aubry et al. 2025, {})."
+CSORDAS = "(Csordás, Manning and Potts 2025, {})."

@@ -19,6 +19,8 @@ KINDS = {
     "exit_curve": ("analyzers.exit_curve.ExitCurveResult", "analyzers.exit_curve.ExitCurveResult"),
     "saturation": ("analyzers.saturation.SaturationResult", "analyzers.saturation.SaturationResult"),
     "trajectory": ("analyzers.trajectory.TrajectoryResult", "analyzers.trajectory.TrajectoryResult"),
+    "skip_effect": ("analyzers.skip_effect.SkipEffectResult", "analyzers.skip_effect.SkipEffectResult"),
+    "contribution": ("analyzers.contribution.ContributionResult", "analyzers.contribution.ContributionResult"),
     "prediction_grid": ("analysis.one_prompt_figures.PredictionGrid", "prompt.PredictionGrid"),
     "trajectory_pca": ("analysis.one_prompt_figures.TrajectoryPCA", "prompt.TrajectoryPCA"),
     "block_jacobians": ("analysis.one_prompt_jacobian_results.BlockJacobians", "blocks.BlockJacobians"),

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 from .provenance import Provenance
 
+# Axes whose labels are the blocks of the (first) model.
+BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
+
 
 @named
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ def axes(*names: str, default: Any = MISSING) -> Any:
     """Declare a dataclass field that holds a float64 tensor over the named axes.
 
     The axes `row` and `column` are the residual layers of the first and second model, `residual` those of the first model.
-    The axes `layer`, `row_block` and `column_block` are its blocks, one fewer than residual layers. Any other axis `x` takes
-    its labels from the result's field `xs` (`batches` for `batch`).
+    The axes `layer`, `row_block`, `column_block`, `skipped` and `affected` are its blocks, one fewer than residual layers. Any
+    other axis `x` takes its labels from the result's field `xs` (`batches` for `batch`).
 
     Args:
         *names: of the axes, in order.
@@ -122,7 +125,7 @@ class Result(ABC):
         """
         if axis in ("row", "residual"):
             return self.layers
-        if axis in ("layer", "row_block", "column_block"):
+        if axis in BLOCK_AXES:
             return self.layers[1:]
         if axis == "column":
             return tuple(getattr(self, "column_layers", self.layers))
@@ -150,7 +153,7 @@ class Result(ABC):
             index=None if axis_names else [0],
         )
         for axis in axis_names:
-            if axis in (*labels, "layer"):
+            if axis in (*labels, *BLOCK_AXES):
                 # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
                 name = labels.get(axis, axis)
                 table[name] = pandas.Categorical(table[name], categories=list(self.coordinates(axis)), ordered=True)

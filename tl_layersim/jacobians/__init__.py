@@ -3,7 +3,8 @@
 Other packages may import:
 
 * `coupling`: `couple`, `Connections`, `CouplingOptions`, `DRAWS`, `chunks_of`, `jacobian_of`, `miscoupling`, `pick_method`
-* `supported_blocks`: `need_calls`, `need_memory`, `refuse_failed_replay`
+* `replay`: `reproduces`
+* `supported_blocks`: `need_calls`, `need_memory`, `refuse_failed_replay`, `refuse_post_norm`
 """
 
 from .jacobian import Jacobian

@@ -11,6 +11,24 @@ from ..models.model_info import Model
 TOO_COARSE = 0.1
 
 
+def refuse_post_norm(model: Model) -> None:
+    """Refuse a model whose blocks end in a layer norm, and so do not add to the residual stream.
+
+    Args:
+        model: to be analyzed.
+
+    Raises:
+        LayersimError: its blocks are post-norm.
+    """
+    if "post-norm" in model.basis:
+        raise LayersimError(
+            f"The blocks of {model.name} have no residual branch: each block ends in a layer norm.",
+            given=model.basis,
+            expected="pre-norm blocks, which add to the residual stream",
+            do="another model; CKA and Cosine accept this one",
+        )
+
+
 def need_calls(model: Model, what: str, differences: bool) -> None:
     """Refuse a model whose blocks cannot be differentiated, or have no residual branch.
 
@@ -22,13 +40,7 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
     Raises:
         LayersimError: blocks end in a norm, cannot be replayed, or are on a server that allows no gradients.
     """
-    if "post-norm" in model.basis:
-        raise LayersimError(
-            f"The blocks of {model.name} have no residual branch: each block ends in a layer norm.",
-            given=model.basis,
-            expected="pre-norm blocks, which add to the residual stream",
-            do="another model; CKA and Cosine accept this one",
-        )
+    refuse_post_norm(model)
     if model.calls == "none":
         raise LayersimError(
             f"{what} replays blocks, which this source does not offer.",

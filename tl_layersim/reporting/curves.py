@@ -11,10 +11,10 @@ from plotly.colors import qualitative, sample_colorscale
 
 from .labels import axis_title
 from .site_labels import short_names
-from .style import BLUE, FAINT, SHADES, SOLID, layer_axis, styled
+from .style import BLUE, FAINT, ORANGE, SHADES, SOLID, layer_axis, styled
 
 # Axes of a result whose labels are layers.
-LAYER_AXES = ("row", "column", "residual", "layer", "centre")
+LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped")
 
 
 def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: str, quantity: str, axis: str) -> go.Figure:
@@ -44,7 +44,8 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
             hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
         )
     if axis in LAYER_AXES:
-        layer_axis(fig.update_xaxes, names, "Block" if names and not names[0].endswith("resid_pre") else "After block")
+        after = not names or names[0].endswith("resid_pre")
+        layer_axis(fig.update_xaxes, names, "After block" if after else axis_title("skipped" if axis == "skipped" else "layer"))
     elif numbers:
         fig.update_xaxes(title=axis_title(axis))
     else:
@@ -54,6 +55,35 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
     from_zero = bool((np.nan_to_num(np.stack([values for _, values, _ in series])) >= 0).all()) and len(series) < 4
     fig.update_yaxes(title=quantity, rangemode="tozero" if from_zero else "normal")
     fig.update_layout(showlegend=len(series) > 1)
+    return styled(fig, title, height=420, width=620)
+
+
+def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: str) -> go.Figure:
+    """Line plot over blocks of one value of each sublayer: one line for attention, one for the MLP.
+
+    Args:
+        names: of the sites of sublayers, such as `blocks.0.hook_attn_out`.
+        values: `sublayer`.
+        title: of the figure.
+        quantity: title of the vertical axis.
+    """
+    fig = go.Figure()
+    blocks = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
+    for kind, label, colour in (("attn", "Attention", BLUE), ("mlp", "MLP", ORANGE)):
+        chosen = [n for n, name in enumerate(names) if name.endswith(f".hook_{kind}_out")]
+        fig.add_scatter(
+            x=[blocks.index(names[n].rsplit(".", 1)[0]) for n in chosen],
+            y=values[chosen],
+            name=label,
+            mode="lines+markers",
+            line={"color": colour, "width": 2},
+            marker={"size": 6, "symbol": "circle" if kind == "attn" else "square"},
+            customdata=[names[n] for n in chosen],
+            hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
+        )
+    layer_axis(fig.update_xaxes, blocks, axis_title("layer"))
+    # Norms start at 0; cosines have a line at 0.
+    fig.update_yaxes(title=quantity, rangemode="tozero", zerolinecolor="#888")
     return styled(fig, title, height=420, width=620)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ..core.results import Result
-from .curves import lines
+from .curves import lines, sublayer_lines
 from .labels import quantity
 from .matrix import layer_heatmap, series_heatmap
 from .style import SHADES
@@ -27,8 +27,10 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     picture = next((p for p in result.pictures if p.field == field), None)
     unit = quantity(type(result).__name__, field)
     title = picture.title if picture else unit
-    if axes in (("row", "column"), ("row_block", "column_block")):
+    if axes in (("row", "column"), ("row_block", "column_block"), ("skipped", "affected")):
         return layer_heatmap(result, values, axes, title, unit)
+    if axes == ("sublayer",):
+        return sublayer_lines(result.coordinates("sublayer"), values, title, unit)
     if len(axes) == 1:
         return lines(result.coordinates(axes[0]), [(unit, values, 1.0)], title, unit, axes[0])
     if axes == ("layer", "direction"):

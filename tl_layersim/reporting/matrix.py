@@ -29,6 +29,10 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
         # A block in its own basis is diagonal by definition, and its values would hide those between blocks.
         values = np.where(np.eye(len(rows), dtype=bool), np.nan, values)
         low, high = (float(f(values)) for f in (np.nanmin, np.nanmax)) if not np.isnan(values).all() else (0.0, 1.0)
+    if axes[0] == "skipped":
+        # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
+        high = min(1.0, float(np.nanmax(values))) if not np.isnan(values).all() else 1.0
+        quantity += " (top: 1 or more)" if high == 1.0 else ""
     heat = go.Heatmap(
         z=values,
         x=list(range(len(columns))),
@@ -44,6 +48,7 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
     models = result.provenance.model.split(" | ")
     names = [f"Block of {model}" for model in (models[-1], models[0])] if len(models) > 1 else ["After block"] * 2
     names = ["Singular vectors of block", "Jacobian of block"] if axes[0] == "row_block" else names
+    names = [axis_title(axis) for axis in axes[::-1]] if axes[0] == "skipped" else names
     layer_axis(fig.update_xaxes, columns, names[0])
     layer_axis(fig.update_yaxes, rows, names[1])
     fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")

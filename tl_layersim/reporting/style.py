@@ -14,6 +14,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 # Opacities of the lines of a few series, the strongest first.
 SHADES = (1.0, 0.75, 0.5, 0.35, 0.25)
 BLUE, FAINT = "#2a5c9a", "rgba(42, 92, 154, {})"
+ORANGE = "#c8641e"
 SOLID = {"color": BLUE, "width": 2}
 # Most tick labels on an axis of layers.
 MOST_TICKS = 24

@@ -1,0 +1,120 @@
+"""Sums over tokens of the contributions of sublayers: the kernel of `Contribution`.
+
+It is serialised by value and runs on servers too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.view import View
+
+SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|mlp)_out")
+CHUNK = 256
+
+
+def sublayer_sites(names: Sequence[str]) -> tuple[str, ...]:
+    """The sites among `names` that are outputs of sublayers, block by block, attention before the MLP.
+
+    Args:
+        names: of sites, in any order; the stacks of an encoder-decoder stay in the order in which they are named.
+    """
+    found = [match for name in names if (match := SUBLAYER.fullmatch(name))]
+    stacks = list(dict.fromkeys(match[1] for match in found))
+    return tuple(match[0] for match in sorted(found, key=lambda match: (stacks.index(match[1]), int(match[2]), match[3])))
+
+
+def stack_and_block(sublayer: str) -> tuple[str, int]:
+    """Prefix of the stack of a sublayer and number of its block, from the name of its site."""
+    match = SUBLAYER.fullmatch(sublayer)
+    assert match is not None
+    return match[1], int(match[2])
+
+
+def contribution_kernel(view: View) -> dict[str, Tensor]:
+    """Sums over tokens of the relative norm of each sublayer's output and of its cosines, and of their squares.
+
+    Tokens are processed in chunks, so that intermediate tensors are small beside the activations.
+
+    Args:
+        view: activations of one batch at the residual stream and at the outputs of sublayers.
+    """
+    sublayers = sublayer_sites(view.sites)
+    streams, blocks = _streams(view.sites, sublayers), _blocks(view.sites, sublayers)
+    device = view.activations.device
+
+    def zeros(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.float64, device=device)
+
+    names = [f"{quantity}{part}" for quantity in ("ratio", "cosine", "final") for part in ("", "^2", " known")]
+    out = {name: zeros(len(streams)) for name in names} | {name: zeros(len(blocks)) for name in ("gap", "update", "stream")}
+    for start in range(0, view.activations.shape[1], CHUNK):
+        x = view.activations[:, start : start + CHUNK]
+        for number, places in enumerate(streams):
+            for quantity, values in _quantities(*(x[place].double() for place in places)).items():
+                known = ~values.isnan()
+                values = values.where(known, 0.0)
+                out[quantity][number] += values.sum()
+                out[f"{quantity}^2"][number] += values.square().sum()
+                out[f"{quantity} known"][number] += known.sum()
+        for number, (before, after, outputs) in enumerate(blocks):
+            update = x[after] - x[before]
+            out["gap"][number] += (update - x[outputs].sum(0)).square().sum(dtype=torch.float64)
+            out["update"][number] += update.square().sum(dtype=torch.float64)
+            out["stream"][number] += x[after].square().sum(dtype=torch.float64)
+    return {"count": torch.tensor(view.activations.shape[1])} | out
+
+
+def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, int, int]]:
+    """For each sublayer, indices of its output, of the stream to which it is added, and of the final stream of its stack."""
+    streams = []
+    for name in sublayers:
+        stack, block = stack_and_block(name)
+        last = max(number for other, number in map(stack_and_block, sublayers) if other == stack)
+        middle = f"{stack}{block}.hook_resid_mid"
+        # The MLP of a sequential block reads the stream after attention; that of a parallel block reads the block's input.
+        after_attention = name.endswith("mlp_out") and middle in sites
+        before = sites.index(middle) if after_attention else _input(sites, stack, block)
+        streams.append((sites.index(name), before, sites.index(f"{stack}{last}.hook_resid_post")))
+    return streams
+
+
+def _blocks(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, int, list[int]]]:
+    """For each block, indices of its input, of its output and of the outputs of its sublayers."""
+    outputs: dict[tuple[str, int], list[int]] = {}
+    for name in sublayers:
+        outputs.setdefault(stack_and_block(name), []).append(sites.index(name))
+    return [
+        (_input(sites, stack, block), sites.index(f"{stack}{block}.hook_resid_post"), of_block)
+        for (stack, block), of_block in outputs.items()
+    ]
+
+
+def _input(sites: Sequence[str], stack: str, block: int) -> int:
+    """Index of the residual stream before a block: the block's input, or the output of the block before it."""
+    own = f"{stack}{block}.hook_resid_pre"
+    return sites.index(own if own in sites else f"{stack}{block - 1}.hook_resid_post")
+
+
+def _quantities(added: Tensor, stream: Tensor, final: Tensor) -> dict[str, Tensor]:
+    """Relative norm and cosines of a sublayer's output, each `token`; NaN where they are not defined.
+
+    Args:
+        added: `token d_model`, the output.
+        stream: `token d_model`, to which it is added.
+        final: `token d_model`, the output of the last block.
+    """
+    size, stream_size, final_size = (vector.norm(dim=-1) for vector in (added, stream, final))
+
+    def divided(values: Tensor, divisor: Tensor) -> Tensor:
+        return values / divisor.where(divisor > 0, torch.nan)
+
+    return {
+        "ratio": divided(size, stream_size),
+        "cosine": divided((added * stream).sum(-1), size * stream_size).clamp(-1, 1),
+        "final": divided((added * final).sum(-1), size * final_size).clamp(-1, 1),
+    }

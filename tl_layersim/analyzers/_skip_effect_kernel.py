@@ -1,0 +1,218 @@
+"""Sums over tokens of the effects of skipped blocks: the kernel of `SkipEffect`.
+
+It is serialised by value and runs on servers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..jacobians.replay import reproduces
+from ..models.block_call import BlockCall, again
+from ..models.chunked_logit_lens import read_positions
+from ..models.view import View, row_ends
+
+
+@dataclass(frozen=True)
+class Skip:
+    """The positions at which blocks are skipped, and the tokens at which effects are measured.
+
+    Attributes:
+        skipped: `batch pos`, whether a block's output is replaced by its input.
+        tokens: `sample`, indices into the tokens of the view at which contributions are compared.
+        read: `sample`, indices at which output probabilities are compared; a subset of `tokens` for language models.
+    """
+
+    skipped: Tensor
+    tokens: Tensor
+    read: Tensor
+
+
+def skip_effect_kernel(view: View, *, keep_first: int, splits: int, memory_mb: float) -> dict[str, Tensor]:
+    """Sums over tokens, and over rows of their maxima, of the effects of each skipped block.
+
+    Args:
+        view: activations of one batch, with the calls of the blocks.
+        keep_first: number of first positions of each row at which no block is skipped.
+        splits: number of positions of each row up to which blocks are skipped, for the effects on later positions.
+        memory_mb: megabytes for logits.
+    """
+    calls = view.calls
+    assert calls is not None
+    skips = [("", [_everywhere(view, keep_first)]), ("later ", _earlier(view, keep_first, splits))]
+    out = {"differs": _differs(view)}
+    for name, parts in skips:
+        effects = _Effects(view)
+        for part in parts:
+            for skipped in range(len(calls)):
+                _measure(effects, part, skipped, memory_mb)
+        out |= {f"{name}{key}": value for key, value in effects.sums().items()}
+    return out
+
+
+def _everywhere(view: View, keep_first: int) -> Skip:
+    """Blocks skipped at all positions but the first few, with effects at the counted tokens among these positions.
+
+    A classifier's output is read at one position of a row, which may be one of the first few.
+    """
+    assert view.calls is not None
+    shape = view.calls[0].hidden.shape[:2]
+    skipped = (torch.arange(shape[1], device=view.position.device) >= keep_first).expand(shape)
+    tokens = view.position >= keep_first
+    return Skip(skipped, tokens.nonzero()[:, 0], _read(view, tokens if _reads_every(view) else torch.ones_like(tokens)))
+
+
+def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
+    """Blocks skipped before each of some evenly spaced positions of a row, with effects at the counted tokens from there on."""
+    assert view.calls is not None
+    batch, pos = view.calls[0].hidden.shape[:2]
+    ends = row_ends(view)
+    length = view.position.new_zeros(batch).index_put((view.sequence[ends],), view.position[ends] + 1)
+    place = torch.arange(pos, device=length.device)
+    skips = []
+    for number in range(1, splits + 1):
+        # Rows in which no position would be skipped are not measured.
+        split = length * number // (splits + 1)
+        skipped = (place >= keep_first) & (place < split[:, None])
+        tokens = (view.position >= split[view.sequence]) & (split[view.sequence] > keep_first)
+        skips.append(Skip(skipped, tokens.nonzero()[:, 0], _read(view, tokens)))
+    return skips
+
+
+def _reads_every(view: View) -> bool:
+    return view.unembed is None or view.unembed.reads == "every"
+
+
+def _read(view: View, tokens: Tensor) -> Tensor:
+    """Indices of the given tokens at which the head reads; `tokens` is a mask."""
+    index = read_positions(view)
+    if index is not None:
+        tokens = tokens & torch.zeros_like(tokens).index_fill(0, index.to(tokens.device), True)
+    return tokens.nonzero()[:, 0]
+
+
+class _Effects:
+    """Sums over tokens and over rows of the relative change of contributions, and of the change of output probabilities.
+
+    Args:
+        view: activations of one batch, with the calls of the blocks.
+    """
+
+    def __init__(self, view: View) -> None:
+        assert view.calls is not None
+        self.view, self.calls = view, view.calls
+        blocks, rows, device = len(self.calls), self.calls[0].hidden.shape[0], view.activations.device
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.total, self.count, self.peak = zeros(blocks, blocks), zeros(blocks, blocks), zeros(blocks, blocks, rows)
+        self.measured = torch.zeros(blocks, blocks, rows, dtype=torch.bool, device=device)
+        self.output_total, self.output_count, self.output_peak = zeros(blocks), zeros(blocks), zeros(blocks, rows)
+        self.output_measured = torch.zeros(blocks, rows, dtype=torch.bool, device=device)
+
+    def add(self, skipped: int, affected: int, change: Tensor, row: Tensor) -> None:
+        """Add relative changes, `sample`, at tokens of the given rows; NaN where a contribution is zero."""
+        known = ~change.isnan()
+        change, row = change[known].double(), row[known]
+        self.total[skipped, affected] += change.sum()
+        self.count[skipped, affected] += len(change)
+        self.peak[skipped, affected].scatter_reduce_(0, row, change, "amax")
+        self.measured[skipped, affected, row] = True
+
+    def add_output(self, skipped: int, change: Tensor, row: Tensor) -> None:
+        """Add changes of the output probabilities, `sample`, at tokens of the given rows."""
+        self.output_total[skipped] += change.double().sum()
+        self.output_count[skipped] += len(change)
+        self.output_peak[skipped].scatter_reduce_(0, row, change.double(), "amax")
+        self.output_measured[skipped, row] = True
+
+    def sums(self) -> dict[str, Tensor]:
+        """The sums by name."""
+        return {
+            "total": self.total,
+            "count": self.count.long(),
+            "peak": self.peak.sum(-1),
+            "rows": self.measured.sum(-1),
+            "output_total": self.output_total,
+            "output_count": self.output_count.long(),
+            "output_peak": self.output_peak.sum(-1),
+            "output_rows": self.output_measured.sum(-1),
+        }
+
+
+def _measure(effects: _Effects, skip: Skip, skipped: int, memory_mb: float) -> None:
+    """Skip one block, run all blocks after it, and add the effects.
+
+    Args:
+        effects: to which they are added.
+        skip: where the block is skipped and effects are measured.
+        skipped: number of the block.
+        memory_mb: megabytes for logits.
+    """
+    view, calls = effects.view, effects.calls
+    if not len(skip.tokens) and not len(skip.read):
+        return
+    x = view.activations[:, skip.tokens]
+    row = view.sequence[skip.tokens].to(x.device)
+    hidden = _without(calls[skipped], skip.skipped)
+    for affected in range(skipped + 1, len(calls)):
+        call = calls[affected]
+        hidden = hidden.to(call.hidden.device)
+        output = again(call, hidden)
+        changed = _at(view, output, skip.tokens) - _at(view, hidden, skip.tokens)
+        contribution = x[affected + 1] - x[affected]
+        size = contribution.norm(dim=-1)
+        # A block that adds nothing to a token has no relative change there.
+        effects.add(skipped, affected, (contribution - changed).norm(dim=-1) / size.where(size > 0, torch.nan), row)
+        hidden = output
+    if view.unembed is not None:
+        for tokens, change in _output_changes(view, _at(view, hidden, skip.read), skip.read, memory_mb):
+            effects.add_output(skipped, change, view.sequence[tokens].to(x.device))
+
+
+def _without(call: BlockCall, skipped: Tensor) -> Tensor:
+    """Output of a block that is skipped at some positions, `batch pos d_model`."""
+    return torch.where(skipped.to(call.hidden.device)[..., None], call.hidden, call.output.to(call.hidden.device))
+
+
+def _at(view: View, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """Residuals `batch pos d_model` at tokens of the view, `sample d_model`, in the dtype of its activations."""
+    row, place = (index[tokens].to(hidden.device) for index in (view.sequence, view.position))
+    return hidden[row, place].to(view.activations)
+
+
+def _output_changes(view: View, last: Tensor, tokens: Tensor, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Chunks of tokens, each with the norm of the change of their output probabilities.
+
+    Args:
+        view: activations of one batch.
+        last: `sample d_model`, the changed residuals after the last block.
+        tokens: `sample`, indices of these tokens in the view.
+        memory_mb: megabytes for logits.
+    """
+    assert view.unembed is not None
+    start, step = 0, 1
+    while start < len(tokens):
+        some = tokens[start : start + step]
+        logits = [view.unembed(x) for x in (view.activations[-1, some], last[start : start + step])]
+        before, after = (torch.softmax(z.to(last), -1) for z in logits)
+        yield some, (after - before).norm(dim=-1)
+        start += step
+        # Logits and probabilities, of both runs, and their difference.
+        step = max(1, int(memory_mb * 2**20 / (5 * before.shape[-1] * before.element_size())))
+
+
+def _differs(view: View) -> Tensor:
+    """Whether the replay of each block differs from its output in the forward pass, `layer`. Block 0 is never replayed."""
+    assert view.calls is not None
+    every = torch.arange(len(view.position), device=view.position.device)
+    differs = [False]
+    for call in view.calls[1:]:
+        replayed, own = (_at(view, hidden, every) for hidden in (again(call, call.hidden), call.output))
+        differs.append(not reproduces(replayed, own, call.output.dtype))
+    return torch.tensor(differs).long()

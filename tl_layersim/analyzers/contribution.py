@@ -1,0 +1,199 @@
+"""Contribution of each sublayer to the residual stream: relative norm of its output, and cosines with the stream."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..jacobians.supported_blocks import refuse_post_norm
+from ..models.model_info import Model
+from ..models.view import Kernel
+from ._citations import CSORDAS
+from ._contribution_kernel import contribution_kernel, stack_and_block, sublayer_sites
+from .base import Analyzer, Run, need_tokens
+
+# Largest difference between a block's update and the sum of its sublayers' outputs, as a fraction of the update; and the number
+# of roundings of the stream in the model's dtype that may be added to it.
+LARGEST_GAP = 0.1
+ROUNDINGS = 8
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ContributionResult(Result):
+    """Contribution of each sublayer, as means and standard deviations over tokens. All tensors are float64.
+
+    Attributes:
+        values: `sublayer`, the same as `relative_norm`: mean over tokens of |a| / |h|, for the output a of a sublayer and the
+            stream h to which it is added. A token whose stream is zero has no relative norm, and one whose output is zero has
+            no cosine; they are omitted, and a `LayersimWarning` names the sublayer. NaN if that holds for every token.
+        relative_norm_std: `sublayer`, standard deviation over tokens (divided by N).
+        cosine: `sublayer`, mean over tokens of the cosine of a and h. Negative where the sublayer removes from the stream, 0
+            where it adds new directions, positive where it strengthens the stream.
+        cosine_std: `sublayer`.
+        cosine_to_final: `sublayer`, mean over tokens of the cosine of a and the stream after the last block, without the final
+            norm.
+        cosine_to_final_std: `sublayer`.
+        sublayers: names of the outputs of attention and MLP, block by block.
+    """
+
+    values_name: ClassVar[str] = "relative_norm"
+    values: Float64[Tensor, " sublayer"] = axes("sublayer")
+    relative_norm_std: Float64[Tensor, " sublayer"] = axes("sublayer")
+    cosine: Float64[Tensor, " sublayer"] = axes("sublayer")
+    cosine_std: Float64[Tensor, " sublayer"] = axes("sublayer")
+    cosine_to_final: Float64[Tensor, " sublayer"] = axes("sublayer")
+    cosine_to_final_std: Float64[Tensor, " sublayer"] = axes("sublayer")
+    sublayers: tuple[str, ...]
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "relative_norm",
+            "Relative norm of sublayer outputs",
+            "Norm of what each sublayer adds, divided by the norm of the stream to which it is added, mean over tokens "
+            + CSORDAS.format("figure 2 a"),
+        ),
+        Picture(
+            "cosine",
+            "Cosine of sublayer outputs with the stream",
+            "Negative where a sublayer removes from the stream to which its output is added, positive where it strengthens the "
+            "stream; mean over tokens " + CSORDAS.format("figure 2 b"),
+        ),
+        Picture(
+            "cosine_to_final",
+            "Cosine of sublayer outputs with the final stream",
+            "Direction of each sublayer's output relative to the stream after the last block, mean over tokens; the paper "
+            "compares with the current stream only " + CSORDAS.format("section 3"),
+        ),
+    )
+
+    @property
+    def relative_norm(self) -> Tensor:
+        """Mean norm of each sublayer's output relative to the stream, `sublayer`; the same as `values`."""
+        return self.values
+
+    def headline(self) -> dict[str, float]:
+        blocks = [stack_and_block(name) for name in self.sublayers]
+        first = torch.tensor([block < (1 + max(n for stack, n in blocks if stack == own)) / 2 for own, block in blocks])
+        numbers = {
+            f"{what}, {half} half of the blocks": field[chosen].nanmean()
+            for what, field in (
+                ("norm of sublayer outputs over norm of the stream", self.values),
+                ("cosine of sublayer outputs with the stream", self.cosine),
+            )
+            for half, chosen in (("first", first), ("second", ~first))
+        }
+        return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+
+
+@typed
+@dataclass(frozen=True)
+class Contribution(Analyzer):
+    r"""Norm of each sublayer's output relative to the residual stream, and cosine with this stream and with the final stream.
+
+    For the output $a_t$ of the attention or the MLP of a block and the stream $h_t$ to which it is added:
+
+    $$R = \operatorname{mean}_t \frac{\lVert a_t \rVert}{\lVert h_t \rVert}, \qquad
+    C = \operatorname{mean}_t \frac{\langle a_t, h_t \rangle}{\lVert a_t \rVert \, \lVert h_t \rVert}, \qquad
+    F = \operatorname{mean}_t \frac{\langle a_t, x^L_t \rangle}{\lVert a_t \rVert \, \lVert x^L_t \rVert}$$
+
+    The MLP of a sequential block adds to the stream after attention; attention and MLP of a parallel block both add to the
+    block's input. x^L is the output of the last block, before the final norm. The sublayers are read whatever `at` says.
+    Post-norm models such as BERT are refused: a layer norm follows each addition, so the outputs are not parts of the final
+    stream. A model is also refused if the outputs of a block do not add up to the block's update. There are no options.
+
+    Source:
+        Csordás, Manning and Potts 2025 (arXiv 2505.13898), section 3, figure 2. The cosine with the final stream is not in the
+        paper.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], lsim.Contribution())["contribution"]
+        >>> found.sublayers[:2], found.relative_norm.shape
+        (('blocks.0.hook_attn_out', 'blocks.0.hook_mlp_out'), torch.Size([16]))
+    """
+
+    name: ClassVar[str] = "contribution"
+    families: ClassVar[tuple[str, ...]] = ("resid_post", "attn_out", "mlp_out")
+    optional_families: ClassVar[tuple[str, ...]] = ("resid_mid",)
+
+    def check(self, *models: Model) -> None:
+        refuse_post_norm(models[0])
+
+    def kernel(self, first: Sums) -> Kernel:
+        return contribution_kernel
+
+    def compute(self, sums: Sums, run: Run) -> ContributionResult:
+        count = int(sums["count"])
+        need_tokens(count, 1, "Contribution")
+        sublayers = sublayer_sites(run.layers)
+        if not sublayers:
+            raise LayersimError(
+                "Contribution needs the outputs of attention and MLP, which this source does not read.",
+                given=", ".join(run.layers[:4]),
+                expected="sites blocks.{i}.hook_attn_out and blocks.{i}.hook_mlp_out",
+                do="a TransformerLens, nnsight or Hugging Face model; in a source of your own, a view with these sites",
+            )
+        refuse_other_sums(sums, sublayers, run.provenance.dtype)
+        known = sums["cosine known"]
+        zero = [f"{site}: {count - int(n)} of {count}" for site, n in zip(sublayers, known, strict=True) if n < count]
+        if zero:
+            warn(
+                "Tokens at which the output of a sublayer or its stream is zero have no cosine, and those without a stream no "
+                f"relative norm. They are omitted: {', '.join(zero[:4])}{' and at other sublayers' if len(zero) > 4 else ''}."
+            )
+
+        def spread(name: str) -> tuple[Tensor, Tensor]:
+            # 0 / 0 is NaN, for a quantity that no token has.
+            known = sums[f"{name} known"]
+            mean = sums[name] / known
+            return mean, (sums[f"{name}^2"] / known - mean**2).clamp(min=0).sqrt()
+
+        (ratio, ratio_std), (cosine, cosine_std), (final, final_std) = (spread(name) for name in ("ratio", "cosine", "final"))
+        return ContributionResult(
+            values=ratio,
+            relative_norm_std=ratio_std,
+            cosine=cosine,
+            cosine_std=cosine_std,
+            cosine_to_final=final,
+            cosine_to_final_std=final_std,
+            sublayers=sublayers,
+            layers=tuple(name for name in run.layers if name.endswith((".hook_resid_pre", ".hook_resid_post"))),
+            provenance=run.provenance,
+        )
+
+
+def refuse_other_sums(sums: Sums, sublayers: tuple[str, ...], dtype: str) -> None:
+    """Refuse a model in which the outputs of sublayers do not add up to the updates of blocks.
+
+    Args:
+        sums: of all batches.
+        sublayers: names of their sites.
+        dtype: of the model.
+
+    Raises:
+        LayersimError: names the blocks.
+    """
+    blocks = list(dict.fromkeys(stack_and_block(name) for name in sublayers))
+    eps = torch.finfo(getattr(torch, dtype.removeprefix("torch."), torch.float32)).eps
+    gap, update, stream = (sums[name].sqrt() for name in ("gap", "update", "stream"))
+    wrong = gap > LARGEST_GAP * update + ROUNDINGS * eps * stream
+    bad = [
+        f"{stack}{block}: {float(g / u):.0%}" for (stack, block), g, u, w in zip(blocks, gap, update, wrong, strict=True) if w
+    ]
+    if bad:
+        raise LayersimError(
+            "The outputs of attention and MLP do not add up to the update of their block.",
+            given=f"difference relative to the update: {', '.join(bad[:4])}",
+            expected="blocks that add the two outputs to the residual stream, and nothing else",
+            do="another model; Cosine and Trajectory measure whole blocks",
+        )

@@ -1,0 +1,219 @@
+"""Effects of skipping one block on the contributions of later blocks and on the output probabilities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
+from ..models.model_info import Model
+from ..models.view import Kernel
+from ._citations import CSORDAS
+from ._skip_effect_kernel import skip_effect_kernel
+from .base import Analyzer, Run, check_memory
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SkipEffectResult(Result):
+    """Effects of skipping each block, as means over tokens and as means over rows of the largest effect. Float64.
+
+    Attributes:
+        values: `skipped affected`, mean over tokens of the relative change |c - c~| / |c| of the contribution c of the affected
+            block when the skipped block is left out. NaN for affected blocks that are not above the skipped block. A token at
+            which a block adds nothing has no relative change and is omitted; a `LayersimWarning` names the block.
+        largest: `skipped affected`, the largest relative change in a row, mean over rows.
+        later: `skipped affected`, as `values`, where the block is skipped at the positions before a split only and the change
+            is measured at the positions from the split on. NaN for `splits=0`.
+        later_largest: `skipped affected`, as `largest`, for `later`.
+        probability_change: `skipped`, mean over tokens of |p - p~|, the Euclidean norm of the change of the output
+            probabilities, at most sqrt(2). NaN for a model without a known head.
+        probability_change_largest: `skipped`, the largest such norm in a row, mean over rows.
+        later_probability_change: `skipped`, as `probability_change`, for `later`.
+        later_probability_change_largest: `skipped`, as `probability_change_largest`, for `later`.
+    """
+
+    values: Float64[Tensor, "layer layer"] = axes("skipped", "affected")
+    largest: Float64[Tensor, "layer layer"] = axes("skipped", "affected")
+    later: Float64[Tensor, "layer layer"] = axes("skipped", "affected")
+    later_largest: Float64[Tensor, "layer layer"] = axes("skipped", "affected")
+    probability_change: Float64[Tensor, " layer"] = axes("skipped")
+    probability_change_largest: Float64[Tensor, " layer"] = axes("skipped")
+    later_probability_change: Float64[Tensor, " layer"] = axes("skipped")
+    later_probability_change_largest: Float64[Tensor, " layer"] = axes("skipped")
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "values",
+            "Effect of a skipped block on later blocks",
+            "Relative change of each block's contribution to the residual stream when an earlier block is skipped, mean over "
+            "tokens. A dark row is a block on which no later block depends "
+            + CSORDAS.format("figure 3, with maxima instead of means"),
+        ),
+        Picture(
+            "later",
+            "Effect of a skipped block on later positions",
+            "The same where the block is skipped in the first part of each row only and the change is measured in the rest: "
+            "what later positions read from the block through attention " + CSORDAS.format("figure 3"),
+        ),
+        Picture(
+            "probability_change",
+            "Effect of a skipped block on the output probabilities",
+            "Norm of the change of the output probabilities, mean over tokens " + CSORDAS.format("figure 3"),
+        ),
+    )
+
+    def headline(self) -> dict[str, float]:
+        half = len(self.values) // 2
+        numbers = {
+            "relative change of later blocks, mean over pairs": self.values.nanmean(),
+            "the same, for skipped blocks of the first half": self.values[:half].nanmean(),
+            "the same, for skipped blocks of the second half": self.values[half:].nanmean(),
+            "relative change of later blocks at later positions": self.later.nanmean(),
+            "change of the output probabilities, mean over skipped blocks": self.probability_change.nanmean(),
+        }
+        return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+
+
+@typed
+@dataclass(frozen=True, kw_only=True)
+class SkipEffect(Analyzer):
+    r"""Relative change of the contribution of every later block, and of the output probabilities, when one block is skipped.
+
+    $$
+    c^l_t = x^l_t - x^{l-1}_t, \qquad
+    E_{sl} = \operatorname{mean}_t \frac{\lVert c^l_t - \tilde c^l_t \rVert}{\lVert c^l_t \rVert}, \qquad
+    P_s = \operatorname{mean}_t \lVert p_t - \tilde p_t \rVert
+    $$
+
+    A skipped block s passes its input on unchanged; c~ and p~ are the contributions of the blocks l > s and the output
+    probabilities that result. Blocks are run again on whole rows, with the arguments of their own calls. In a first variant
+    the block is skipped at all positions. In a second variant the block is skipped at the positions before a split, and effects
+    are measured at the positions from the split on, at which the block itself runs: these positions depend on the skipped
+    computation through attention only. A row of n positions is split at floor(n i / (splits + 1)) for i = 1 to `splits`; the
+    authors draw splits at random.
+
+    Args:
+        keep_first: number of first positions of each row at which no block is skipped and no effect is measured: 1 as in the
+            authors' code, because many language models attend to the first token from everywhere; 0 for encoders.
+        splits: number of splits of each row for the second variant, each of which costs about half a forward pass for each
+            block; 0 leaves the second variant out.
+        lens_memory_mb: megabytes for logits and probabilities of one chunk of tokens.
+
+    Source:
+        Csordás, Manning and Potts 2025 (arXiv 2505.13898), section 3, figure 3. The figure shows maxima over positions
+        and prompts.
+
+    Examples:
+        The first block of the demo model matters to every later block, the last but one to the last block alone.
+
+        >>> import tl_layersim as lsim
+        >>> effect = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:2], lsim.SkipEffect(), seq_len=32)["skip_effect"]
+        >>> effect.values.shape, int(effect.values[0].isfinite().sum()), int(effect.values[-2].isfinite().sum())
+        (torch.Size([8, 8]), 7, 1)
+        >>> bool(effect.values[0].nanmean() > effect.values[4].nanmean())
+        True
+    """
+
+    name: ClassVar[str] = "skip_effect"
+    needs_stream: ClassVar[bool] = True
+    needs_every_block: ClassVar[bool] = True
+    needs_unembed: ClassVar[bool] = True
+    needs_calls: ClassVar[bool] = True
+
+    keep_first: int = 1
+    splits: int = 1
+    lens_memory_mb: int | float = 128
+
+    def __post_init__(self) -> None:
+        for name, least in (("keep_first", 0), ("splits", 0)):
+            if getattr(self, name) < least:
+                raise LayersimError(
+                    f"`{name}` must be at least {least}.",
+                    given=f"{name}={getattr(self, name)}",
+                    expected=f"{least} or more",
+                    do=f"{name}=1",
+                )
+        check_memory(self.lens_memory_mb)
+
+    @property
+    def whole_rows(self) -> bool:
+        return True
+
+    def check(self, *models: Model) -> None:
+        [model] = models
+        need_calls(model, type(self).__name__, differences=True)
+
+    def cost(self, model: Model) -> str:
+        blocks = len(model.layers) - 1
+        # Each block once to check its replay, and the blocks above each skipped block.
+        passes = (blocks - 1) * (1 + (1 + self.splits) * blocks / 2) / max(blocks, 1)
+        return f"SkipEffect: each batch costs about {passes + 1:.3g} forward passes, for {blocks} skipped blocks."
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(skip_effect_kernel, keep_first=self.keep_first, splits=self.splits, memory_mb=float(self.lens_memory_mb))
+
+    def compute(self, sums: Sums, run: Run) -> SkipEffectResult:
+        blocks = len(run.layers) - 1
+        none = torch.zeros(blocks, dtype=torch.float64)
+        refuse_failed_replay(sums["differs"], none, none, run.layers)
+        pairs = torch.ones(blocks, blocks).triu(1).bool()
+        if not bool(sums["count"].any() if blocks > 1 else sums["output_count"].any()):
+            self._refuse_unmeasured(run)
+        self._refuse_not_finite(sums, run)
+        counts = sums["count"]
+        most = int(counts.amax())
+        for skipped, affected in ((counts < most) & pairs).nonzero()[:1].tolist():
+            warn(
+                f"Tokens to which a block adds nothing have no relative change and are omitted: {run.layers[affected + 1]} at "
+                f"{most - int(counts[skipped, affected])} of {most} tokens."
+            )
+        # 0 / 0 is NaN, for pairs and variants that were not measured.
+        means = {
+            f"{later}{output}{largest}": sums[f"{later}{output}{total}"] / sums[f"{later}{output}{count}"]
+            for later in ("", "later ")
+            for output in ("", "output_")
+            for largest, total, count in (("mean", "total", "count"), ("largest", "peak", "rows"))
+        }
+        return SkipEffectResult(
+            values=means["mean"],
+            largest=means["largest"],
+            later=means["later mean"],
+            later_largest=means["later largest"],
+            probability_change=means["output_mean"],
+            probability_change_largest=means["output_largest"],
+            later_probability_change=means["later output_mean"],
+            later_probability_change_largest=means["later output_largest"],
+            layers=run.layers,
+            provenance=run.provenance,
+        )
+
+    def _refuse_unmeasured(self, run: Run) -> None:
+        raise LayersimError(
+            "SkipEffect is not defined: no token was counted at a position at which blocks are skipped.",
+            given=f"{run.provenance.tokens} tokens, keep_first={self.keep_first}",
+            expected=f"a counted token after the first {self.keep_first} of its row",
+            do="longer rows, or SkipEffect(keep_first=0)",
+        )
+
+    def _refuse_not_finite(self, sums: Sums, run: Run) -> None:
+        finite = sums["total"].isfinite().all(-1) & sums["output_total"].isfinite()
+        finite &= sums["later total"].isfinite().all(-1) & sums["later output_total"].isfinite()
+        bad = [name for name, is_finite in zip(run.layers[1:], finite, strict=True) if not is_finite]
+        if bad:
+            raise LayersimError(
+                "Activations are NaN or infinite when a block is skipped.",
+                given=f"{', '.join(bad[:4])} skipped",
+                expected="finite activations",
+                do="load the model in float32 or bfloat16: float16 overflows above 65504",
+            )
