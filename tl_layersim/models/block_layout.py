@@ -39,9 +39,7 @@ BlockSum = tuple[Term, tuple[Term, ...]]
 SEQUENTIAL: tuple[BlockSum, ...] = (("resid_mid", ("resid_pre", "attn_out")), ("resid_post", ("resid_mid", "mlp_out")))
 PARALLEL: tuple[BlockSum, ...] = (("resid_post", ("resid_pre", "attn_out", "mlp_out")),)
 NO_MID = "attention and MLP run in parallel on one stream, so that there is no stream between them"
-NORMS_AFTER = (
-    "the block's norms stand after attention and MLP, which read the stream itself (hook_resid_pre and hook_resid_mid)"
-)
+NORMS_AFTER = "its norms stand after attention and MLP, which read the stream itself (hook_resid_pre and hook_resid_mid)"
 NO_FINAL = "the last block ends in a layer norm, so that no norm follows it"
 
 

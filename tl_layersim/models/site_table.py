@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.argument_checks import named
+from ..core.errors import LayersimError
 from .hook_points import site_map
 from .module_sites import find_stacks
 from .open import is_nnsight, unsupported_model
@@ -50,6 +51,13 @@ def sites(model: Any, *, layers: list[str] | None = None) -> pandas.DataFrame:
     module = model._module if is_nnsight(model) else model
     if not isinstance(module, torch.nn.Module):
         raise unsupported_model(model)
+    if layers is not None and is_transformer_lens(module):
+        raise LayersimError(
+            "`layers` cannot be given for TransformerLens models, whose blocks are known.",
+            given=f"layers={layers}",
+            expected="layers=None for HookedTransformer and TransformerBridge",
+            do="leave it out, or pass the Hugging Face model",
+        )
     known = site_map(module, [] if is_transformer_lens(module) else find_stacks(module, layers))
     rows = [(site.point.name, site.family, site.block, _module(site), len(site.heads)) for site in known.sites]
     table = pandas.DataFrame(rows, columns=["name", "family", "block", "module", "heads"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import LayersimError
 from .block_layout import NO_MID, NORMS_AFTER, PARALLEL, SEQUENTIAL, BlockLayout, BlockSum, ModuleTensor, Term
 from .block_layouts import layout_of
 from .hook_point import HookPoint
@@ -157,10 +158,18 @@ class _SitesOf:
         return SEQUENTIAL if "resid_mid" in points else PARALLEL
 
     def _by_name(self, name: str) -> HookPoint | None:
-        """The hook point that TransformerLens calls `name`; None where it has none."""
-        if name.endswith(("hook_pattern", "hook_attn_scores")):
-            # One number for each pair of positions: these are not activations of a position.
-            return None
+        """The hook point that TransformerLens calls `name`, or the module at this path; None where there is none.
+
+        Raises:
+            LayersimError: the hook point holds no activations of positions.
+        """
+        if name in self.hooks and name.endswith(("hook_pattern", "hook_attn_scores")):
+            raise LayersimError(
+                "`at` names attention scores or patterns, which have one number for each pair of positions.",
+                given=repr(name),
+                expected="activations `batch pos ...`",
+                do="at='z', what the heads give; or model.run_with_cache for patterns",
+            )
         return self._hook(name, name) or point_at(self.model, name)
 
 

@@ -1,0 +1,205 @@
+"""Families, names, patterns and functions of names: which hook points `at=` selects, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from tl_layersim import LayersimError
+from tl_layersim.models import HookPoint, Part, find_points, find_stacks, stream_sums
+from tl_layersim.models.layout import find_blocks
+
+from .site_cases import model_of
+
+
+def select(key: str, at, **options) -> list[HookPoint]:
+    model = model_of(key)
+    return list(find_points(model, find_stacks(model, None), at, **options))
+
+
+def names(key: str, at, **options) -> list[str]:
+    return [point.name for point in select(key, at, **options)]
+
+
+def test_hook_points_placed_by_hand():
+    """Llama, GPT-2, GPT-NeoX, BERT and ViT: the module of each family, as a reader of their code would hook it."""
+    block = "model.layers.1."
+    assert select("llama", ["attn_out", "mlp_out", "z", "mlp_post", "resid_mid"])[5:] == [
+        HookPoint("blocks.1.attn.hook_z", f"{block}self_attn.o_proj", True),
+        HookPoint("blocks.1.hook_attn_out", f"{block}self_attn"),
+        HookPoint("blocks.1.hook_resid_mid", f"{block}post_attention_layernorm", True),
+        HookPoint("blocks.1.mlp.hook_post", f"{block}mlp.down_proj", True),
+        HookPoint("blocks.1.hook_mlp_out", f"{block}mlp"),
+    ]
+    assert select("gpt2", "k")[0] == HookPoint(
+        "blocks.0.attn.hook_k", "transformer.h.0.attn.c_attn", False, Part((3, 4, -1), (1,))
+    )
+    assert select("neox", "v", per_head=True)[3] == HookPoint(
+        "blocks.0.attn.hook_v[3]", "gpt_neox.layers.0.attention.query_key_value", False, Part((4, 3, -1), (3, 2))
+    )
+    assert select("bert", "z")[1] == HookPoint("blocks.1.attn.hook_z", "bert.encoder.layer.1.attention.output.dense", True)
+    assert select("vit", "ln2")[1] == HookPoint("blocks.1.ln2.hook_normalized", "vit.layers.1.layernorm_after")
+
+
+def test_the_default_family_begins_with_what_enters_block_0():
+    assert names("llama", "resid_post") == ["blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+    assert names("t5", "resid_post") == [
+        *(f"encoder.blocks.{n}" for n in ("0.hook_resid_pre", "0.hook_resid_post", "1.hook_resid_post")),
+        *(f"decoder.blocks.{n}" for n in ("0.hook_resid_pre", "0.hook_resid_post", "1.hook_resid_post")),
+    ]
+    assert names("clip", "resid_pre") == [f"{tower}.blocks.{i}.hook_resid_pre" for tower in ("text", "vision") for i in (0, 1)]
+
+
+def test_families_come_in_the_order_of_the_model():
+    expected = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("ln1.hook_normalized", "hook_attn_out", "hook_mlp_out")]
+    for at in (["mlp_out", "ln1", "attn_out"], ["attn_out", "mlp_out", "ln1"]):
+        assert names("llama", at) == expected
+    assert names("llama", ["ln_final", "resid_post"])[-1] == "ln_final.hook_normalized"
+    [decoder] = [
+        name for name in names("bart", ["attn_out", "cross_attn_out", "mlp_out"]) if "decoder.blocks.0.hook_cross" in name
+    ]
+    order = names("bart", ["mlp_out", "cross_attn_out", "attn_out"])
+    assert order[order.index(decoder) - 1 : order.index(decoder) + 2] == [
+        "decoder.blocks.0.hook_attn_out", "decoder.blocks.0.hook_cross_attn_out", "decoder.blocks.0.hook_mlp_out",
+    ]  # fmt: skip
+
+
+def test_names_come_as_they_are_given_and_mix_with_families():
+    at = ["blocks.1.attn.hook_z[3]", "ln_final", "model.layers.0.mlp.gate_proj", "resid_mid", "model.layers.1.mlp.act_fn.input"]
+    found = select("llama", at)
+    assert [point.name for point in found] == [
+        "blocks.1.attn.hook_z[3]",
+        "blocks.0.hook_resid_mid",
+        "blocks.1.hook_resid_mid",
+        "ln_final.hook_normalized",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.1.mlp.act_fn.input",
+    ]
+    assert found[0].part == Part((4, -1), (3,))
+    assert (found[-1].module, found[-1].incoming) == ("model.layers.1.mlp.act_fn", True)
+
+
+def test_patterns_and_functions_choose_among_names():
+    assert names("llama", "blocks.*.hook_attn_out") == ["blocks.0.hook_attn_out", "blocks.1.hook_attn_out"]
+    assert names("llama", lambda name: name.endswith("hook_mlp_out") and ".1." in name) == ["blocks.1.hook_mlp_out"]
+    assert names("llama", "model.layers.*.mlp") == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert names("llama", "blocks.*.attn.hook_z", per_head=True)[:2] == ["blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]"]
+    assert names("t5", "decoder.*.hook_cross_attn_out") == [f"decoder.blocks.{i}.hook_cross_attn_out" for i in (0, 1)]
+    assert names("llama", ["*.hook_attn_out", "*.hook_mlp_out"])[1:3] == ["blocks.1.hook_attn_out", "blocks.0.hook_mlp_out"]
+
+
+def test_blocks_that_are_named_keep_their_numbers():
+    model = model_of("gpt2")
+    blocks = find_blocks(model, ["transformer.h.1"])
+    assert [point.name for point in find_points(model, blocks, "attn_out")] == ["blocks.1.hook_attn_out"]
+    assert [point.name for point in find_points(model, blocks, "resid_post")] == [
+        "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post",
+    ]  # fmt: skip
+
+
+class Own(torch.nn.Module):
+    """An architecture that no table knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.part:
+            x = x + part(x)
+        return x
+
+
+def test_an_unknown_architecture_has_its_blocks_and_its_modules():
+    model, blocks = Own(), ["part.0", "part.1"]
+    assert find_points(model, blocks, "resid_post") == (
+        HookPoint("part.0.input", "part.0", True),
+        HookPoint("part.0", "part.0"),
+        HookPoint("part.1", "part.1"),
+    )
+    assert find_points(model, blocks, ["part.1.0"]) == (HookPoint("part.1.0", "part.1.0"),)
+    with pytest.raises(LayersimError, match=r"not in the table: name its modules(.|\n)*expected: one of resid_pre, resid_post"):
+        find_points(model, blocks, "attn_out")
+    assert stream_sums(model, blocks, ["resid_post"]) == ()
+    # A known list of blocks of an unknown class.
+    config = transformers.CohereConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=99, pad_token_id=0
+    )
+    cohere = transformers.CohereModel(config)
+    assert [p.name for p in find_points(cohere, find_blocks(cohere, None), "resid_post")] == [
+        "blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post",
+    ]  # fmt: skip
+    with pytest.raises(LayersimError, match="architecture whose hook points are not in the table"):
+        find_points(cohere, find_blocks(cohere, None), "z")
+
+
+def test_a_block_of_a_known_class_is_found_in_any_model():
+    """A block that inherits from one of the table has its layout; its configuration is that of the model around it."""
+
+    class Later(transformers.models.llama.modeling_llama.LlamaDecoderLayer):
+        pass
+
+    outer = torch.nn.Module()
+    outer.config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48, head_dim=8
+    )
+    outer.stack = torch.nn.ModuleList(Later(outer.config, i) for i in range(2))
+    assert [p.name for p in find_points(outer, ["stack.0", "stack.1"], "k", per_head=True)] == [
+        f"blocks.{i}.attn.hook_k[{head}]" for i in (0, 1) for head in (0, 1)
+    ]
+
+
+REFUSED = [
+    ("neox", "resid_mid", {}, r"does not have: attention and MLP run in parallel(.|\n)*expected: one of resid_pre, ln1, q"),
+    ("mamba", "z", {}, r"MambaForCausalLM does not have: .*no heads(.|\n)*expected: one of resid_pre, resid_post, ln_final"),
+    ("mixtral", "mlp_post", {}, "each expert of its mixture"),
+    ("bert", "ln_final", {}, "the last block ends in a layer norm"),
+    ("olmo2", ["ln1"], {}, "its norms stand after attention and MLP"),
+    ("llama", "cross_attn_out", {}, "does not have: its blocks have none"),
+    ("llama", "atn_out", {}, r"selects no hook point(.|\n)*did you mean 'attn_out'"),
+    ("llama", "blocks.0.hook_atn_out", {}, "did you mean 'blocks.0.hook_attn_out'"),
+    ("llama", "blocks.7.hook_attn_out", {}, "did you mean"),
+    ("llama", "blocks.*.hook_nothing", {}, "selects no hook point"),
+    ("llama", lambda name: False, {}, "a function that is False for all names"),
+    ("llama", "model.layers", {}, "selects no hook point"),
+    ("llama", [], {}, "`at` is empty"),
+    ("llama", ["z", "z"], {}, r"names a family twice(.|\n)*do: .*at=\['z'\]"),
+    ("llama", ["blocks.0.hook_mlp_out", "blocks.0.hook_mlp_out"], {}, r"twice(.|\n)*'blocks.0.hook_mlp_out' once"),
+    ("llama", ["mlp_out", "model.layers.1.mlp"], {}, r"'blocks.1.hook_mlp_out' and 'model.layers.1.mlp', which are one"),
+    ("llama", ["z", "blocks.0.attn.hook_z"], {}, "twice"),
+    ("llama", ["blocks.*.hook_mlp_out", "mlp_out"], {}, "twice"),
+    ("llama", "attn_out", {"per_head": True}, r"`per_head` requires(.|\n)*one of q, k, v, z(.|\n)*at='z', per_head=True"),
+    ("llama", ["z", "model.layers.1.mlp"], {"per_head": True}, "per_head=True and model.layers.1.mlp"),
+    ("llama", "blocks.0.attn.hook_z[4]", {}, r"head that the model does not have(.|\n)*heads 0 to 3(.|\n)*hook_z\[3\]"),
+    ("llama", "blocks.0.attn.hook_k[2]", {}, "heads 0 to 1"),
+    ("llama", "blocks.0.hook_mlp_out[0]", {}, "heads of q, k, v, z"),
+    ("llama", "blocks.9.attn.hook_z[0]", {}, "selects no hook point"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "at", "options", "message"), REFUSED)
+def test_what_cannot_be_read_is_refused(key, at, options, message):
+    with pytest.raises(LayersimError, match=message):
+        select(key, at, **options)
+
+
+def test_attention_and_mlp_may_read_one_norm():
+    """GPT-J and Phi have one norm per block, which is `ln1` and `ln2`."""
+    found = select("gptj", ["ln1", "ln2"])
+    assert [point.name for point in found[:2]] == ["blocks.0.ln1.hook_normalized", "blocks.0.ln2.hook_normalized"]
+    assert found[0].module == found[1].module == "transformer.h.0.ln_1"
+
+
+def test_heads_need_a_configuration():
+    outer = torch.nn.Module()
+    outer.config = transformers.GPT2Config(n_embd=32, n_head=4)
+    outer.h = torch.nn.ModuleList([transformers.models.gpt2.modeling_gpt2.GPT2Block(outer.config, 0)])
+    assert len(find_points(outer, ["h.0"], "q", per_head=True)) == 4
+    outer.config = {"n_head": 4}
+    with pytest.raises(LayersimError, match="its blocks have none"):
+        find_points(outer, ["h.0"], "q")
+    [z] = find_points(outer, ["h.0"], "z")
+    assert z.module == "h.0.attn.c_proj"
+    with pytest.raises(LayersimError, match="whose configuration gives its number of heads"):
+        find_points(outer, ["h.0"], "z", per_head=True)
