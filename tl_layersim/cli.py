@@ -57,6 +57,13 @@ def report(
         typer.Option(help="Join texts and cut rows of full length. Default: on for text files, except with block_coupling."),
     ] = None,
     skip_first: Annotated[int, typer.Option(help="Leave out the first positions of each row.")] = 0,
+    positions: Annotated[
+        str | None,
+        typer.Option(
+            help="Positions of each row that are measured: all, first, last, mean, assistant, a slice such as 2:-1, or a mask "
+            "column. Default: the position that the head of a row classifier reads, else all."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, mps, or auto to spread it over GPUs.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights.")] = Dtype.float32,
     checkpoint: Annotated[
@@ -78,11 +85,12 @@ def report(
     from .analysis.api import analyze
     from .analysis.validation import choose_analyzers
     from .analyzers.text_options import with_options
+    from .data.positions import as_rule
     from .demo import demo_model, demo_text
 
     if demo_pair:
         _refuse_unused_options(context)
-        reading = {"column": column, "max_tokens": max_tokens, "seq_len": seq_len}
+        reading = {"column": column, "max_tokens": max_tokens, "seq_len": seq_len, "positions": as_rule(positions)}
         _report_demo_pair(model, data, split, reading | {"batch_size": batch_size, "skip_first": skip_first}, out)
         return
 
@@ -108,6 +116,7 @@ def report(
         max_tokens=max_tokens,
         skip_first=skip_first,
         column=column,
+        positions=as_rule(positions),
         checkpoint=checkpoint,
     )
     _write(_noted(result, trust_remote_code=trust_remote_code), max_tokens, skip_first, out)
@@ -156,7 +165,9 @@ def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> N
     p = next(iter(result.values())).provenance
     how = "packed" if p.options["pack"] else "one text a row"
     stopped = ", where --max-tokens stopped it" if p.tokens == max_tokens else ""
-    typer.echo(f"{p.model}: {p.tokens} tokens{stopped}, in {p.sequences} rows ({how}), first {skip_first} positions left out")
+    which = "" if p.options["positions"] == "all" else f", positions {p.options['positions']}"
+    counted = f"{p.tokens} tokens{stopped}, in {p.sequences} rows ({how}), first {skip_first} positions left out{which}"
+    typer.echo(f"{p.model}: {counted}")
     # Printed before anything is written: if the disk is full by now, the numbers are not lost.
     typer.echo(repr(result))
     numbers = result.save(out / "report.safetensors")

@@ -73,21 +73,10 @@ def test_a_lone_surrogate_is_named(llama):
 
 
 @pytest.mark.parametrize("column", [None, "messages"])
-def test_chat_messages_become_texts_by_the_template(llama, column):
+def test_chat_messages_need_a_template(llama, column):
     data = datasets.Dataset.from_dict({"messages": [CHAT] * 3})
-    with pytest.raises(lsim.LayersimError, match=r"^`data` contains chat messages(.|\n)*apply_chat_.*data\['messages'\]"):
+    with pytest.raises(lsim.LayersimError, match=r"^`data` contains chat messages(.|\n)*no chat template(.|\n)*chat_template="):
         analyze(llama, data, column=column)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% endfor %}"
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in data["messages"]]
-    found = analyze(llama, texts)
-    assert (found.provenance.tokens, found.provenance.options["own_bos"]) == (12, 3)
-
-
-@pytest.mark.parametrize("data", [[CHAT, CHAT], CHAT], ids=["chats", "one chat"])
-def test_chats_in_lists_are_refused_so_too(llama, data):
-    with pytest.raises(lsim.LayersimError, match=r"^`data` contains chat messages(.|\n)*apply_chat_template"):
-        analyze(llama, data)
 
 
 NO_DATA = {

@@ -44,7 +44,7 @@ def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
     expected = oracles.oracle_cosine([x], center=center)
     np.testing.assert_allclose(found["layers"].cosine_to_last[0], expected["values"][:, -1], atol=1e-5)
     np.testing.assert_allclose(found["cosine_before"].values, expected["values"], atol=1e-5)
-    every = lsim.analyze(model, rows, lsim.Cosine(center=center))["cosine"]
+    every = lsim.analyze(model, rows, lsim.Cosine(center=center), positions="all")["cosine"]
     assert np.abs(every.values[:, -1].numpy() - expected["values"][:, -1]).max() > 0.01
     labels = [row["label"] for row in rows]
     collapse = oracles.oracle_neural_collapse([x], labels, 3)
@@ -62,14 +62,3 @@ def test_the_cosine_to_the_last_layer_of_a_llama_classifier_is_of_the_last_token
     found = lsim.evaluate_layers(model, model, rows, center="none")["layers"]
     x = at_position(model, model.model.layers, tokens, -1)
     np.testing.assert_allclose(found.cosine_to_last[0], oracles.oracle_cosine([x], center="none")["values"][:, -1], atol=1e-5)
-
-
-def test_cosine_at_the_head_of_a_language_model_is_of_every_token():
-    tokens = random_tokens(4, 9)
-    every, at_head = (lsim.analyze(tiny_llama(), tokens, lsim.Cosine(positions=p))["cosine"] for p in ("every", "head"))
-    assert torch.equal(every.values, at_head.values)
-
-
-def test_cosine_at_the_head_of_a_model_without_one_is_refused():
-    with pytest.raises(lsim.LayersimError, match="needs an unembedding"):
-        lsim.analyze(tiny_llama().model, random_tokens(4, 9), lsim.Cosine(positions="head"))

@@ -45,7 +45,7 @@ def make_report(
             expected="at least one row with a token that is not masked",
             do="list(data), if it is a generator, which can be read once"
             if tally.sequences == 0
-            else "check mask and skip_first=",
+            else "check mask, skip_first= and positions=",
         )
 
     results = {}

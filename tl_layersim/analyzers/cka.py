@@ -269,7 +269,8 @@ def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int,
     if few and count >= 200:
         least = min(value for _, effective in layers if not math.isnan(value := float(effective)))
         skipped = int(run.provenance.options.get("skip_first") or 0)
-        remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if level == "token" else "inspect these rows"
+        whole = level == "token" and run.provenance.options.get("positions", "all") == "all"
+        remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if whole else "inspect these rows"
         warn(
             f"CKA is dominated by a few samples with massive activations at {len(few)} layers, {next(iter(few))} among them: "
             f"{least:.1f} effective samples of {count} ({least / count:.1%}). These are often the first tokens of a row: "

@@ -78,19 +78,19 @@ def describe_function(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         values += [function.args, sorted(function.keywords.items())]
         function = function.func
+    bound = getattr(function, "__self__", None)
     own: Any = getattr(function, "__func__", function)
     if not isinstance(own, FunctionType):
         # An object that can be called, or a function of C, which has no code to digest.
-        own = vars(type(own)).get("__call__", own)
-    name = f"{getattr(function, '__module__', type(function).__module__)}." + getattr(
-        function, "__qualname__", type(function).__qualname__
-    )
-    if not isinstance(own, FunctionType):
-        return name
-    cells = [cell.cell_contents for cell in own.__closure__ or ()]
-    values += [cells, own.__defaults__, own.__kwdefaults__]
-    held = hashlib.sha256(repr(_plain_values(values)).encode()).hexdigest()
-    return f"{name} sha256 {hashlib.sha256((digest_of_code([own]) + held).encode()).hexdigest()[:12]}"
+        bound, own = own, vars(type(own)).get("__call__", own)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    values.append(sorted(getattr(bound, "__dict__", {}).items()))
+    code = ""
+    if isinstance(own, FunctionType):
+        values += [[cell.cell_contents for cell in own.__closure__ or ()], own.__defaults__, own.__kwdefaults__]
+        code = digest_of_code([own])
+    return f"{name} sha256 {hashlib.sha256(f'{code} {_plain_values(values)!r}'.encode()).hexdigest()[:12]}"
 
 
 def _plain_values(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from .columns import ATTACH, as_plain
 from .model_properties import ModelInputs
 from .options import DataOptions
@@ -53,13 +54,17 @@ def is_chat(value: Any) -> bool:
 
 def chats_in(value: Any) -> list[list[dict[str, Any]] | None]:
     """The chats of a column: one where the value is the messages of one example, several in a batch or a table."""
-    if isinstance(value, Mapping):
-        # Older data sets store a list of messages as lists of roles and of contents.
-        value = [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
-    value = as_plain(value)
-    if any(isinstance(item, Mapping) and not isinstance(item["role"], list) for item in value):
+    value = _as_messages(value)
+    if any(isinstance(item, Mapping) and not isinstance(item.get("role"), list) for item in value):
         return [value]
-    return [None if chat is None else chats_in(chat)[0] for chat in value]
+    return [None if chat is None else _as_messages(chat) for chat in value]
+
+
+def _as_messages(value: Any) -> Any:
+    """A list of messages, also where a data set stores it as lists of roles and of contents; any other value as plain."""
+    if isinstance(value, Mapping):
+        return [dict(zip(value, fields, strict=True)) for fields in zip(*value.values(), strict=True)]
+    return as_plain(value)
 
 
 def ungrouped_messages(fields: list[str]) -> LayersimError:
@@ -178,11 +183,11 @@ def _assistant_spans(
 
 def _text_messages(messages: list[dict[str, Any]] | None, number: int) -> list[dict[str, Any]]:
     """The messages without empty fields; refused if there are none, or if one holds more than text."""
-    if not messages:
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
         raise LayersimError(
-            f"`data` has no messages in row {number}.",
-            given="None, or an empty list",
-            expected="a list of messages in each row",
+            f"`data` has no chat in row {number}.",
+            given=brief(messages),
+            expected="a list of messages with role and content in each row",
             do="leave such rows out: data.filter(...), table.dropna()",
         )
     for message in messages:

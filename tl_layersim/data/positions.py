@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from ..core.function_code import describe_function
 from ..core.wording import brief
 
 PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
+SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 # Any other text is the name of a mask column of the data.
 RULES = ("all", "first", "last", "mean", "assistant")
 ACCEPTED_RULES = (
@@ -169,6 +171,18 @@ class Positions:
             expected=f"{ACCEPTED_RULES} beside input_ids",
             do=f"did you mean positions={near[0]!r}?" if near else column,
         )
+
+
+def as_rule(text: str | None) -> str | slice | None:
+    """A rule that is written as text: a slice as "start:stop" or "start:stop:step", any other rule by its name.
+
+    Examples:
+        >>> as_rule("2:-1"), as_rule("last")
+        (slice(2, -1, None), 'last')
+    """
+    if text is None or not SLICE.fullmatch(text):
+        return text
+    return slice(*(int(bound) if bound else None for bound in text.split(":")))
 
 
 def as_marks(values: Any, column: str | None, shape: torch.Size) -> Tensor:
