@@ -114,7 +114,7 @@ def test_remote_equals_local(name, server, hub, trust):
     data = rows(12, 60)
     # A sandbox has no gradients of a model.
     coupling = lsim.BlockCoupling(k=6, method="dense" if trust == "trusted" else "finite-difference")
-    analyzers = [*RESIDUAL, *LENS, coupling]
+    analyzers = [*RESIDUAL, *LENS, coupling, lsim.SkipEffect(), lsim.Contribution()]
     report = lsim.analyze(load(name), data, analyzers, remote=server.url, batch_size=4, tokens_per_request=4000)
     here = lsim.analyze(load(name, torch.float32), data, analyzers, batch_size=4)
     assert furthest(report, here) < 1e-6

@@ -33,6 +33,12 @@ def test_blocks_are_called_again_where_they_are(small, method):
     assert float(far["block_coupling"].whole_rows.max()) == (method == "finite-difference")
 
 
+def test_blocks_are_skipped_and_sublayers_are_read_where_they_are(small):
+    data, analyzers = rows(6, 20), [lsim.SkipEffect(splits=2), lsim.Contribution()]
+    far = lsim.analyze(small.model(), data, analyzers, remote=small.url, batch_size=4)
+    assert furthest(far, local(small, data, analyzers, batch_size=4)) < 1e-6
+
+
 def test_pictures_of_blocks_come_back(small):
     tokens, here = random_tokens(1, 9)[0], small.model(dispatch=True, dtype=torch.float32)
     far = lsim.block_jacobians(small.model(), tokens, positions=[(2, 5), -1], remote=small.url)

@@ -44,14 +44,14 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
         view: activations of one batch at the residual stream and at the outputs of sublayers.
     """
     sublayers = sublayer_sites(view.sites)
-    streams, blocks = _streams(view.sites, sublayers), _blocks(view.sites, sublayers)
+    streams = _streams(view.sites, sublayers)
     device = view.activations.device
 
     def zeros(count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.float64, device=device)
 
     names = [f"{quantity}{part}" for quantity in ("ratio", "cosine", "final") for part in ("", "^2", " known")]
-    out = {name: zeros(len(streams)) for name in names} | {name: zeros(len(blocks)) for name in ("gap", "update", "stream")}
+    out = {name: zeros(len(streams)) for name in names}
     for start in range(0, view.activations.shape[1], CHUNK):
         x = view.activations[:, start : start + CHUNK]
         for number, places in enumerate(streams):
@@ -61,11 +61,6 @@ def contribution_kernel(view: View) -> dict[str, Tensor]:
                 out[quantity][number] += values.sum()
                 out[f"{quantity}^2"][number] += values.square().sum()
                 out[f"{quantity} known"][number] += known.sum()
-        for number, (before, after, outputs) in enumerate(blocks):
-            update = x[after] - x[before]
-            out["gap"][number] += (update - x[outputs].sum(0)).square().sum(dtype=torch.float64)
-            out["update"][number] += update.square().sum(dtype=torch.float64)
-            out["stream"][number] += x[after].square().sum(dtype=torch.float64)
     return {"count": torch.tensor(view.activations.shape[1])} | out
 
 
@@ -81,17 +76,6 @@ def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, 
         before = sites.index(middle) if after_attention else _input(sites, stack, block)
         streams.append((sites.index(name), before, sites.index(f"{stack}{last}.hook_resid_post")))
     return streams
-
-
-def _blocks(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, int, list[int]]]:
-    """For each block, indices of its input, of its output and of the outputs of its sublayers."""
-    outputs: dict[tuple[str, int], list[int]] = {}
-    for name in sublayers:
-        outputs.setdefault(stack_and_block(name), []).append(sites.index(name))
-    return [
-        (_input(sites, stack, block), sites.index(f"{stack}{block}.hook_resid_post"), of_block)
-        for (stack, block), of_block in outputs.items()
-    ]
 
 
 def _input(sites: Sequence[str], stack: str, block: int) -> int:

@@ -20,7 +20,7 @@ from ..models.model_info import Model
 from ..models.view import Kernel
 from ._citations import CSORDAS
 from ._skip_effect_kernel import skip_effect_kernel
-from .base import Analyzer, Run, check_memory
+from .base import Analyzer, Run, SiteNeed, check_memory
 
 
 @typed
@@ -126,8 +126,7 @@ class SkipEffect(Analyzer):
     """
 
     name: ClassVar[str] = "skip_effect"
-    needs_stream: ClassVar[bool] = True
-    needs_every_block: ClassVar[bool] = True
+    needs_sites: ClassVar[SiteNeed] = "every_block"
     needs_unembed: ClassVar[bool] = True
     needs_calls: ClassVar[bool] = True
 

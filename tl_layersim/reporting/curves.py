@@ -81,9 +81,15 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
             customdata=[names[n] for n in chosen],
             hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
         )
-    layer_axis(fig.update_xaxes, blocks, axis_title("layer"))
-    # Norms start at 0; cosines have a line at 0.
-    fig.update_yaxes(title=quantity, rangemode="tozero", zerolinecolor="#888")
+    layer_axis(fig.update_xaxes, tuple(f"{block}.hook_resid_post" for block in blocks), axis_title("layer"))
+    known = values[np.isfinite(values)]
+    # Cosines have a line at 0. The MLP of the first block often multiplies the norm, and would flatten all other values.
+    wide = len(known) > 0 and bool(known.min() > 0) and bool(known.max() > 20 * known.min())
+    shape: dict[str, Any] = {"rangemode": "tozero", "zerolinecolor": "#888"}
+    if wide:
+        ticks = [step * 10.0**decade for decade in range(-12, 13) for step in (1, 2, 5)]
+        shape = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    fig.update_yaxes(title=quantity, **shape)
     return styled(fig, title, height=420, width=620)
 
 
