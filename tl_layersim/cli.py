@@ -40,7 +40,8 @@ def report(
     ] = None,
     split: Annotated[str, typer.Option(help="Split of a data set.")] = "test",
     column: Annotated[
-        str | None, typer.Option(help="Column of a data set that holds texts or tokens. Default: found by its name.")
+        str | None,
+        typer.Option(help="Column of a data set that holds texts or tokens; two, joined by a comma, for pairs of texts."),
     ] = None,
     analyzers: Annotated[
         str, typer.Option(help="Names of analyzers, separated by commas; `tl-layersim analyzers` lists them.")
@@ -90,7 +91,7 @@ def report(
 
     if demo_pair:
         _refuse_unused_options(context)
-        reading = {"column": column, "max_tokens": max_tokens, "seq_len": seq_len, "positions": as_rule(positions)}
+        reading = {"column": _columns(column), "max_tokens": max_tokens, "seq_len": seq_len, "positions": as_rule(positions)}
         _report_demo_pair(model, data, split, reading | {"batch_size": batch_size, "skip_first": skip_first}, out)
         return
 
@@ -115,7 +116,7 @@ def report(
         pack=is_text and not any(analyzer.prompts for analyzer in chosen) if pack is None else pack,
         max_tokens=max_tokens,
         skip_first=skip_first,
-        column=column,
+        column=_columns(column),
         positions=as_rule(positions),
         checkpoint=checkpoint,
     )
@@ -158,6 +159,12 @@ def _noted(report: Any, **options: Any) -> Any:
         run = replace(result.provenance, options={**result.provenance.options, **options})
         results[name] = replace(result, provenance=run)
     return type(report)(results)
+
+
+def _columns(column: str | None) -> str | tuple[str, str] | None:
+    """The column, or the pair of columns that a comma separates."""
+    first, comma, second = (column or "").partition(",")
+    return (first.strip(), second.strip()) if comma else column
 
 
 def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> None:

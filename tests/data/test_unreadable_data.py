@@ -118,11 +118,11 @@ def test_paths_in_a_list_are_no_texts(llama, tmp_path):
 
 @pytest.mark.parametrize("shape", [(4, 3, 8, 8), (3, 8, 8)])
 @pytest.mark.parametrize("kind", ["tensor", "list", "array", "bytes"])
-def test_pixels_are_measured_under_attach(llama, shape, kind):
+def test_pixels_are_no_input_of_a_model_of_tokens(llama, shape, kind):
     pixels = torch.randn(shape)
     whole = torch.zeros(2, *shape[-3:], dtype=torch.uint8)
     data = {"tensor": pixels, "list": [pixels], "array": pixels.numpy(), "bytes": whole}
-    with pytest.raises(lsim.LayersimError, match=r"contains images(.|\n)*lsim.attach(.|\n)*pixel_values=pixels") as caught:
+    with pytest.raises(lsim.LayersimError, match=r"contains images(.|\n)*takes token ids(.|\n)*inputs_embeds") as caught:
         analyze(llama, data[kind])
     assert "to_tokens" not in str(caught.value)
 

@@ -42,7 +42,7 @@ class TestClassifiers:
         assert float(result.accuracy[-1].min()) > 0.9
 
     def test_images_without_labels_are_refused(self):
-        with pytest.raises(lsim.LayersimError, match="one class for each image"):
+        with pytest.raises(lsim.LayersimError, match="`data` has no labels"):
             lsim.finetune_aligned(vit(), {"pixel_values": torch.randn(4, 3, 8, 8)}, SHORT)
 
     def test_images_of_a_data_set(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
@@ -18,7 +19,8 @@ from ..core.results import Report, Result
 from ..core.server_addresses import shown
 from ..core.sums import Sums
 from ..data.batches import Batches
-from ..data.options import DataOptions
+from ..data.options import Column, DataOptions
+from ..models.model_inputs import shared_positions
 from ..remote.open import open_source
 from .position_rules import chosen_rule
 from .run_analysis import run_analysis
@@ -47,7 +49,7 @@ class _Keywords(TypedDict, total=False):
     max_tokens: int | None
     skip_first: int
     prepend_bos: bool
-    column: str | None
+    column: Column | None
     positions: str | slice | Callable[[Tensor], Any] | None
     chat_template: str | None
     add_generation_prompt: bool
@@ -101,7 +103,7 @@ def analyze(
     max_tokens: int | None = None,
     skip_first: int = 0,
     prepend_bos: bool = True,
-    column: str | None = None,
+    column: Column | None = None,
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
@@ -117,9 +119,10 @@ def analyze(
     Args:
         model: HookedTransformer, TransformerBridge, nnsight `TransformersModel` or `NNsight(module)`, a Hugging Face model,
             or any torch module with `layers`.
-        data: a list of texts, a token tensor `batch pos`, a mapping with `input_ids` and `attention_mask`, a
-            `datasets.Dataset` or `IterableDataset`, chats as lists of messages with `role` and `content`, or an iterable of
-            these.
+        data: a list of texts, a token tensor `batch pos`, a mapping of the model's inputs by name (`input_ids`,
+            `attention_mask`, `token_type_ids`, `pixel_values`, ...), a `datasets.Dataset` or `IterableDataset`, chats as lists
+            of messages with `role` and `content`, or an iterable of these. Every column that the model's forward takes reaches
+            it.
         analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options.
         at: the sites to read. Families: "resid_post" (the input of block 0 and every block's output), "resid_mid", "attn_out",
             "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; a list of names of hook points or
@@ -131,7 +134,7 @@ def analyze(
             first, if there is one.
         remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
             for nnsight's simulation of a server. Only sums return from the server.
-        tokenizer: used in place of the model's own.
+        tokenizer: used in place of the model's own; for images their processor.
         batch_size: rows in a forward pass.
         seq_len: longest row of tokens; longer texts and rows continue in further rows. Default: 256 for texts or the model's
             context if that is shorter; token rows as they are.
@@ -145,7 +148,7 @@ def analyze(
             position that a row classifier's head reads ("first" for [CLS], "last" for decoders); "all" for any other model, and
             for analyzers that take rows as samples. The rule is recorded.
         prepend_bos: start every row that comes from text with the tokenizer's BOS, as TransformerLens does.
-        column: the column of a data set that holds texts, tokens or chat messages.
+        column: the column of a data set that holds texts, tokens, images or chat messages; two names for pairs of texts.
         chat_template: renders chat messages in place of the tokenizer's own template.
         add_generation_prompt: end each chat with the tokens that begin an answer of the assistant.
         checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
@@ -175,7 +178,7 @@ def analyze(
     rule = chosen_rule(positions, [source.model], chosen, skip_first)
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
     reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
-    batches = Batches(data, described, reading, labelled)
+    batches = Batches(data, described, reading, labelled, source.count_positions)
     return run_analysis([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed}, plan, blocking)
 
 
@@ -207,7 +210,7 @@ def compare(
     max_tokens: int | None = None,
     skip_first: int = 0,
     prepend_bos: bool = True,
-    column: str | None = None,
+    column: Column | None = None,
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
@@ -272,7 +275,7 @@ def compare(
     rule = chosen_rule(positions, [source.model for source in sources], chosen, skip_first)
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
     reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
-    batches = Batches(data, shared, reading)
+    batches = Batches(data, shared, reading, count_positions=partial(shared_positions, sources))
     report = run_analysis(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None}, plan)
     assert isinstance(report, Report)
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))

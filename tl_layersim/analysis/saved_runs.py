@@ -155,9 +155,7 @@ def models_read(read: Mapping[str, Any], model: Model) -> dict[str, Model]:
 def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Job:
     batches = []
     for place, kept in enumerate(item["batches"]):
-        origins = tuple((row, start) for row, start in kept["origins"])
-        fields: dict[str, Any] = _below(f"batch/{number}/{place}/", tensors)
-        batches.append(Batch(**fields, first=kept["first"], origins=origins, pooled=kept["pooled"]))
+        batches.append(_batch(kept, _below(f"batch/{number}/{place}/", tensors)))
     parts = []
     for place, count in enumerate(item["counts"]):
         out: dict[str, dict[str, Tensor]] = {}
@@ -171,6 +169,30 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     job = Job(item["id"], batches, steps, parts, item["state"], attempts=item["attempts"])
     refuse_other_types(Job, {"id": job.id, "state": job.state, "attempts": job.attempts})
     return job
+
+
+def facts_of(batch: Batch) -> dict[str, Any]:
+    """What the file header stores of a batch, beside its tensors."""
+    return {
+        "first": batch.first,
+        "origins": batch.origins,
+        "pooled": batch.pooled,
+        "positional": sorted(batch.positional),
+        "has_tokens": batch.has_tokens,
+    }
+
+
+def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
+    """The batch of these facts and tensors; files of 0.1 have no further inputs."""
+    return Batch(
+        **{name: value for name, value in tensors.items() if not name.startswith("input/")},
+        first=facts["first"],
+        origins=tuple((row, start) for row, start in facts["origins"]),
+        pooled=facts["pooled"],
+        inputs=_below("input/", tensors),
+        positional=frozenset(facts.get("positional", ())),
+        has_tokens=facts.get("has_tokens", True),
+    )
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
 from .data_pass import PassReader, PassState, take_steps
 from .report_assembly import make_report
-from .saved_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, models_read, parsed, recipe_of
+from .saved_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, facts_of, models_read, parsed, recipe_of
 from .site_plan import SitePlan
 from .validation import AnalyzersArgument, choose_analyzers
 
@@ -128,6 +128,7 @@ class RemoteRun:
                     tensors[f"batch/{number}/{place}/{name}"] = value
                 if batch.labels is not None:
                     tensors[f"batch/{number}/{place}/labels"] = batch.labels
+                tensors |= {f"batch/{number}/{place}/input/{name}": value for name, value in batch.inputs.items()}
             for place, part in enumerate(job.parts):
                 for name, sums in part.out.items():
                     tensors |= {f"part/{number}/{place}/{name}/{key}": value for key, value in sums.items()}
@@ -137,9 +138,7 @@ class RemoteRun:
                     # A refusal is not written: the next process gets it from the server again.
                     "state": "SENT" if job.state == "ERROR" else job.state,
                     "attempts": job.attempts,
-                    "batches": [
-                        {"first": batch.first, "origins": batch.origins, "pooled": batch.pooled} for batch in job.batches
-                    ],
+                    "batches": [facts_of(batch) for batch in job.batches],
                     "steps": [list(step) for step in job.steps],
                     "counts": [part.count for part in job.parts],
                 }
@@ -149,7 +148,9 @@ class RemoteRun:
         header = {
             "server": self.server,
             "model": {
-                f.name: getattr(self._analysis.model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "head")
+                f.name: getattr(self._analysis.model, f.name)
+                for f in fields(Model)
+                if f.name not in ("tokenizer", "processor", "head")
             }
             | {"head": None if self._analysis.model.head is None else asdict(self._analysis.model.head)},
             "sites": list(self._analysis.sites),

@@ -14,6 +14,7 @@ from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError, LayersimWarning
 from ..core.wording import brief
+from ..data.inputs import PIXELS
 from ..data.options import DATA_OPTIONS
 from ..models.model_info import Model
 
@@ -102,14 +103,19 @@ def _check_analyzer(analyzer: Any) -> None:
 
 
 def with_tokenizer(model: Model, tokenizer: Any) -> Model:
-    """The model with its tokenizer replaced by `tokenizer`; unchanged where `tokenizer` is None."""
+    """The model with its tokenizer or its processor of images replaced by `tokenizer`; unchanged where `tokenizer` is None."""
     if tokenizer is None:
         return model
+    if getattr(tokenizer, "image_processor", None) is not None:
+        # A processor of both texts and images.
+        return replace(model, tokenizer=getattr(tokenizer, "tokenizer", None), processor=tokenizer.image_processor)
+    if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
+        return replace(model, processor=tokenizer)
     if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType):
         raise LayersimError(
             "`tokenizer` must be a loaded tokenizer.",
             given=f"tokenizer={brief(tokenizer)}",
-            expected="a loaded Hugging Face tokenizer",
+            expected="a loaded Hugging Face tokenizer, or a processor of images",
             do="AutoTokenizer.from_pretrained(name)",
         )
     return replace(model, tokenizer=tokenizer)

@@ -4,9 +4,9 @@ Other packages may import from these modules:
 
 * `options`: `DataOptions`, the settings of reading; `batches`: `Batch`, `Batches`; `cached_batches`: `CachedBatches`
 * `positions`: `Positions`, the rule that selects the positions that are measured
-* `readers`: `Row`; `columns`: names of columns, and the refusal of columns that would not reach the model
+* `row`: `Row`; `inputs`: names of further inputs
 * `labels`: `NO_LABEL`, classes of tokens and rows; `missing_mask`: masks from padding ids
-* `digest`: the SHA-256 of rows
+* `digest`: the SHA-256 of rows, and their bytes
 """
 
 from .batches import Batch

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,29 +14,35 @@ from torch import Tensor
 from ..core.argument_checks import named
 from ..core.errors import LayersimError
 from .chat import Chat, ChatEncoder
-from .columns import readable
+from .inputs import collated
 from .labels import NO_LABEL
 from .model_properties import ModelInputs
 from .options import DataOptions
-from .readers import Notes, Reader, Row, Text, refuse_path
+from .positions import Positions
+from .readers import Notes, Reader, refuse_path
+from .row import Row
+from .text_encoding import Encoded, Text, encode
+from .text_rows import TextRows
 
 TEXTS_AT_ONCE = 64
-DEFAULT_SEQ_LEN = 256
 
 
 @named
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded rows of tokens.
+    """Right-padded rows of tokens, or rows of other inputs.
 
     Attributes:
-        tokens: `batch pos`, int64.
+        tokens: `batch pos`, int64; zeros for rows without token ids.
         attention: `batch pos`, positions that the model attends to; False at padding.
         counted: `batch pos`, positions that analyzers measure: attended, and selected by `positions` and `skip_first`.
         first: number of the batch's first row, counted from the start of the data.
         labels: `batch pos`, the data's own labels, `NO_LABEL` at positions without a label; None if the data has no labels.
         origins: for each row, the row of the data that it came from (-1 for several) and its start position in that row.
         pooled: whether the counted positions of a row become one sample, the mean of their activations.
+        inputs: further inputs of the model by name, `batch pos ...` of those in `positional`, and `batch ...`.
+        positional: names of the inputs that have one value for each position.
+        has_tokens: whether the rows have token ids.
     """
 
     tokens: Tensor
@@ -46,6 +52,14 @@ class Batch:
     labels: Tensor | None = None
     origins: tuple[tuple[int, int], ...] = ()
     pooled: bool = False
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    positional: frozenset[str] = frozenset()
+    has_tokens: bool = True
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the positions of the rows are known, which those of an image are after a forward pass."""
+        return self.has_tokens or bool(self.positional)
 
     @property
     def sources(self) -> tuple[Tensor, Tensor]:
@@ -62,6 +76,8 @@ class Batch:
     @property
     def next_tokens(self) -> Tensor:
         """The token after each position, `batch pos`; `NO_LABEL` where no attended token follows."""
+        if not self.has_tokens:
+            return torch.full_like(self.tokens, NO_LABEL)
         return next_tokens(self.tokens, self.attention)
 
     @property
@@ -73,30 +89,29 @@ class Batch:
         """The rows from `start` to before `stop` as a batch, as wide as the longest of them."""
         width = int(self.attention[start:stop].any(0).nonzero()[-1]) + 1
         cut = (slice(start, stop), slice(0, width))
-        labels = None if self.labels is None else self.labels[cut]
-        origins = self.origins[start:stop]
-        first = self.first + start
-        return Batch(self.tokens[cut], self.attention[cut], self.counted[cut], first, labels, origins, self.pooled)
+        return replace(
+            self,
+            tokens=self.tokens[cut],
+            attention=self.attention[cut],
+            counted=self.counted[cut],
+            first=self.first + start,
+            labels=None if self.labels is None else self.labels[cut],
+            origins=self.origins[start:stop],
+            inputs={n: v[cut] if n in self.positional else v[start:stop] for n, v in self.inputs.items()},
+        )
 
+    def with_positions(self, count: int, selection: Positions) -> Batch:
+        """Rows without token ids as rows of `count` positions, which are all attended to.
 
-class Encoded(NamedTuple):
-    """Tokens of a text without BOS, or of a chat with the special tokens of its template.
-
-    Attributes:
-        ids: the tokens.
-        label: class of the text, None without one.
-        number: of the text in the data.
-        own: whether the text began with a special token of its own, in place of the BOS.
-        chat: whether it is a chat.
-        marks: as in `EncodedChat`.
-    """
-
-    ids: list[int]
-    label: int | None
-    number: int
-    own: bool = False
-    chat: bool = False
-    marks: list[bool] | None = None
+        Args:
+            count: number of positions in the model's residual stream.
+            selection: the rule that selects the counted positions.
+        """
+        shape = (len(self.tokens), count)
+        tokens, attention = self.tokens.new_zeros(shape), torch.ones(shape, dtype=torch.bool)
+        counted = torch.stack([selection.select(*row) for row in zip(tokens, attention, strict=True)])
+        labels = None if self.labels is None else self.labels.expand(shape)
+        return replace(self, tokens=tokens, attention=attention, counted=counted, labels=labels)
 
 
 @dataclass(frozen=True)
@@ -108,13 +123,18 @@ class Batches:
         model: the model whose tokenizer, vocabulary and context apply.
         options: how the data is read.
         labelled: whether an analyzer needs the data's own labels.
+        count_positions: gives the number of positions that rows without token ids have in the model, see
+            `Source.count_positions`; None where such rows are refused.
     """
 
     data: Any
     model: ModelInputs
     options: DataOptions = DataOptions()
     labelled: bool = False
+    count_positions: Callable[[Batch], int] | None = field(default=None, repr=False, compare=False)
     notes: Notes = field(default_factory=Notes, init=False, repr=False, compare=False)
+    # Numbers of positions by the shapes of a row's inputs.
+    _counts: dict[Any, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str | Path):
@@ -136,7 +156,9 @@ class Batches:
         """The options and the tokenizer, for a result's provenance."""
         tokenizer = self.model.tokenizer
         known = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
-        return self.options.record() | {"tokenizer": known}
+        processor = self.model.processor
+        more = {} if processor is None else {"processor": type(processor).__name__}
+        return self.options.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:
         """Numbers of rows that the last pass over the data treated specially, for a result's provenance.
@@ -177,13 +199,35 @@ class Batches:
             for i, row in enumerate(rows):
                 if row.labels is not None:
                     labels[i, : len(row.labels)] = row.labels
-        origins = tuple((row.source, row.start) for row in rows)
-        return Batch(tokens, attention, counted, first, labels, origins, self.options.selection.pooled)
+        inputs, positional = collated(rows, length, self.model)
+        origins, has_tokens = tuple((row.source, row.start) for row in rows), rows[0].has_tokens
+        batch = Batch(
+            tokens, attention, counted, first, labels, origins, self.options.selection.pooled, inputs, positional, has_tokens
+        )
+        return batch if batch.has_positions else batch.with_positions(self._count(batch), self.options.selection)
+
+    def _count(self, batch: Batch) -> int:
+        """The number of positions of rows without token ids, from one forward pass for each shape of the inputs."""
+        if self.count_positions is None:
+            raise LayersimError(
+                "`data` has rows without token ids, which are not accepted here.",
+                given=f"inputs {', '.join(batch.inputs)}",
+                expected="texts or token ids",
+                do="analyze(), compare(), stitch() and finetune_aligned() take every input of a model",
+            )
+        key = tuple((name, values.shape[1:]) for name, values in sorted(batch.inputs.items()))
+        if key not in self._counts:
+            self._counts[key] = self.count_positions(batch.first_row)
+        return self._counts[key]
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Rows with their counted positions, until `max_tokens` are counted; the last row is cut to meet that number."""
         left, selection = self.options.max_tokens, self.options.selection
         for row in rows:
+            if not row.has_positions:
+                # Their positions are selected when their number is known.
+                yield row
+                continue
             counted = selection.select(row.tokens, row.attention, row.marks)
             row = replace(row, counted=counted)
             if left is not None:
@@ -198,12 +242,13 @@ class Batches:
     def _rows(self) -> Iterator[Row]:
         """Rows of at most `seq_len` tokens, checked against the model."""
         self.notes.own_bos = self.notes.masked = 0
+        texts = TextRows(self.model, self.options, self.notes)
         pieces: Iterator[Row]
         if self.options.pack:
-            pieces = self._packed()
+            pieces = texts.packed(self._encoded())
         else:
             pieces = itertools.chain.from_iterable(
-                self._split(item) if isinstance(item, Row) else self._windows(item) for item in self._encoded()
+                self._split(item) if isinstance(item, Row) else texts.windows(item) for item in self._encoded()
             )
         context = self.model.context
         for row in pieces:
@@ -214,8 +259,22 @@ class Batches:
                     expected=f"at most {context}",
                     do=f"seq_len={context}, which cuts longer rows into several",
                 )
-            self._check_ids(row.tokens)
+            if row.has_tokens:
+                self._check_ids(row.tokens)
+            else:
+                self._refuse_without_tokens(row)
             yield row
+
+    def _refuse_without_tokens(self, row: Row) -> None:
+        """Refuse options that cut rows of tokens, where rows have none."""
+        given = {name: getattr(self.options, name) for name in ("seq_len", "max_tokens")}
+        if named := [f"{name}={value}" for name, value in given.items() if value is not None]:
+            raise LayersimError(
+                f"`{named[0].partition('=')[0]}` applies to tokens, and the rows have none.",
+                given=f"{', '.join(named)} with rows of {', '.join(row.inputs)}",
+                expected="seq_len=None and max_tokens=None",
+                do="fewer rows: data.select(range(n)) of a data set, pixels[:n] of a tensor",
+            )
 
     def _check_ids(self, tokens: Tensor) -> None:
         low, high = int(tokens.min()), int(tokens.max())
@@ -227,84 +286,8 @@ class Batches:
                 do="tokenise with the model's own tokenizer, or pass the texts themselves",
             )
 
-    def _text_length(self) -> int:
-        return self.options.seq_len or min(DEFAULT_SEQ_LEN, self.model.context or DEFAULT_SEQ_LEN)
-
-    def _bos(self) -> list[int]:
-        bos = self.model.tokenizer.bos_token_id
-        return [bos] if self.options.prepend_bos and bos is not None and not self._own_specials() else []
-
-    def _own_specials(self) -> bool:
-        """Whether the tokenizer adds its special tokens itself, as tokenizers with [CLS] or without a BOS do."""
-        return self.model.tokenizer.bos_token_id is None or self.model.tokenizer.cls_token_id is not None
-
-    def _windows(self, text: Encoded) -> Iterator[Row]:
-        """Rows of a text's tokens; a long text continues in further rows, without losing a token."""
-        self.notes.own_bos += text.own
-        # Rows of a chat whose template writes no BOS have none.
-        adds = not text.chat or text.ids[:1] == self._bos()
-        start = 0
-        while start < len(text.ids):
-            row, taken = self._row(text.ids[start : start + self._text_length()], text.ids[start] in self._bos(), adds)
-            labels = None if text.label is None else torch.full_like(row, text.label)
-            marks = None
-            if text.marks is not None:
-                marks = torch.tensor([False] * (len(row) - taken) + text.marks[start : start + taken])
-            yield Row(row, torch.ones(len(row), dtype=torch.bool), labels, text.number, start, marks)
-            start += taken
-
-    def _row(self, ids: list[int], own: bool, adds: bool = True) -> tuple[Tensor, int]:
-        """A row of at most the text length, with a BOS, and the number of ids that it takes from the text.
-
-        Args:
-            ids: the next ids of the text.
-            own: whether they begin with a BOS, so that none is added.
-            adds: whether a BOS is added at all.
-        """
-        self.notes.own_bos += own
-        bos = [] if own or not adds else self._bos()
-        taken = ids[: self._text_length() - len(bos)]
-        return torch.tensor(bos + taken), len(taken)
-
     def _split(self, row: Row) -> Iterator[Row]:
         return (part for part in row.split(self.options.seq_len or len(row.tokens)) if part.attention.any())
-
-    def _packed(self) -> Iterator[Row]:
-        """Full rows cut from all texts, with an end-of-text token between texts, and a last shorter row."""
-        held: list[int] = []
-        # For each id, whether it separates texts: an end-of-text token may be the BOS too, and does not count as one here.
-        separates: list[bool] = []
-
-        def cut(least: int) -> Iterator[Row]:
-            start = 0
-            while start < len(held):
-                own = held[start] in self._bos() and not separates[start]
-                if len(held) - start < least - (0 if own else len(self._bos())):
-                    break
-                row, taken = self._row(held[start : start + self._text_length()], own)
-                start += taken
-                yield Row(row, torch.ones(len(row), dtype=torch.bool))
-            del held[:start], separates[:start]
-
-        for item in self._encoded():
-            if isinstance(item, Row) or item.chat:
-                raise LayersimError(
-                    "`pack` applies to texts only.",
-                    given=f"a row of {len(item.tokens)} tokens with pack=True"
-                    if isinstance(item, Row)
-                    else "a chat with pack=True",
-                    expected="texts",
-                    do="pack=False: each chat and each row of tokens is taken as it is",
-                )
-            end = self.model.tokenizer.eos_token_id
-            ids = item.ids
-            if held and separates[-1] and ids[:1] == [held[-1]] and ids[0] in self._bos():
-                # The separator is the BOS of this text.
-                del held[-1], separates[-1]
-            held += ids + ([end] if end is not None else [])
-            separates += [False] * len(ids) + ([True] if end is not None else [])
-            yield from cut(self._text_length())
-        yield from cut(0)
 
     def _encoded(self) -> Iterator[Encoded | Row]:
         """Encode chats and texts as token ids, texts many at a time; rows of tokens among them are passed on in order."""
@@ -317,46 +300,17 @@ class Batches:
             if isinstance(item, Text):
                 waiting.append((number, item))
                 if len(waiting) == TEXTS_AT_ONCE:
-                    yield from self._encode(waiting)
+                    yield from encode(waiting, self.model)
                     waiting = []
             else:
-                yield from self._encode(waiting)
+                yield from encode(waiting, self.model)
                 waiting = []
                 if isinstance(item, Chat):
                     ids, marks = chats.encode(item, number)
-                    yield Encoded(ids, item.label, number, chat=True, marks=marks)
+                    yield Encoded(ids, item.label, number, inputs=item.inputs, chat=True, marks=marks)
                 else:
                     yield replace(item, source=number)
-        yield from self._encode(waiting)
-
-    def _encode(self, items: list[tuple[int, Text]]) -> Iterator[Encoded]:
-        if not items:
-            return
-        texts = [readable(item.text, number) for number, item in items]
-        tokenizer = self.model.tokenizer
-        if tokenizer is None:
-            raise LayersimError(
-                f"{self.model.name} has no tokenizer, so texts cannot be read.",
-                given=f"a text: {texts[0][:40]!r}",
-                expected="tokens, or a model that carries its tokenizer",
-                do="pass tokenizer=..., or token ids",
-            )
-        # This package adds BOS, once per row, so that every source reads the same tokens: TransformerLens changes the
-        # tokenizers that it loads, so that they add their own.
-        ids = tokenizer(texts, add_special_tokens=self._own_specials(), verbose=False)["input_ids"]
-        for tokens, (number, item) in zip(ids, items, strict=True):
-            yield self._undoubled(Encoded(tokens, item.label, number))
-
-    def _undoubled(self, text: Encoded) -> Encoded:
-        """The text without special tokens that the tokenizer doubled at its ends."""
-        if not self._own_specials():
-            return text
-        tokenizer, ids = self.model.tokenizer, text.ids
-        first = {tokenizer.cls_token_id, tokenizer.bos_token_id}
-        last = {tokenizer.sep_token_id, tokenizer.eos_token_id}
-        own = len(ids) > 1 and ids[0] == ids[1] and ids[0] in first
-        ids = ids[own:]
-        return text._replace(ids=ids[:-1] if len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in last else ids, own=own)
+        yield from encode(waiting, self.model)
 
 
 def found_in(*parts: Batches) -> dict[str, int]:

@@ -55,7 +55,7 @@ class CachedBatches(Batches):
     @classmethod
     def of(cls, batches: Batches) -> CachedBatches:
         """Wrap batches in a cache, with the same data, model and options."""
-        return cls(batches.data, batches.model, batches.options, batches.labelled)
+        return cls(batches.data, batches.model, batches.options, batches.labelled, batches.count_positions)
 
     @property
     def one_shot(self) -> bool:
@@ -94,6 +94,6 @@ class CachedBatches(Batches):
 
 
 def _memory_of(batch: Batch) -> int:
-    tensors = (batch.tokens, batch.attention, batch.counted, batch.labels)
+    tensors = (batch.tokens, batch.attention, batch.counted, batch.labels, *batch.inputs.values())
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
     return held + ORIGIN_BYTES * len(batch.origins)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
+from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
@@ -26,10 +27,12 @@ class Chat:
     Attributes:
         messages: mappings with role and content, in order; None where the row has no chat.
         label: class of the chat, None where the data has no labels.
+        inputs: further inputs of the row, by name, without a row axis.
     """
 
     messages: list[dict[str, Any]] | None
     label: int | None
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class EncodedChat(NamedTuple):

@@ -1,4 +1,4 @@
-"""Columns of a mapping or a data set: the column of texts or tokens, and columns that are further inputs of the model."""
+"""Columns of a mapping or a data set: what they hold, and the column of texts or tokens."""
 
 from __future__ import annotations
 
@@ -10,37 +10,30 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from .inputs import TOKEN_IDS
+from .labels import LABELS
 from .model_properties import ModelInputs
 
-LABELS = ("labels", "label")
 TOKENS = ("input_ids", "tokens")
 # Further outputs of tokenizers.
 OF_TOKENS = ("token_type_ids", "position_ids")
 ATTACH = "with lsim.attach(model, analyzers) as probe: "
 
 
-def refuse_dropped(data: Mapping[str, Any], model: ModelInputs) -> None:
-    """Refuse a column that the model's forward accepts and that is not passed on, unless it holds the model's default.
+def is_image(value: Any) -> bool:
+    """Whether a value is an image, or a list of images: of PIL, or arrays of bytes."""
+    if isinstance(value, list):
+        return bool(value) and all(is_image(x) and not isinstance(x, list) for x in value)
+    if isinstance(value, np.ndarray | Tensor):
+        return value.dtype in (np.uint8, torch.uint8) and value.ndim in (2, 3)
+    return any(cls.__module__.split(".")[0] == "PIL" for cls in type(value).__mro__)
 
-    Args:
-        data: the columns that are not read.
-        model: the model that the data is for.
 
-    Raises:
-        LayersimError: names the column.
-    """
-    for name, default in model.inputs.items():
-        value = data.get(name)
-        if value is None or (default is not None and _all_equal(value, default)):
-            continue
-        raise LayersimError(
-            f"`{name}` in the data is an input of {model.name} that tl_layersim does not pass on.",
-            given=f"data with {', '.join(f'`{key}`' for key in data)}",
-            expected="token ids or texts, an attention_mask and labels: nothing else is passed on"
-            + ("" if default is None else f"; or `{name}` of {default} only, the value that the model uses without it"),
-            do=f"{ATTACH}model(**inputs), which passes every input; aligned_loss(model, tokens, inputs=...) or AlignedTrainer "
-            f"to train; or data without `{name}`, if the model is to run without it",
-        )
+def is_floats(value: Any) -> bool:
+    """Whether a value is a table of floating-point numbers."""
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, float) or (isinstance(value, Tensor | np.ndarray) and "float" in str(value.dtype))
 
 
 def is_text(value: Any) -> bool:
@@ -98,15 +91,17 @@ def find_column(data: Mapping[str, Any]) -> str | None:
     return candidates[0] if known or len(candidates) == 1 else None
 
 
-def unclear_columns(data: Mapping[str, Any], column: str | None) -> LayersimError:
-    """The error for a mapping whose column of tokens or texts is not clear."""
+def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
+    """The error for a mapping whose column of tokens, of texts or of the model's main input is not clear."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
     likely = [name for name in data if name not in LABELS and (is_text(data[name]) or _is_ids(data[name]))]
     do = f"name it: column={likely[0]!r}" if likely else "data with a column of texts, or of token ids as `input_ids`"
     return LayersimError(
         "`data` has no unambiguous column of texts or token ids.",
         given=f"fields {list(data)}" + (f" and column={column!r}" if column else ""),
-        expected="input_ids, tokens or text, or one single text column",
+        expected="input_ids, tokens or text, or one single text column"
+        if model.main_input == TOKEN_IDS
+        else f"`{model.main_input}`, the main input of {model.name}; or input_ids, tokens or text",
         do=f"name it: data[{splits[0]!r}]" if splits else do,
     )
 
@@ -116,12 +111,3 @@ def _is_ids(value: Any) -> bool:
     while isinstance(value, list) and value:
         value = value[0]
     return isinstance(value, int) or (isinstance(value, Tensor | np.ndarray) and "int" in str(value.dtype))
-
-
-def _all_equal(value: Any, number: int) -> bool:
-    """Whether all numbers in a value, which may be nested, equal `number`."""
-    try:
-        return bool((torch.as_tensor(value) == number).all())
-    except (TypeError, ValueError, RuntimeError):
-        # Rows of different lengths.
-        return isinstance(value, list) and all(_all_equal(row, number) for row in value)

@@ -5,14 +5,28 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
+
 from .batches import Batch
 
 
 def fingerprint(digest: Any, batch: Batch) -> None:
     """Add a batch's rows, without padding, to a running hash: equal data gives equal digests in any batch size."""
-    for tokens, attention in zip(batch.tokens, batch.attention, strict=True):
-        length = int(attention.nonzero()[-1]) + 1
-        digest.update(tokens[:length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|")
+    for number in range(len(batch.tokens)):
+        digest.update(row_bytes(batch, number))
+
+
+def row_bytes(batch: Batch, number: int) -> bytes:
+    """A row of a batch without padding, all of its inputs included, as bytes."""
+    attention = batch.attention[number]
+    length = int(attention.nonzero()[-1]) + 1
+    found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
+    for name, values in sorted(batch.inputs.items()):
+        row = values[number, :length] if name in batch.positional else values[number]
+        # NumPy has no bfloat16.
+        plain = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        found += f"{name} {row.dtype} {tuple(row.shape)} ".encode() + plain + b"|"
+    return found
 
 
 def new_digest() -> Any:

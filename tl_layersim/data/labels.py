@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -63,4 +64,30 @@ def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
         )
 
 
+def labels_in(data: Mapping[str, Any]) -> Any:
+    """The column of labels, or None without such a column; an example's own None is a missing label."""
+    return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
+
+
+def whole_numbers(labels: Any) -> Tensor:
+    """Labels as int64, `NO_LABEL` for missing ones."""
+    if isinstance(labels, list | tuple):
+        labels = [NO_LABEL if x is None or x != x else x for x in labels]
+    elif labels is None:
+        labels = NO_LABEL
+    try:
+        numbers = torch.as_tensor(labels).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        numbers = None
+    if numbers is None or numbers.is_floating_point() or numbers.dtype == torch.bool:
+        raise LayersimError(
+            "`labels` in the data must be integers.",
+            given=f"{labels!r}"[:80],
+            expected="whole numbers in the column `labels` or `label`, one for each row or each token",
+            do="map them to whole numbers first, or hand them over as labels=tensor",
+        )
+    return numbers.long()
+
+
 NO_LABEL = -100  # as in torch's cross-entropy and in Hugging Face data
+LABELS = ("labels", "label")

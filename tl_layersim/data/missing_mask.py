@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
 from .model_properties import ModelInputs
+from .row import misfit
 
 
 def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
@@ -58,3 +60,19 @@ def masked_warning(pads: Sequence[int]) -> str:
         f"Tokens came without an attention mask: the padding, id {ids} at the ends of rows, is left out as if masked. Pass "
         "{'input_ids': tokens, 'attention_mask': mask} to set it yourself."
     )
+
+
+def as_mask(mask: Any) -> Tensor:
+    """Convert a mask of ones and zeros to bool; refuse an additive mask (0 keeps, -inf drops), which means the opposite."""
+    try:
+        values = torch.as_tensor(mask).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise misfit(f"a mask of {str(mask)[:60]}", "ones and zeros of the tokens' shape") from error
+    if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
+        raise LayersimError(
+            "`attention_mask` must be 1 for tokens and 0 for padding.",
+            given=f"values from {float(values.min()):g} to {float(values.max()):g}",
+            expected="bool, or ones and zeros",
+            do="mask = additive_mask == 0, if 0 stands for what is kept",
+        )
+    return values.bool()

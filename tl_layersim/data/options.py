@@ -9,10 +9,12 @@ from typing import Any
 from ..core.errors import LayersimError
 from .positions import PositionRule, Positions
 
+# The name of a column, or the names of two columns of texts that form pairs.
+Column = str | tuple[str, str]
 # Characters of a chat template that is recorded as it is.
 LONGEST_RECORDED = 80
 # Further keys in the provenance of a run: no analyzer may have an option of such a name.
-RECORDED = ("tokenizer", "layers", "unembed", "at", "per_head", "own_bos", "masked_by_pad_id")
+RECORDED = ("tokenizer", "processor", "layers", "unembed", "at", "per_head", "own_bos", "masked_by_pad_id")
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class DataOptions:
         max_tokens: stop after this many counted tokens.
         skip_first: positions at the start of each row that are not counted.
         prepend_bos: start each row that comes from text with the tokenizer's BOS, as TransformerLens does.
-        column: the column of a data set that holds texts or tokens; None to find it.
+        column: the column of a data set that holds texts, chats, tokens or images, or a pair of columns of texts; None to find
+            it.
         positions: the positions of each row that are counted, see `Positions`; None for all.
         chat_template: the template that renders chat messages; None for the tokenizer's own.
         add_generation_prompt: whether the rendered chat ends with the tokens that begin an answer of the assistant.
@@ -45,7 +48,7 @@ class DataOptions:
     max_tokens: int | None = None
     skip_first: int = 0
     prepend_bos: bool = True
-    column: str | None = None
+    column: Column | None = None
     positions: PositionRule | None = None
     chat_template: str | None = None
     add_generation_prompt: bool = False
@@ -75,7 +78,8 @@ class DataOptions:
     def record(self) -> dict[str, Any]:
         """The options by name, for a result's provenance."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
-        return known | {"positions": self.selection.record(), "chat_template": _short(self.chat_template)}
+        column = list(self.column) if isinstance(self.column, tuple) else self.column
+        return known | {"column": column, "positions": self.selection.record(), "chat_template": _short(self.chat_template)}
 
 
 def _short(template: str | None) -> str | None:

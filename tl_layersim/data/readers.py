@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,40 +16,32 @@ from torch import Tensor
 from ..core.errors import LayersimError, warn
 from .chat import Chat, chats_in, is_chat, ungrouped_messages
 from .columns import (
-    ATTACH,
-    LABELS,
     OF_TOKENS,
     TOKENS,
     as_plain,
     find_column,
+    is_floats,
+    is_image,
     is_missing,
     is_text,
-    refuse_dropped,
     unclear_columns,
 )
-from .labels import NO_LABEL
-from .missing_mask import mask_of, masked_warning
+from .input_rows import MASK, image_column, processed, rows_without_tokens
+from .inputs import PIXELS, ROW_AXES, TOKEN_IDS, Level, accepted, main_column, positional, rows_of
+from .labels import LABELS, labels_in, whole_numbers
+from .missing_mask import as_mask, mask_of, masked_warning
 from .model_properties import ModelInputs
+from .options import Column
 from .positions import as_marks
+from .row import NOTHING, Row, misfit
+from .text_encoding import Text
 
+LOG = logging.getLogger("tl_layersim")
 ACCEPTED_DATA = (
-    "texts, a token tensor (batch pos), mappings with input_ids and attention_mask, a datasets.Dataset or IterableDataset "
-    "with a text or token column, or an iterable of these"
+    "texts, a token tensor (batch pos), mappings with input_ids or other inputs of the model by name, a datasets.Dataset or "
+    "IterableDataset with a text, token or image column, or an iterable of these"
 )
 FILES = (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".npy", ".pt", ".safetensors", ".zip", ".gz")
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text of the data.
-
-    Attributes:
-        text: None where the row has no text.
-        label: class of the text, None where the data has no labels.
-    """
-
-    text: str | None
-    label: int | None
 
 
 @dataclass
@@ -58,11 +52,19 @@ class Notes:
         own_bos: rows of texts that began with a BOS of their own, so that none was added.
         masked: rows of tokens without a mask, whose mask was derived from the padding id.
         warned: warnings of earlier passes, which are not repeated.
+        unread: whether columns that are not read were named.
     """
 
     own_bos: int = 0
     masked: int = 0
     warned: set[str] = field(default_factory=set)
+    unread: bool = False
+
+    def name_unread(self, names: list[str]) -> None:
+        """Name the columns that are not read, once."""
+        if names and not self.unread:
+            self.unread = True
+            LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
 
     def once(self, text: str) -> None:
         """Warn, unless the same warning was given before."""
@@ -72,61 +74,30 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of tokens, without padding at its ends.
-
-    Attributes:
-        tokens: `pos`.
-        attention: `pos`, positions that the model attends to.
-        labels: `pos`, the data's labels, a class of the whole row at each of its positions; None without labels.
-        source: the row of the data that it came from; -1 for several.
-        start: its start position in that row.
-        marks: `pos`, positions that the data marks, in a mask column or by a chat template; None where it marks none.
-        counted: `pos`, positions that analyzers measure; None as long as they are not selected.
-    """
-
-    tokens: Tensor
-    attention: Tensor
-    labels: Tensor | None = None
-    source: int = -1
-    start: int = 0
-    marks: Tensor | None = None
-    counted: Tensor | None = None
-
-    def __getitem__(self, span: slice) -> Row:
-        def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[span]
-
-        start = self.start + (span.start or 0)
-        tokens, attention, labels = self.tokens[span], self.attention[span], cut(self.labels)
-        return Row(tokens, attention, labels, self.source, start, cut(self.marks), cut(self.counted))
-
-    def split(self, length: int) -> Iterator[Row]:
-        """Split the row into rows of at most `length` tokens."""
-        for start in range(0, len(self.tokens), max(length, 1)):
-            yield self[start : start + length]
-
-
-@dataclass(frozen=True)
 class Reader:
     """Reads items of any accepted kind.
 
     Args:
-        column: the column of a data set that holds texts or tokens; None to find it.
+        column: the column of a data set that holds texts, tokens or images, or a pair of columns of texts; None to find it.
         labelled: whether labels are read: without need, a column of that name may hold anything.
         model: the model's inputs, tokenizer and padding ids.
         notes: counts the masks that are derived from padding.
         marks: the mask column that marks the counted positions, None for none.
     """
 
-    column: str | None
+    column: Column | None
     labelled: bool
     model: ModelInputs
     notes: Notes
     marks: str | None = None
 
-    def items(self, data: Any) -> Iterator[Text | Chat | Row]:
-        """Texts, chats and rows of tokens, in the order of the data."""
+    def items(self, data: Any, level: Level = "batch") -> Iterator[Text | Chat | Row]:
+        """Texts, chats and rows of tokens or other inputs, in the order of the data.
+
+        Args:
+            data: of any accepted kind.
+            level: see `inputs.Level`.
+        """
         if self.column is not None and isinstance(data, str | np.ndarray | Tensor):
             raise LayersimError(
                 "`column` needs data with columns.",
@@ -138,13 +109,19 @@ class Reader:
             yield Text(data, None)
         elif isinstance(data, np.ndarray) and data.dtype.kind in "OUT":
             yield from self.items(data.tolist())
+        elif (
+            not isinstance(data, list)
+            and is_image(data)
+            and (self.model.main_input == PIXELS or not isinstance(data, np.ndarray | Tensor))
+        ):
+            yield from self._image(data)
         elif isinstance(data, np.ndarray | Tensor):
-            yield from self._token_rows(_tensor(data))
+            yield from self._table(data, level)
         elif isinstance(data, Mapping):
-            yield from self._mapping(data)
+            yield from self._mapping(data, level)
         elif hasattr(data, "columns") and hasattr(data, "to_dict"):
             # A pandas table, which iterates over the names of its columns.
-            yield from self._mapping({name: data[name].tolist() for name in data.columns})
+            yield from self._mapping({name: data[name].tolist() for name in data.columns}, "batch")
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
             yield from self._token_rows(torch.tensor(data))
         elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.column is None and is_chat(data):
@@ -153,6 +130,7 @@ class Reader:
             do = "pass the tokens alone, or {'input_ids': ..., 'attention_mask': ...}"
             raise unknown(f"{len(data)} things together, as a DataLoader gives tokens and masks", do)
         elif isinstance(data, Iterable) and not isinstance(data, bytes):
+            inner = _level_of_items(data)
             for number, item in enumerate(data):
                 if number == 0:
                     refuse_path(item)
@@ -161,46 +139,102 @@ class Reader:
                     continue
                 # Tensors side by side at the top are batches; inside a batch they are tokens and something else.
                 together = isinstance(item, list) and len(item) > 1 and any(isinstance(x, Tensor) and x.dim() > 1 for x in item)
-                yield from self.items(tuple(item) if together else item)
+                yield from self.items(tuple(item) if together else item, inner)
         else:
             raise unknown(f"{type(data).__name__}: {str(data)[:60]}", "lsim.analyze(model, ['a text', 'another'], ...)")
 
-    def _mapping(self, data: Mapping[str, Any]) -> Iterator[Text | Chat | Row]:
-        """Rows of tokens of a mapping (a batch or an example), or its chats or texts where it has no tokens."""
+    def _table(self, values: Any, level: Level) -> Iterator[Row]:
+        """Rows of a tensor or an array: token ids, or the model's main input."""
+        main, table = self.model.main_input, _tensor(values)
+        images_or_features = table is not None and (table.is_floating_point() or (main in ROW_AXES and table.dim() > 2))
+        if table is not None and table.numel() and main != TOKEN_IDS and images_or_features:
+            yield from rows_without_tokens({main: table}, main, level, None, self.model)
+        else:
+            yield from self._token_rows(table)
+
+    def _image(self, image: Any) -> Iterator[Row]:
+        """The row of an image, by the model's processor."""
+        if self.model.main_input != PIXELS:
+            given = f"{type(image).__name__} for {self.model.name}"
+            raise unknown(given, f"texts or token ids; {self.model.name} takes `{self.model.main_input}`")
+        yield from rows_without_tokens(processed([image], self.model), PIXELS, "batch", None, self.model)
+
+    def _mapping(self, data: Mapping[str, Any], level: Level) -> Iterator[Text | Chat | Row]:
+        """Rows of a mapping (a batch or an example): of the model's main input, of tokens, or its chats or texts."""
         data = {name: as_plain(value) for name, value in data.items()}
+        named = self.column if isinstance(self.column, str) else None
+        images = image_column(data, self.model, named)
+        read = [*LABELS, MASK, *([images] if images else []), *([self.marks] if self.marks else [])]
+        if images is not None:
+            many = isinstance(data[images], list) and level != "row"
+            made = processed(data[images] if many else [data[images]], self.model)
+            data |= made if many else {name: values[0] for name, values in made.items()}
+            level = "batch" if many else "row"
+        main = main_column(data, self.model) if self.column is None or named == images else None
+        if named is not None and named != images and is_floats(data.get(named)) and self.model.main_input != TOKEN_IDS:
+            main = named
+        if main is not None:
+            self._name_unread(data, [*read, main])
+            labels = labels_in(data) if self.labelled else None
+            yield from rows_without_tokens(data, main, level, labels, self.model)
+            return
         column = self.column if self.column is not None else find_column(data)
         if self.column is None and column not in (*TOKENS, "text"):
             column = next((name for name in data if is_chat(data[name])), column)
-        # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
-        old = OF_TOKENS if "input_ids" in data and column is not None and is_text(data.get(column)) else ()
-        refuse_dropped({name: value for name, value in data.items() if name != column and name not in old}, self.model)
-        if column not in data and is_chat(data):
+        yield from self._tokens_or_texts(data, column, read)
+
+    def _tokens_or_texts(self, data: Mapping[str, Any], column: Column | None, read: list[str]) -> Iterator[Text | Chat | Row]:
+        """Rows of a mapping that holds tokens, or its chats or texts where it has no tokens."""
+        columns = [column] if isinstance(column, str) else list(column or ())
+        if not set(columns) & data.keys() and is_chat(data):
             raise ungrouped_messages(list(data))
-        if column is None or column not in data:
-            raise unclear_columns(data, self.column)
-        values = data[column]
-        if is_missing(values):
-            yield Text(None, None)
-        elif is_chat(values):
+        if not columns or not set(columns) <= data.keys():
+            raise unclear_columns(data, column, self.model)
+        values = data[columns[0]]
+        of_text = is_missing(values) or is_chat(values) or is_text(values)
+        # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
+        old = (TOKEN_IDS, *OF_TOKENS) if TOKEN_IDS in data and of_text else ()
+        self._name_unread(data, [*read, *columns, *old])
+        inputs = accepted(data, self.model, (*columns, *old, MASK))
+        if is_chat(values):
             chats = chats_in(values)
-            yield from map(Chat, chats, self._classes(data, len(chats)))
-        elif is_text(values):
-            texts = [values] if isinstance(values, str) else values
-            for text, label in zip(texts, self._classes(data, len(texts)), strict=True):
-                yield Text(None if is_missing(text) else text, label)
+            alone = isinstance(values, Mapping) or any(isinstance(each, Mapping) for each in values)
+            rows = rows_of(inputs, None if alone and len(chats) == 1 else len(chats))
+            yield from map(Chat, chats, self._classes(data, len(chats)), rows)
+        elif of_text:
+            yield from self._texts(data, columns, inputs)
         else:
-            labels = _labels(data) if self.labelled else None
+            labels = labels_in(data) if self.labelled else None
             marks = None if self.marks is None else data.get(self.marks)
-            yield from self._token_rows(_tensor(values), data.get("attention_mask"), labels, marks, ragged=values)
+            yield from self._token_rows(_tensor(values), data.get(MASK), labels, marks, values, inputs)
+
+    def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
+        """The texts of a column, or of two columns that form pairs."""
+        alone = not isinstance(data[columns[0]], list)
+        texts = [[data[name]] if alone else data[name] for name in columns]
+        count = len(texts[0])
+        if len(texts[-1]) != count or not all(is_text(each) or all(map(is_missing, each)) for each in texts):
+            raise unclear_columns(data, tuple(columns), self.model)
+        rows = rows_of(inputs, None if alone else count)
+        for i, label in enumerate(self._classes(data, count)):
+            parts = [None if is_missing(each[i]) else each[i] for each in texts]
+            first, second = parts[0], parts[1] if len(parts) > 1 else None
+            # A pair without its second text is a row without text.
+            missing = len(parts) > 1 and second is None
+            yield Text(None if missing else first, label, second, rows[i])
+
+    def _name_unread(self, data: Mapping[str, Any], read: list[str]) -> None:
+        taken = (*self.model.inputs, self.model.main_input, *read)
+        self.notes.name_unread([name for name in data if name not in taken])
 
     def _classes(self, data: Mapping[str, Any], count: int) -> list[int | None]:
         """The class of each text; None for all where the data has no labels."""
-        labels = _labels(data) if self.labelled else None
+        labels = labels_in(data) if self.labelled else None
         if labels is None:
             return [None] * count
-        classes = _whole_numbers(labels).reshape(-1).tolist()
+        classes = whole_numbers(labels).reshape(-1).tolist()
         if len(classes) != count:
-            raise _misfit(f"{len(classes)} labels for {count} texts", "one label for each text")
+            raise misfit(f"{len(classes)} labels for {count} texts", "one label for each text")
         return classes
 
     def _mask(self, rows: Tensor) -> Tensor:
@@ -213,57 +247,82 @@ class Reader:
         return mask
 
     def _token_rows(
-        self, tokens: Tensor | None, mask: Any = None, labels: Any = None, marks: Any = None, ragged: Any = None
+        self,
+        tokens: Tensor | None,
+        mask: Any = None,
+        labels: Any = None,
+        marks: Any = None,
+        ragged: Any = None,
+        inputs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Iterator[Row]:
         if tokens is None:
             by_row = [[None] * len(ragged) if given is None else given for given in (mask, labels, marks)]
             for kind, given in zip(("mask", "labels", f"column {self.marks!r}"), by_row, strict=True):
                 if len(given) != len(ragged):
-                    raise _misfit(f"{len(given)} rows of {kind} for {len(ragged)} rows of tokens", "the same number")
-            for row, row_mask, row_labels, row_marks in zip(ragged, *by_row, strict=True):
-                yield from self._token_rows(_tensor(row), row_mask, row_labels, row_marks, ragged=row)
+                    raise misfit(f"{len(given)} rows of {kind} for {len(ragged)} rows of tokens", "the same number")
+            for row, row_mask, row_labels, row_marks, own in zip(ragged, *by_row, rows_of(inputs, len(ragged)), strict=True):
+                yield from self._token_rows(_tensor(row), row_mask, row_labels, row_marks, row, own)
             return
         if tokens.numel() == 0:
             # An empty row still counts as a row of the data.
-            yield from (_NOTHING for _ in range(len(tokens) if tokens.dim() == 2 else 1))
+            yield from (NOTHING for _ in range(len(tokens) if tokens.dim() == 2 else 1))
             return
-        if tokens.dim() > 3 or (tokens.is_floating_point() and tokens.dim() > 2):
-            raise LayersimError(
-                "`data` contains images, audio or embeddings, which are not supported here.",
-                given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
-                expected=ACCEPTED_DATA,
-                do=f"{ATTACH}model(pixel_values=pixels), or as the model takes them: what runs through it is measured",
-            )
-        if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise LayersimError(
-                "`data` must hold integer token ids in one or two dimensions.",
-                given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
-                expected="int64 of shape (batch, pos) or (pos,)",
-                do="pass the text itself; or whole ids, as tokenizer(text).input_ids and model.to_tokens(text) give them",
-            )
+        _refuse_floats(tokens, self.model)
         rows = tokens.detach().cpu().long()
-        attention = self._mask(rows if rows.dim() == 2 else rows[None]).view_as(rows) if mask is None else _as_mask(mask)
+        attention = self._mask(rows if rows.dim() == 2 else rows[None]).view_as(rows) if mask is None else as_mask(mask)
         if attention.shape != rows.shape:
-            raise _misfit(f"attention_mask {tuple(attention.shape)} for tokens {tuple(rows.shape)}", "the same shape")
+            raise misfit(f"attention_mask {tuple(attention.shape)} for tokens {tuple(rows.shape)}", "the same shape")
         targets = None
         if labels is not None:
-            targets = _whole_numbers(labels)
+            targets = whole_numbers(labels)
             if targets.shape not in (rows.shape, rows.shape[:-1]):
-                raise _misfit(f"labels {tuple(targets.shape)} for tokens {tuple(rows.shape)}", "one for each token or each row")
+                raise misfit(f"labels {tuple(targets.shape)} for tokens {tuple(rows.shape)}", "one for each token or each row")
             if targets.dim() < rows.dim():
                 targets = targets[..., None].expand_as(rows)
         marked = None if marks is None else as_marks(marks, self.marks, rows.shape)
+        further = rows_of(inputs, None if rows.dim() == 1 else len(rows))
         if rows.dim() == 1:
             rows, attention = rows[None], attention[None]
             targets = targets[None] if targets is not None else None
             marked = marked[None] if marked is not None else None
-        for i, (row, row_mask) in enumerate(zip(rows, attention, strict=True)):
+        for i, (row, row_mask, own) in enumerate(zip(rows, attention, further, strict=True)):
             # Padding on either side is removed: rows are padded again on the right, so positions do not depend on the side.
             attended = row_mask.nonzero()[:, 0]
-            row_with_padding = Row(row, row_mask, targets[i] if targets is not None else None)
+            row_labels = targets[i] if targets is not None else None
+            row_with_padding = Row(row, row_mask, row_labels, inputs=own, positional=positional(own, len(row)))
             if marked is not None:
                 row_with_padding = replace(row_with_padding, marks=marked[i])
-            yield row_with_padding[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else _NOTHING
+            yield row_with_padding[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else NOTHING
+
+
+def _level_of_items(data: Any) -> Level:
+    """Whether the items of an iterable are batches, as a DataLoader gives them, or rows, as a data set gives them."""
+    if hasattr(data, "column_names") and hasattr(data, "features"):
+        return "row"
+    return "either" if getattr(data, "batch_sampler", None) is None else "batch"
+
+
+def _refuse_floats(tokens: Tensor, model: ModelInputs) -> None:
+    """Refuse numbers that are not token ids.
+
+    Raises:
+        LayersimError: they are floats or truth values, or have more axes than tokens.
+    """
+    if tokens.dim() > 3 or (tokens.is_floating_point() and tokens.dim() > 2):
+        raise LayersimError(
+            f"`data` contains images, features or embeddings, and {model.name} takes token ids.",
+            given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
+            expected=ACCEPTED_DATA,
+            do="data={'inputs_embeds': embeddings}, which most language models take in place of token ids; other inputs by the "
+            "name that the model's forward gives them",
+        )
+    if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise LayersimError(
+            "`data` must hold integer token ids in one or two dimensions.",
+            given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
+            expected="int64 of shape (batch, pos) or (pos,)",
+            do="pass the text itself; or whole ids, as tokenizer(text).input_ids and model.to_tokens(text) give them",
+        )
 
 
 def refuse_path(text: Any) -> None:
@@ -290,45 +349,6 @@ def unknown(given: str, do: str) -> LayersimError:
     return LayersimError("`data` has an unsupported type.", given=given, expected=ACCEPTED_DATA, do=do)
 
 
-def _misfit(given: str, expected: str) -> LayersimError:
-    return LayersimError(
-        "`attention_mask` does not fit the tokens." if "mask" in given else "`labels` do not fit the data.",
-        given=given,
-        expected=expected,
-        do="tokenizer(texts, return_tensors='pt', padding=True), which makes tokens and mask"
-        if "mask" in given
-        else f"labels beside input_ids, with {NO_LABEL} where a position has none",
-    )
-
-
-_NOTHING = Row(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
-
-
-def _labels(data: Mapping[str, Any]) -> Any:
-    """The column of labels, or None without such a column; an example's own None is a missing label."""
-    return next((NO_LABEL if data[name] is None else data[name] for name in LABELS if name in data), None)
-
-
-def _whole_numbers(labels: Any) -> Tensor:
-    """Labels as int64, `NO_LABEL` for missing ones."""
-    if isinstance(labels, list | tuple):
-        labels = [NO_LABEL if x is None or x != x else x for x in labels]
-    elif labels is None:
-        labels = NO_LABEL
-    try:
-        numbers = torch.as_tensor(labels).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        numbers = None
-    if numbers is None or numbers.is_floating_point() or numbers.dtype == torch.bool:
-        raise LayersimError(
-            "`labels` in the data must be integers.",
-            given=f"{labels!r}"[:80],
-            expected="whole numbers in the column `labels` or `label`, one for each row or each token",
-            do="map them to whole numbers first, or hand them over as labels=tensor",
-        )
-    return numbers.long()
-
-
 def _tensor(values: Any) -> Tensor | None:
     """A tensor of the values, or None for rows of different lengths."""
     try:
@@ -344,19 +364,3 @@ def _tensor(values: Any) -> Tensor | None:
             expected="texts, or rows of whole numbers",
             do="another column=, or data in which this column holds texts alone or ids alone",
         ) from error
-
-
-def _as_mask(mask: Any) -> Tensor:
-    """Convert a mask of ones and zeros to bool; refuse an additive mask (0 keeps, -inf drops), which means the opposite."""
-    try:
-        values = torch.as_tensor(mask).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _misfit(f"a mask of {str(mask)[:60]}", "ones and zeros of the tokens' shape") from error
-    if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
-        raise LayersimError(
-            "`attention_mask` must be 1 for tokens and 0 for padding.",
-            given=f"values from {float(values.min()):g} to {float(values.max()):g}",
-            expected="bool, or ones and zeros",
-            do="mask = additive_mask == 0, if 0 stands for what is kept",
-        )
-    return values.bool()

@@ -10,12 +10,12 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.wording import brief
 from ..data.batches import Batches
-from ..data.options import DataOptions
+from ..data.options import Column, DataOptions
 from .supported_models import open_for_early_exit
 
 
 @typed
-def frequent_tokens(model: Any, data: Any, size: int, *, max_tokens: int | None = 100_000, column: str | None = None) -> Any:
+def frequent_tokens(model: Any, data: Any, size: int, *, max_tokens: int | None = 100_000, column: Column | None = None) -> Any:
     """The most frequent token ids of a data set, as a shortlist for the checks of `EarlyExit`.
 
     Args:

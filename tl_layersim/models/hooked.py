@@ -33,12 +33,14 @@ from .hooks import (
     on_leave,
     temporary_hooks,
 )
-from .layout import call_options, find_blocks, find_embedding, no_forward, refuse_no_weights, same_stream, settled
+from .layout import find_blocks, find_embedding, no_forward, refuse_no_weights, same_stream, settled
 from .model_description import describe
 from .model_info import Model
+from .model_inputs import forward_arguments
 from .point_source import PointSource, SitesRead
 from .reading import Call, Callbacks, Choice, Reading, Tap, stack_side
 from .recorder import Recorder
+from .source import positions_of
 from .transformer_lens import is_transformer_lens, open_transformer_lens
 from .unembed import Unembed, plain_linear, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, reduce, tokens_alone
@@ -119,6 +121,20 @@ class HookedSource(PointSource):
 
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self.module)
+
+    def count_positions(self, batch: Batch) -> int:
+        seen: list[int] = []
+
+        def note(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            seen.append(positions_of(first_tensor((*args, *(kwargs or {}).values())).shape))
+            run.stop()
+
+        with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as run:
+            handles.append(on_enter(self.blocks[0], in_this_thread(note)))
+            self._forward(batch)
+        if not seen:
+            raise self._not_in_order(f"no call of {len(self.blocks)} blocks")
+        return seen[0]
 
     def settle(self, batch: Batch) -> None:
         if self._model.stream == "unknown":
@@ -271,15 +287,15 @@ class HookedSource(PointSource):
             raise no_forward(self.module, error) from error
 
     def call(self, batch: Batch) -> Any:
-        """One forward pass, with the keyword arguments that the model needs besides tokens."""
+        """One forward pass over all inputs of the batch."""
         device = next(self.module.parameters()).device
         if self._embed is not None:
             device = next(self._embed.parameters(), torch.empty(0, device=device)).device
         # accelerate loads offloaded weights and moves their inputs by its own hooks.
         device = torch.device("cpu") if device.type == "meta" else device
-        options = call_options(self.module, batch)
+        args, options = forward_arguments(self.module, batch, self._model)
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        return self.module(batch.tokens.to(device), **options)
+        return self.module(*(value.to(device) for value in args), **options)
 
     @contextmanager
     def tapped(

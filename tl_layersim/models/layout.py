@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..data.batches import Batch
 from .model_info import Model, block_sites, layer_names, module_sites
 
 # Paths of the list of blocks, from the base model (`model.model`, `model.transformer`, `model.gpt_neox`, `model.bert`, ...).
@@ -245,41 +244,11 @@ def no_forward(module: torch.nn.Module, error: Exception) -> LayersimError:
     message = (str(error).strip().splitlines() or [""])[0][:200]
     return LayersimError(
         f"The forward pass of {type(module).__name__} fails on this data.",
-        given=f"tokens, and {type(error).__name__}: {message}",
-        expected=f"a model that runs on tokens and an attention mask alone; this one takes {', '.join(reads[:4])}",
+        given=f"{type(error).__name__}: {message}",
+        expected=f"all inputs that the model needs, by name; its forward takes {', '.join(reads[:6])}",
         do=(f"one of its parts alone, {' or '.join(parts)}; or " if parts else "")
-        + "with lsim.attach(model, analyzers, layers=...) as probe: model(...) with all of its inputs",
+        + "data={'input_ids': tokens, ...} with all of its inputs; lsim.attach(model, analyzers) measures any call",
     )
-
-
-def call_options(module: torch.nn.Module, batch: Batch) -> dict[str, Any]:
-    """Keyword arguments of a forward pass besides tokens: a mask where there is padding, and no cache.
-
-    Raises:
-        LayersimError: the model does not take tokens, or takes no mask and the batch is padded.
-    """
-    reads = getattr(module, "main_input_name", "input_ids")
-    if reads != "input_ids":
-        raise LayersimError(
-            f"{type(module).__name__} takes `{reads}`, and the data are tokens.",
-            given="tokens",
-            expected="a model of tokens",
-            do=f"with lsim.attach(model, analyzers) as probe: model({reads}={reads}); probe.results()",
-        )
-    options: dict[str, Any] = {}
-    if hasattr(getattr(module, "config", None), "use_cache"):
-        options["use_cache"] = False
-    if batch.padded:
-        accepts = inspect.signature(type(module).forward).parameters.values()
-        if not any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in accepts):
-            raise LayersimError(
-                f"{type(module).__name__} takes no attention mask, and these rows are of different lengths.",
-                given="a padded batch",
-                expected="a forward with attention_mask=, or rows of one length",
-                do="batch_size=1, or cut rows with seq_len=",
-            )
-        options["attention_mask"] = batch.attention.long()
-    return options
 
 
 def classes_with_head(name: str) -> str:

@@ -60,7 +60,7 @@ def describe(
 
 
 def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
-    """The fields `inputs`, `pads` and `ends` of `Model`, which say how data is read for a Hugging Face model.
+    """The fields `inputs`, `main_input`, `pads` and `ends` of `Model`, which say how data is read for a Hugging Face model.
 
     Args:
         module: the model.
@@ -72,7 +72,24 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
     inputs = {name: zeros if name == "token_type_ids" else None for name in _forward_names(module, block)}
     pads, ends = _ids(config, text, "pad_token_id"), [*_ids(config, text, "bos_token_id"), *_ids(config, text, "eos_token_id")]
-    return {"inputs": inputs, "pads": tuple(pads), "ends": tuple(dict.fromkeys(ends))}
+    more = {"pads": tuple(pads), "ends": tuple(dict.fromkeys(ends))}
+    return {"inputs": inputs, "main_input": _main_input(module), "processor": processor_of(module)} | more
+
+
+def _main_input(module: torch.nn.Module) -> str:
+    """Name of the main input: as the model names it itself, or the first argument of its forward."""
+    own = getattr(module, "main_input_name", None)
+    if isinstance(own, str):
+        return own
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return next((p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), "input_ids")
+
+
+def processor_of(model: Any) -> Any:
+    """The image processor that a model carries, or a processor's own part for images; None where there is none."""
+    given = getattr(model, "processor", None)
+    given = getattr(model, "image_processor", None) if given is None else given
+    return getattr(given, "image_processor", given)
 
 
 def _forward_names(module: torch.nn.Module, block: str) -> list[str]:

@@ -34,6 +34,8 @@ class Model:
         calls: use of `view.calls` by a kernel: "none"; "values", blocks can be called again; "gradients", also differentiated.
         inputs: names of the inputs of its forward besides token ids, attention mask and labels, each with the value that is
             equivalent to leaving the input out; None where no value is.
+        main_input: name of the first input of its forward, "input_ids" of models of tokens.
+        processor: makes inputs of images, None where the model carries none.
         pads: padding ids that its configuration names.
         ends: ids that its configuration names as BOS or EOS.
         stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
@@ -55,6 +57,8 @@ class Model:
     head: Head | None = None
     calls: Literal["none", "values", "gradients"] = "none"
     inputs: Mapping[str, int | None] = field(default_factory=dict)
+    main_input: str = "input_ids"
+    processor: Any = None
     pads: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
 

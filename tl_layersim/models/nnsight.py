@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,11 +21,13 @@ from .firing_order import firing_order
 from .head_layout import head_dtype
 from .hook_point import HookPoint, residual_points
 from .hooks import eval_mode
-from .layout import call_options, find_blocks, no_forward, refuse_no_weights, same_stream, settled
-from .model_description import describe
+from .layout import find_blocks, no_forward, refuse_no_weights, same_stream, settled
+from .model_description import describe, processor_of
 from .model_info import Model
+from .model_inputs import forward_arguments
 from .point_source import PointSource, SitesRead
 from .site_buffer import SiteBuffer
+from .source import positions_of
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 
@@ -62,7 +64,8 @@ class NNsightSource(PointSource):
         self.blocks = [model.get(path) for path in paths]
         where = f" (remote={shown(remote)})" if remote else ""
         tokenizer = getattr(model, "tokenizer", None)
-        self._model = describe(self.module, paths, type(model).__name__ + where, tokenizer, unembed, self._named)
+        known = describe(self.module, paths, type(model).__name__ + where, tokenizer, unembed, self._named)
+        self._model = replace(known, processor=processor_of(model) or known.processor)
         self._unembed = self._open_head()
         self._start_reading(residual_points(self._model.layers, paths), _residual_order(len(paths)))
 
@@ -93,9 +96,9 @@ class NNsightSource(PointSource):
     def settle(self, batch: Batch) -> None:
         row = batch.first_row
         if self._model.stream == "unknown":
-            options = self.where | call_options(self.module, row)
+            args, options = self._arguments(row)
             try:
-                same = _trace_stream(self.envoy, self.blocks, row.tokens, options)
+                same = _trace_stream(self.envoy, self.blocks, args, options)
             except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 raise no_forward(self.module, error) from error
             strangers = [path for path, one in zip(self.paths[1:], same.tolist(), strict=True) if not one]
@@ -110,8 +113,9 @@ class NNsightSource(PointSource):
     def _forward_here(self, row: Batch) -> Any:
         """One forward pass of the module in this process, outside nnsight."""
         device = next(self.module.parameters()).device
-        options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in call_options(self.module, row).items()}
-        return self.module(row.tokens.to(device), **options)
+        args, options = forward_arguments(self.module, row, self._model)
+        options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+        return self.module(*(value.to(device) for value in args), **options)
 
     def _steps(self) -> list[TraceStep]:
         """What a trace reads, in the order of the forward pass."""
@@ -130,6 +134,19 @@ class NNsightSource(PointSource):
                 steps[-1].sites.append((number, point))
         return steps
 
+    def _arguments(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Arguments of a trace: those of the model's forward, and by which nnsight runs it in the right process."""
+        args, options = forward_arguments(self.module, batch, self._model)
+        return args, self.where | options
+
+    def count_positions(self, batch: Batch) -> int:
+        args, options = forward_arguments(self.module, batch, self._model)
+        try:
+            shape = self.request(lambda at: trace_shape(self.envoy, self.blocks[0], args, at | options))
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise no_forward(self.module, error) from error
+        return positions_of(shape)
+
     def peers(self) -> frozenset[int]:
         return weight_peers(self.module)
 
@@ -144,7 +161,7 @@ class NNsightSource(PointSource):
             self._steps(),
             batch,
             self._unembed,
-            self.where | call_options(self.module, batch),
+            self._arguments(batch),
             shippable(kernels),
             self.calling,
         )
@@ -152,8 +169,7 @@ class NNsightSource(PointSource):
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None
         row = batch.first_row
-        options = self.where | call_options(self.module, row)
-        return _trace_gap(self.envoy, self.blocks[-1], self._unembed, row.tokens, options)
+        return _trace_gap(self.envoy, self.blocks[-1], self._unembed, self._arguments(row), row.tokens.shape[1] - 1)
 
     def collect(self, batch: Batch) -> View:
         if self._remote:
@@ -306,7 +322,7 @@ def _trace(
     steps: list[TraceStep],
     batch: Batch,
     unembed: Unembed | None,
-    options: dict[str, Any],
+    arguments: tuple[tuple[Tensor, ...], dict[str, Any]],
     kernels: dict[str, Kernel],
     calling: bool,
 ) -> Reduced:
@@ -315,8 +331,8 @@ def _trace(
 
     keep, kept = kept_of(batch)
     shape, pooled = (len(batch.counted), batch.counted.shape[1]), batch.pooled
-    tokens = batch.tokens
-    with torch.no_grad(), model.trace(tokens, **options) as tracer:
+    args, options = arguments
+    with torch.no_grad(), model.trace(*args, **options) as tracer:
         with torch.no_grad():
             buffer = SiteBuffer(names, keep, shape, pooled)
             calls: list[Any] = []
@@ -331,11 +347,11 @@ def _trace(
     return out
 
 
-def _trace_stream(model: Any, blocks: list[Any], tokens: Tensor, options: dict[str, Any]) -> Tensor:
+def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any]) -> Tensor:
     """Whether the input of each block after the first equals the output of the block before it; one trace, as in `_trace`."""
     import nnsight
 
-    with torch.no_grad(), model.trace(tokens, **options) as tracer:
+    with torch.no_grad(), model.trace(*args, **options) as tracer:
         with torch.no_grad():
             same: list[bool] = []
             last = None
@@ -349,15 +365,27 @@ def _trace_stream(model: Any, blocks: list[Any], tokens: Tensor, options: dict[s
     return out
 
 
-def _trace_gap(model: Any, block: Any, unembed: Unembed, tokens: Tensor, options: dict[str, Any]) -> Tensor:
-    """`unembed_gap` of one row; one trace of the whole model, as in `_trace`."""
+def _trace_gap(
+    model: Any, block: Any, unembed: Unembed, arguments: tuple[tuple[Tensor, ...], dict[str, Any]], last: int
+) -> Tensor:
+    """`unembed_gap` of one row, whose last position is `last`; one trace of the whole model, as in `_trace`."""
     import nnsight
 
-    last = tokens.shape[1] - 1
-    with torch.no_grad(), model.trace(tokens, **options):
+    args, options = arguments
+    with torch.no_grad(), model.trace(*args, **options):
         with torch.no_grad():
             hidden = first_tensor(block.output)[0]
             logits = tensor_of(model.output)[0]
             norms = unembed_gap(unembed, hidden, logits, last)
         gap: Tensor = nnsight.save(norms)
     return gap
+
+
+def trace_shape(model: Any, block: Any, args: tuple[Tensor, ...], options: dict[str, Any]) -> list[int]:
+    """The shape of a block's input; one trace, as in `_trace`."""
+    import nnsight
+
+    with torch.no_grad(), model.trace(*args, **options) as tracer:
+        found: list[int] = nnsight.save(list(block.input.shape))
+        tracer.stop()
+    return found

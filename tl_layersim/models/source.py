@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,19 @@ class Source(ABC):
     def is_settled(self) -> bool:
         """Whether nothing about the sites has to be found out by a forward pass."""
         return self.model.stream != "unknown"
+
+    def count_positions(self, batch: Batch) -> int:
+        """Number of positions that a row without token ids has in the residual stream: the patches of an image, and [CLS].
+
+        Args:
+            batch: one row.
+        """
+        raise LayersimError(
+            f"{type(self).__name__} takes rows of token ids only.",
+            given=f"inputs {', '.join(batch.inputs)}",
+            expected="texts or token ids; or a source with count_positions(batch)",
+            do="the model itself, or implement count_positions",
+        )
 
     def settle(self, batch: Batch) -> None:  # noqa: B027 (most sources know their blocks)
         """Run the batch's first row, to find out what is not known of the sites before a forward pass.
@@ -206,6 +219,11 @@ class Source(ABC):
             yield
         finally:
             self.calling = False
+
+
+def positions_of(shape: Sequence[int]) -> int:
+    """Number of positions of activations of this shape, `batch pos ...`, or `batch width` of one vector for each row."""
+    return 1 if len(shape) == 2 else shape[1]
 
 
 def refuse_inference_weights(module: torch.nn.Module) -> None:

@@ -218,10 +218,15 @@ class LocalSplitModel(SplitModel):
         self.source, self.model = source, model
         self.module, self.blocks = source.module, source.blocks
         self._tuples: list[int] | None = None
+        self._example: Batch | None = None
 
     @property
     def local(self) -> LocalSplitModel:
         return self
+
+    def settle(self, batch: Batch) -> None:
+        self._example = batch.first_row
+        super().settle(batch)
 
     @property
     def device(self) -> torch.device:
@@ -323,7 +328,7 @@ class LocalSplitModel(SplitModel):
                         vars(block)["forward"] = own
 
     def tuples(self) -> list[int]:
-        """The length of each block's output tuple, 0 where a block returns the residual alone; measured once, on one token."""
+        """The length of each block's output tuple, 0 where a block returns the residual alone; measured once, on one row."""
         if self._tuples is None:
             lengths: dict[int, int] = {}
 
@@ -333,7 +338,7 @@ class LocalSplitModel(SplitModel):
             one = torch.ones(1, 1, dtype=torch.bool)
             with temporary_hooks() as handles, torch.no_grad(), eval_mode(self.module):
                 handles += [on_leave(block, note(number)) for number, block in enumerate(self.blocks)]
-                self.source.call(Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0))
+                self.source.call(self._example or Batch(torch.zeros(1, 1, dtype=torch.int64), one, one, 0))
             self._tuples = [lengths.get(number, 0) for number in range(len(self.blocks))]
         return self._tuples
 

@@ -128,7 +128,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
                 expected=f"a label for each position, {NO_LABEL} where there is none, or a model with a classifier head",
                 do="AutoModelForSequenceClassification; or NeuralCollapse(labels=...), which takes classes of rows",
             )
-    if int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
+    if batch.has_tokens and int(counted.sum()) > 2 and bool((own_labels.cpu() == batch.tokens)[counted].all()):
         raise LayersimError(
             "`labels` are the input tokens at the same positions, not the targets.",
             given=f"{int(counted.sum())} labels in a batch, each equal to its own token",

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError, LayersimWarning, in_words
+from ..core.errors import LayersimError, LayersimWarning, in_words, warn
 from ..core.pairwise_summation import BLOCK
 from ..core.server_addresses import shown
 from ..data.batches import Batch
-from ..models.layout import call_options
 from ..models.model_info import ServerOffer
+from ..models.model_inputs import forward_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
 from ..models.source import PartialSums
 from ..models.view import Kernel, Reduced, View
@@ -27,11 +27,13 @@ from .client import LOG, NdifClient, quiet
 from .failures import JobTooLong
 from .request_sizes import RequestSchedule
 from .shipped_source import ShippedSource
-from .traces import BatchSums, lens_gap_of, partial_sums, probe, submit
+from .traces import BatchSums, lens_gap_of, narrowed, partial_sums, probe, submit
 
 T = TypeVar("T")
 # Bytes of one analyzer's sums above which a warning is given.
 LARGE_SUMS = 8e6
+# Bytes of the further inputs of one forward pass above which a warning is given.
+LARGE_INPUTS = 32e6
 
 
 class RemoteSource(NNsightSource):
@@ -144,11 +146,15 @@ class RemoteSource(NNsightSource):
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None
         row, head = batch.first_row, self._unembed
-        options = call_options(self.module, row)
-        return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, row.tokens, options, backend))
+        arguments, last = forward_arguments(self.module, row, self._model), row.tokens.shape[1] - 1
+        return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, arguments, last, backend))
 
     def _forward_here(self, row: Batch) -> Any:
         """One forward pass of the model without weights, which runs its modules in the same order as on the server."""
+        if not row.has_tokens:
+            args, given = forward_arguments(self.module, row, self._model)
+            given = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in given.items()}
+            return self.module(*(value.to("meta") for value in args), **given)
         tokens = torch.zeros(1, min(4, row.tokens.shape[1]), dtype=torch.long, device="meta")
         options = {"use_cache": False} if hasattr(self.module.config, "use_cache") else {}
         try:
@@ -226,22 +232,34 @@ class RemoteSource(NNsightSource):
                     stacklevel=2,
                 )
 
+    def _warn_of_large_inputs(self, batch: Batch) -> None:
+        """Warn once if the further inputs of a batch are large."""
+        sizes = {name: value.numel() * value.element_size() for name, value in batch.inputs.items()}
+        if sum(sizes.values()) > LARGE_INPUTS and "inputs of requests" not in self._warned:
+            self._warned.add("inputs of requests")
+            name = max(sizes, key=lambda name: sizes[name])
+            warn(
+                f"The inputs of each forward pass take {in_words(sum(sizes.values()))} of a request, most of it {name!r} of "
+                f"shape {tuple(batch.inputs[name].shape)}."
+            )
+
     def _request_sums(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, BatchSums]]:
         work, shipped = self.pack(group), shippable(kernels)
         with self._frozen.in_place(shipped):
             return self.ndif.request(lambda backend: self._submit(work, shipped, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """The content of a request: for each batch its tokens, counted positions, their fields and the options of the call."""
+        """The content of a request: for each batch the arguments of the call, counted positions and their fields."""
         work = []
         for batch in group:
-            options = call_options(self.module, batch) | ({"logits_to_keep": 1} if self._keeps else {})
+            args, options = forward_arguments(self.module, batch, self._model)
+            self._warn_of_large_inputs(batch)
             keep, kept = kept_of(batch)
             # Labels are the user's own numbers and may be large; the others are ids and counts, which fit int32.
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
-            tokens = batch.tokens.to(torch.int32)
-            sent = {"tokens": tokens, "keep": keep.to(torch.int32), "pooled": batch.pooled}
-            work.append(sent | {"kept": small, "options": options})
+            inputs = {name: narrowed(value) for name, value in options.items()} | ({"logits_to_keep": 1} if self._keeps else {})
+            call = {"args": tuple(map(narrowed, args)), "options": inputs, "shape": tuple(batch.counted.shape)}
+            work.append(call | {"keep": keep.to(torch.int32), "pooled": batch.pooled, "kept": small})
         return work
 
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:

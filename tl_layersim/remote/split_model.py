@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..models.block_call import first_tensor
-from ..models.layout import call_options
+from ..models.model_inputs import forward_arguments
 from ..models.nnsight import NNsightSource
 from ..models.split_model import Moments, SplitModel, logits_of, mean_loss_and_gradient, score_of
 
@@ -57,15 +57,15 @@ class RemoteSplitModel(SplitModel):
         dtype = getattr(torch, self.model.dtype.removeprefix("torch."), None)
         return x.detach().cpu().to(dtype if isinstance(dtype, torch.dtype) else x.dtype)
 
-    def _inputs(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], Tensor, dict[str, Any]]:
-        options = call_options(self.module, batch) | at
-        return self.source.envoy, self.source.blocks, self.padded(batch).tokens, options
+    def _inputs(self, batch: Batch, at: dict[str, Any]) -> tuple[Any, list[Any], tuple[Tensor, ...], dict[str, Any]]:
+        args, options = forward_arguments(self.module, self.padded(batch), self.model)
+        return self.source.envoy, self.source.blocks, args, options | at
 
 
-def _hidden(model: Any, blocks: list[Any], tokens: Tensor, options: dict[str, Any], layer: int) -> Tensor:
+def _hidden(model: Any, blocks: list[Any], args: tuple[Tensor, ...], options: dict[str, Any], layer: int) -> Tensor:
     import nnsight
 
-    with torch.no_grad(), model.trace(tokens, **options):
+    with torch.no_grad(), model.trace(*args, **options):
         x = residual_at(blocks, layer)
         saved: Tensor = nnsight.save(x.detach().cpu())
     return saved
@@ -74,7 +74,7 @@ def _hidden(model: Any, blocks: list[Any], tokens: Tensor, options: dict[str, An
 def _score(
     model: Any,
     blocks: list[Any],
-    tokens: Tensor,
+    args: tuple[Tensor, ...],
     options: dict[str, Any],
     targets: Tensor,
     layer: int,
@@ -82,7 +82,7 @@ def _score(
 ) -> dict[str, Tensor]:
     import nnsight
 
-    with torch.no_grad(), model.trace(tokens, **options), torch.no_grad():
+    with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
         if x is not None:
             enter(blocks, layer, x)
         scores = score_of(logits_of(model.output), targets)
@@ -93,7 +93,7 @@ def _score(
 def _loss_and_gradient(
     model: Any,
     blocks: list[Any],
-    tokens: Tensor,
+    args: tuple[Tensor, ...],
     options: dict[str, Any],
     targets: Tensor,
     layer: int,
@@ -101,7 +101,7 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     import nnsight
 
-    with torch.enable_grad(), model.trace(tokens, **options), torch.enable_grad():
+    with torch.enable_grad(), model.trace(*args, **options), torch.enable_grad():
         x = x.requires_grad_()
         enter(blocks, layer, x)
         loss, gradient = mean_loss_and_gradient(logits_of(model.output), targets, x)
@@ -112,7 +112,7 @@ def _loss_and_gradient(
 def _moments_in_trace(
     model: Any,
     blocks: list[Any],
-    tokens: Tensor,
+    args: tuple[Tensor, ...],
     options: dict[str, Any],
     layer: int,
     moments_of: Moments,
@@ -121,7 +121,7 @@ def _moments_in_trace(
 ) -> dict[str, Tensor]:
     import nnsight
 
-    with torch.no_grad(), model.trace(tokens, **options), torch.no_grad():
+    with torch.no_grad(), model.trace(*args, **options), torch.no_grad():
         target = residual_at(blocks, layer)
         keep = attention.to(target.device)
         # Sums in float64 are not affected by autocast.

@@ -59,10 +59,11 @@ def submit(
     with torch.no_grad(), model.session(backend=backend):
         stack: list[Any] = []
         for item in work:
-            with model.trace(item["tokens"].long(), **item["options"]):  # noqa: SIM117 (what follows a trace is shipped)
+            args = [widened(value) for value in item["args"]]
+            options = {name: widened(value) for name, value in item["options"].items()}
+            with model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
                 with torch.no_grad():
-                    shape = (len(item["tokens"]), item["tokens"].shape[1])
-                    buffer = SiteBuffer(names, item["keep"].long(), shape, item["pooled"])
+                    buffer = SiteBuffer(names, item["keep"].long(), item["shape"], item["pooled"])
                     noted: list[Any] = []
                     given: dict[str, Any] = {}
                     hidden: Any = None
@@ -79,12 +80,14 @@ def submit(
     return sums
 
 
-def lens_gap_of(model: Any, block: Any, unembed: Unembed, tokens: Tensor, options: dict[str, Any], backend: Any) -> Tensor:
-    """One request: `unembed_gap` of one row, which is run through the whole model."""
+def lens_gap_of(
+    model: Any, block: Any, unembed: Unembed, arguments: tuple[tuple[Tensor, ...], dict[str, Any]], last: int, backend: Any
+) -> Tensor:
+    """One request: `unembed_gap` of one row, whose last position is `last`; the row is run through the whole model."""
     import nnsight
 
-    last = tokens.shape[1] - 1
-    with torch.no_grad(), model.trace(tokens, backend=backend, **options):
+    args, options = arguments
+    with torch.no_grad(), model.trace(*args, backend=backend, **options):
         with torch.no_grad():
             hidden = first_tensor(block.output)
             lens = remote_lens(unembed, hidden)
@@ -94,6 +97,19 @@ def lens_gap_of(model: Any, block: Any, unembed: Unembed, tokens: Tensor, option
                 norms = unembed_gap(lens, hidden[0], logits, last)
         gap: Tensor = nnsight.save(norms)
     return gap
+
+
+def narrowed(value: Any) -> Any:
+    """Whole numbers as int32 where they fit, for a smaller request; anything else unchanged."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int64:
+        return value
+    small = value.to(torch.int32)
+    return small if torch.equal(small.long(), value) else value
+
+
+def widened(value: Any) -> Any:
+    """The inverse of `narrowed`."""
+    return value.long() if isinstance(value, Tensor) and value.dtype == torch.int32 else value
 
 
 def probe(model: Any, blocks: list[Any], backend: Any) -> dict[str, Any]:

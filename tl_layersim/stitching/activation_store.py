@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from ..core.errors import LayersimError, in_words, warn
 from ..data.batches import Batch, Batches
+from ..data.digest import row_bytes
 from ..data.labels import NO_LABEL
 from ..models.model_info import Model
 from ..models.split_model import SplitModel
@@ -127,8 +128,8 @@ def _in_small_batches(batches: list[Batch], largest: int, labels: str | Tensor, 
 
 def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
     """Warn of evaluation rows that are also rows of the fit."""
-    fitted = {row.numpy().tobytes() for batch in fit for row in _rows_of(batch)}
-    common = [row.numpy().tobytes() in fitted for batch in held_out for row in _rows_of(batch)]
+    fitted = {row for batch in fit for row in _rows_of(batch)}
+    common = [row in fitted for batch in held_out for row in _rows_of(batch)]
     if any(common):
         warn(
             f"{sum(common)} of {len(common)} rows of eval_data also occur in data: the penalty is measured on rows that the "
@@ -136,8 +137,8 @@ def _warn_of_common_rows(fit: list[Batch], held_out: list[Batch]) -> None:
         )
 
 
-def _rows_of(batch: Batch) -> list[Tensor]:
-    return [tokens[attended] for tokens, attended in zip(batch.tokens, batch.attention, strict=True)]
+def _rows_of(batch: Batch) -> list[bytes]:
+    return [row_bytes(batch, number) for number in range(len(batch.tokens))]
 
 
 class ActivationStore:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable
-from ..data.options import DataOptions
+from ..data.options import Column, DataOptions
 from ..models.split_model import SplitModel
 from ..remote.open import open_split_model
 from .adapter import Adapter
@@ -53,7 +53,7 @@ def stitch(
     max_tokens: int | None = None,
     skip_first: int = 0,
     prepend_bos: bool = True,
-    column: str | None = None,
+    column: Column | None = None,
 ) -> StitchResult:
     """Stitch two models: replace the back's layer m by the front's layer l through an adapter, and measure the back's loss.
 
@@ -157,7 +157,7 @@ def stitch_grid(
     max_tokens: int | None = None,
     skip_first: int = 0,
     prepend_bos: bool = True,
-    column: str | None = None,
+    column: Column | None = None,
 ) -> StitchGrid:
     """Stitch some models in all directions at some stitch points, each with itself included: figures 1 and 2 of Brown et al.
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ..data.batches import Batches, found_in
 from ..data.digest import fingerprint, new_digest
 from ..data.labels import NO_LABEL, warn_of_unused
 from ..data.options import DataOptions
+from ..models.model_inputs import shared_positions
 from ..models.split_model import SplitModel
 from ..models.targets import answers, usual_labels
 from .activation_store import ActivationStore, StitchData
@@ -115,7 +117,7 @@ class StitchExperiment:
                 do="labels='data' and a column `labels` in data and eval_data",
             )
         labelled = self.labels == "data" if isinstance(self.labels, str) else False
-        self.batches = Batches(data, shared, reading, labelled)
+        self.batches = Batches(data, shared, reading, labelled, partial(shared_positions, [each.source for each in models]))
         held_out = None if options["eval_data"] is None else replace(self.batches, data=options["eval_data"])
         self.tokenizer = shared.tokenizer
         head = backs[0].model.head

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..core.argument_checks import named
 from ..core.errors import LayersimError
 from ..data.batches import Batches
+from ..data.inputs import TOKEN_IDS
 from ..data.options import DataOptions
 from ..models.hook_point import HookPoint, residual_points
 from ..models.hooked import HookedSource
@@ -23,12 +24,15 @@ from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
 from .adapter import Adapter
 
+# Arguments of generation, which depend on the cache of the model that is called.
+NOT_DATA = ("cache_position",)
+
 
 @named
 class StitchedModel(nn.Module):
     """The front's blocks up to a layer, an adapter, and the back's blocks from a layer on, as one model.
 
-    The model takes tokens (and an attention mask) and returns the back's outputs. Masks, positions, final norm and head are the
+    The model takes the inputs of both models and returns the back's outputs. Masks, positions, final norm and head are the
     back's. `analyze` measures it from the stitch point on: its layer 0 is the output of the adapter. Neither model is copied or
     changed; gradients reach the adapter's input as in any module.
 
@@ -58,13 +62,19 @@ class StitchedModel(nn.Module):
         """The tokenizer of the stitch's data, None where the data was token ids."""
         return self._split_models[1].model.tokenizer
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
+    @property
+    def main_input_name(self) -> str:
+        """Name of the main input, `input_ids` of models of tokens."""
+        return self._split_models[1].model.main_input
+
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """The output of the back's forward pass, which takes its own further options."""
         mask = {} if attention_mask is None else {"attention_mask": attention_mask}
-        # As `layout.call_options`: HookedTransformer knows no such option.
+        args = () if input_ids is None else (input_ids,)
+        # As `forward_arguments`: HookedTransformer knows no such option.
         known = hasattr(getattr(self.back, "config", None), "use_cache")
         with self._joined():
-            return self.back(input_ids, **mask, **self._no_cache(options, "use_cache" if known else None))
+            return self.back(*args, **mask, **self._no_cache(options, "use_cache" if known else None))
 
     def generate(self, prompt: str | Tensor, **options: Any) -> Any:
         """Generate with the back's own `generate`: text for a text, token ids `batch pos` for token ids.
@@ -170,27 +180,37 @@ class StitchedModel(nn.Module):
         """The front's residual at the stitch point, for the tokens, mask and positions that the back is given."""
         accepted = inspect.signature(type(self.front).forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-        tokens = next((value for value in given.values() if isinstance(value, Tensor) and not value.is_floating_point()), None)
-        if tokens is None:
+        main = next(
+            (name for name, value in given.items() if isinstance(value, Tensor) and not value.is_floating_point()), None
+        )
+        if isinstance(given.get(front.model.main_input), Tensor):
+            main = front.model.main_input
+        if main is None:
             raise LayersimError(
-                "A stitched model needs token ids, which both models embed.",
+                "A stitched model needs token ids, which both models embed, or the main input of both.",
                 given=", ".join(name for name, value in given.items() if value is not None and value is not False) or "nothing",
-                expected="token ids",
+                expected="token ids" if front.model.main_input == TOKEN_IDS else f"`{front.model.main_input}`",
                 do="stitched(tokenizer(text, return_tensors='pt').input_ids); stitched.generate(text) takes texts",
             )
-        passed = {
-            name: given[name]
-            for name in ("attention_mask", "position_ids", "token_type_ids")
-            if isinstance(given.get(name), Tensor) and (name in accepted or takes_any)
-        }
-        if hasattr(getattr(self.front, "config", None), "use_cache"):
-            passed["use_cache"] = False
-        # The adapter's own device is the back's.
-        tokens = tokens.to(front.device)
-        passed = {name: value.to(front.device) if isinstance(value, Tensor) else value for name, value in passed.items()}
+        passed = {}
+        for name, value in given.items():
+            if name == main or not isinstance(value, Tensor) or name in NOT_DATA or "label" in name:
+                continue
+            if name in accepted or name in front.model.inputs or (takes_any and name == "attention_mask"):
+                passed[name] = value.to(front.device)
+            elif name not in ("attention_mask", "position_ids") and bool(value.any()):
+                raise LayersimError(
+                    f"`{name}` is no input of the front, {front.model.name}.",
+                    given=f"`{name}` of shape {tuple(value.shape)}",
+                    expected="inputs that both models take",
+                    do=f"stitched(...) without `{name}`; or a front that takes it",
+                )
+        options = {"use_cache": False} if hasattr(getattr(self.front, "config", None), "use_cache") else {}
+        args = (given[main].to(front.device),)
         try:
             self.reading_front = True
-            return front.read(self.at[0], lambda: self.front(tokens, **passed)).to(self._split_models[1].device)
+            # The adapter's own device is the back's.
+            return front.read(self.at[0], lambda: self.front(*args, **passed, **options)).to(self._split_models[1].device)
         finally:
             self.reading_front = False
 

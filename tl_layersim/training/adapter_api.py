@@ -18,18 +18,18 @@ from ..core.errors import LayersimError, in_words, warn
 from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable
 from ..data.labels import warn_of_unused
-from ..data.options import DataOptions
+from ..data.options import Column, DataOptions
 from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
 from ..models.nnsight import NNsightSource
 from ..models.source import refuse_inference_weights
 from ..models.targets import usual_labels
 from ..remote.adapter_training import RemoteDescent, open_traced
 from .adapter_arguments import block_numbers, no_traced_model, refuse_untrainable
-from .adapter_steps import AdapterSettings, AdapterSteps, first_row
+from .adapter_steps import AdapterSettings, AdapterSteps
 from .adapters import AlignedAdapters
 from .losses import Weights, layer_weights
 from .state import open_training_file
-from .training_data import TrainingData, found_in_data, has_images, open_training_data
+from .training_data import TrainingData, found_in_data, open_training_data
 
 
 @typed
@@ -56,7 +56,7 @@ def train_adapters(
     max_tokens: int | None = None,
     skip_first: int = 0,
     prepend_bos: bool = True,
-    column: str | None = None,
+    column: Column | None = None,
 ) -> AlignedAdapters:
     r"""Train low-rank adapters in the residual stream of a frozen nnsight model, so that every layer predicts the targets.
 
@@ -124,15 +124,8 @@ def train_adapters(
     blocks = block_numbers(known, at)
     weights_by_layer = layer_weights(weights, len(known.layers) - 1)
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    if has_images(data):
-        raise LayersimError(
-            "`data` contains images, and adapters are trained on tokens.",
-            given="data with pixel_values",
-            expected="texts or rows of tokens",
-            do="finetune_aligned(model, data), which takes images, for a model that is loaded here",
-        )
     usual = usual_labels(labels, [(known, source.module)])
-    rows = open_training_data(data, eval_data, labels, reading, known, source.module, usual)
+    rows = open_training_data(data, eval_data, labels, reading, known, source.module, usual, None)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
     options |= {"layers": layers, "unembed": unembed}
     digests = {"trained_on": rows[0].digest(), "judged_on": rows[1].digest()}
@@ -191,7 +184,7 @@ def _trained(training: AdapterSteps, source: NNsightSource, file: ResumableFile)
 
 def _check_lens(source: NNsightSource, data: TrainingData) -> None:
     """Check on one row that the modules pass on one residual stream, and that the lens at the last layer gives the logits."""
-    row = first_row(data)
+    row = data.batch([0])
     source.settle(row)
     need_stream(source.model, "Aligned training")
     refuse_other_logits(lens_gap(source.model, lambda: source.unembed_gap(row)), source.model)

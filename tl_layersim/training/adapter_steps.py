@@ -17,7 +17,6 @@ from ..core.errors import LayersimError
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.shuffle import Shuffle
 from ..core.training_loop import TrainingSteps, run_steps
-from ..data.batches import Batch
 from ..data.labels import NO_LABEL
 from ..models.model_info import Model
 from ..remote.adapter_training import Item, Parts, RemoteDescent
@@ -200,10 +199,3 @@ def _start(model: Model, count: int, rank: int, seed: int) -> Parts:
     parts = {"down": down.to(dtype), "up": torch.zeros(count, model.d_model, rank, dtype=dtype)}
     moments = ("mean", "square")
     return parts | {f"{name} {moment}": torch.zeros_like(part) for name, part in parts.items() for moment in moments}
-
-
-def first_row(data: TrainingData) -> Batch:
-    """The first row, without padding."""
-    batch = data.take([0])
-    attended = torch.ones_like(batch.main, dtype=torch.bool) if batch.attended is None else batch.attended
-    return Batch(batch.main, attended, attended, 0).first_row

@@ -20,7 +20,7 @@ from ..core.errors import LayersimError
 from ..core.provenance import Provenance
 from ..core.storage import refuse_unwritable
 from ..data.labels import warn_of_unused
-from ..data.options import DataOptions
+from ..data.options import Column, DataOptions
 from ..models.model_info import Model
 from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
@@ -51,7 +51,7 @@ def finetune_aligned(
     max_tokens: int | None = None,
     skip_first: int = 0,
     prepend_bos: bool = True,
-    column: str | None = None,
+    column: Column | None = None,
 ) -> AlignedResult:
     """Fine-tune a model so that every layer, read by the model's own head, predicts the targets.
 
@@ -116,7 +116,8 @@ def finetune_aligned(
         described = with_tokenizer(known, tokenizer)
         usual = usual_labels(labels, [(described, model)])
         reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-        training_rows, eval_rows = open_training_data(data, eval_data, labels, reading, described, model, usual)
+        count = stream.source.count_positions
+        training_rows, eval_rows = open_training_data(data, eval_data, labels, reading, described, model, usual, count)
         stream.check(training_rows.take([0]).to(stream.device))
         objective = objective_named(training.objective)(stream, training)
         digests = {"data": training_rows.digest(), "judged": eval_rows.digest()}

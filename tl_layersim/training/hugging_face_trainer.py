@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Trainer
 from ..core.argument_names import refuse_keywords
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError, warn
+from ..data.inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
 from ..data.labels import NO_LABEL
 from ..models.hooks import eval_mode
 from ..models.unembed import rounding
@@ -119,8 +120,8 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             self._shift = self._own_shift(batch)
         batch = replace(batch, targets=shifted(batch.targets)) if self._shift else batch
         count: Any = int((batch.targets != NO_LABEL).sum()) if num_items_in_batch is None else num_items_in_batch
-        main, options = stream.arguments(batch)
-        run = None if model is stream.module else lambda: model(main, **options)
+        args, options = stream.arguments(batch)
+        run = None if model is stream.module else lambda: model(*args, **options)
         total = self._objective(batch, int(self.state.global_step), run)
         if int(count) == 0:
             # 0 / 0: with "cosine-reg" NaN in every weight, and Trainer leaves NaN out of the losses that it logs.
@@ -137,16 +138,17 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
             self._open()
         given = dict(inputs)
         labels = given.pop("labels", None)
-        main = next((given.pop(name) for name in ("input_ids", "pixel_values") if name in given), None)
+        name = next((name for name in (TOKEN_IDS, PIXELS, EMBEDDINGS) if name in given), "")
+        main = given.pop(name, None)
         if labels is None or main is None or labels.is_floating_point():
             raise LayersimError(
                 "A batch of `train_dataset` must have inputs and labels.",
                 given=f"a batch of {', '.join(inputs)}" + ("" if labels is None else f", labels of {labels.dtype}"),
-                expected="input_ids or pixel_values, and labels of whole numbers",
+                expected="input_ids, pixel_values or inputs_embeds, and labels of whole numbers",
                 do="DataCollatorForLanguageModeling(tokenizer, mlm=False), or a column `labels`",
             )
         mask = given.get("attention_mask")
-        return TrainingBatch(main, given, labels, None if mask is None else mask.bool())
+        return TrainingBatch(main, given, labels, None if mask is None else mask.bool(), "" if name == TOKEN_IDS else name)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The batches of a step, and their number of targets, which Trainer itself would derive from class names."""

@@ -27,7 +27,6 @@ from ..early_exit.api import EarlyExit
 from ..models.targets import usual_labels
 from ..remote.open import open_source
 from .layer_evaluation_results import GenerationQuality, LayerChange, coherence, diversity
-from .training_data import has_images
 
 SHORTEST = 4
 
@@ -102,13 +101,6 @@ def evaluate_layers(
             do="leave them out for the defaults",
         )
     models = (before, after)
-    if has_images(data):
-        raise LayersimError(
-            "`data` contains images, which `evaluate_layers` does not measure.",
-            given="data with pixel_values",
-            expected="texts or tokens",
-            do="result.values and result.accuracy of finetune_aligned, which evaluates each layer on eval_data",
-        )
     pair = [open_source(model, layers=options.get("layers"), unembed=options.get("unembed")).model for model in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(

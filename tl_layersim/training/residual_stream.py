@@ -28,16 +28,18 @@ class TrainingBatch:
     """Inputs and targets of one forward pass in training.
 
     Attributes:
-        main: `batch pos` token ids, or the pixel values of a vision model.
+        main: `batch pos` token ids, or pixel values, features or embeddings.
         options: further arguments of the model's forward pass.
         targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where a position has none.
         attended: `batch pos`, None without padding.
+        name: of the argument that takes `main`; "" for the first one.
     """
 
     main: Tensor
     options: Mapping[str, Any]
     targets: Tensor
     attended: Tensor | None
+    name: str = ""
 
     @property
     def first_row(self) -> TrainingBatch:
@@ -50,13 +52,13 @@ class TrainingBatch:
         # Some inputs are shared by all rows, such as one row of positions.
         cut = {n: v[at] if isinstance(v, Tensor) and v.dim() and len(v) == rows else v for n, v in self.options.items()}
         attended = None if self.attended is None else self.attended[at]
-        return TrainingBatch(self.main[at], cut, self.targets[at], attended)
+        return TrainingBatch(self.main[at], cut, self.targets[at], attended, self.name)
 
     def to(self, device: torch.device) -> TrainingBatch:
         """The batch on a device."""
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.options.items()}
         attended = None if self.attended is None else self.attended.to(device)
-        return TrainingBatch(self.main.to(device), options, self.targets.to(device), attended)
+        return TrainingBatch(self.main.to(device), options, self.targets.to(device), attended, self.name)
 
 
 class ResidualStream:
@@ -97,18 +99,19 @@ class ResidualStream:
 
     def call(self, batch: TrainingBatch) -> Any:
         """Run the model's own forward pass."""
-        main, options = self.arguments(batch)
-        return self.module(main, **options)
+        args, options = self.arguments(batch)
+        return self.module(*args, **options)
 
-    def arguments(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, Any]]:
-        """Arguments of the model's forward pass."""
+    def arguments(self, batch: TrainingBatch) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the model's forward pass."""
         options, main = dict(batch.options), batch.main
         pad = self._pad
-        if pad is not None and batch.attended is not None:
+        if pad is not None and batch.attended is not None and not main.is_floating_point():
             main = torch.where(batch.attended, main, pad)
         if hasattr(getattr(self.module, "config", None), "use_cache"):
             options.setdefault("use_cache", False)
-        return usable(main), {name: usable(value) for name, value in options.items()}
+        options = {name: usable(value) for name, value in options.items()}
+        return ((), options | {batch.name: usable(main)}) if batch.name else ((usable(main),), options)
 
     @property
     def _pad(self) -> int | None:

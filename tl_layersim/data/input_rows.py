@@ -1,0 +1,160 @@
+"""Rows without token ids: images, features, embeddings, and the floating-point inputs of other modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from .columns import is_floats, is_image, is_text
+from .inputs import (
+    EMBEDDINGS,
+    PIXELS,
+    TOKEN_IDS,
+    Level,
+    accepted,
+    as_values,
+    by_row,
+    main_rows,
+    positional,
+    refuse_integers,
+)
+from .labels import LABELS, whole_numbers
+from .missing_mask import as_mask
+from .model_properties import ModelInputs
+from .row import NOTHING, Row, misfit
+
+MASK = "attention_mask"
+
+
+def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels: Any, model: ModelInputs) -> Iterator[Row]:
+    """Rows of a mapping whose main input is not token ids.
+
+    Args:
+        data: columns by name.
+        main: the column of the main input.
+        level: see `inputs.Level`.
+        labels: of the rows, None without labels.
+        model: the model that the rows are for.
+    """
+    name = main if main == EMBEDDINGS else model.main_input
+    values = main_rows(name, data[main], level)
+    refuse_integers(name, values[0])
+    count, alone = len(values), len(values) == 1
+    further = {
+        other: [as_values(other, column)] if alone and _is_row(other, column, level) else by_row(other, column, count)
+        for other, column in accepted(data, model, (main, name, MASK)).items()
+    }
+    targets = None if labels is None else _targets(whole_numbers(labels), count)
+    for i, value in enumerate(values):
+        inputs = {name: value} | {other: column[i] for other, column in further.items()}
+        length = len(value) if name == EMBEDDINGS else 1
+        attention = torch.ones(length, dtype=torch.bool)
+        if data.get(MASK) is not None:
+            attention = _mask(data[MASK], i, count, length)
+        target = None if targets is None else targets[i].expand(length)
+        row = Row(
+            torch.zeros(length, dtype=torch.int64),
+            attention,
+            target,
+            inputs=inputs,
+            positional=positional(inputs, None),
+            has_tokens=False,
+        )
+        attended = attention.nonzero()[:, 0]
+        yield row[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else NOTHING
+
+
+def _is_row(name: str, column: Any, level: Level) -> bool:
+    """Whether a column holds the input of the only row, without an axis of rows."""
+    shape = as_values(name, column).shape
+    return level == "row" or shape[:1] != (1,)
+
+
+def _targets(labels: Tensor, count: int) -> Tensor:
+    """Labels of rows without tokens: `row 1`, a class of each, or `row pos`."""
+    labels = labels.reshape(1, -1) if labels.dim() < 2 and count == 1 else labels
+    labels = labels[:, None] if labels.dim() == 1 else labels
+    if labels.dim() != 2 or len(labels) != count:
+        raise misfit(f"labels {tuple(labels.shape)} for {count} rows", "one for each row")
+    return labels
+
+
+def _mask(mask: Any, number: int, count: int, length: int) -> Tensor:
+    """The mask of one row, which belongs to positions of the row only where these are known before a forward pass.
+
+    Raises:
+        LayersimError: the mask leaves out parts of an image or of features, or does not fit.
+    """
+    table = as_mask(mask)
+    table = table[None] if table.dim() == 1 and count == 1 else table
+    if len(table) != count:
+        raise misfit(f"attention_mask {tuple(table.shape)} for {count} rows", "the same number of rows")
+    if table.shape[1:] == (length,):
+        return table[number]
+    if not bool(table.all()):
+        raise LayersimError(
+            "`attention_mask` leaves out parts of rows without token ids, whose positions are not known.",
+            given=f"a mask of shape {tuple(table.shape)} with {int((~table).sum())} zeros",
+            expected="a mask of ones, or inputs_embeds, whose positions the mask belongs to",
+            do="rows of one length each, with batch_size=1 if the lengths differ; or inputs_embeds",
+        )
+    return torch.ones(length, dtype=torch.bool)
+
+
+def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
+    """The inputs that the model's processor makes of images, each with an axis of rows.
+
+    Raises:
+        LayersimError: the model has no processor.
+    """
+    if model.processor is None:
+        raise LayersimError(
+            "`data` contains images, and no processor is known that turns them into inputs of the model.",
+            given=f"{type(images[0]).__name__} for {model.name}",
+            expected=f"`{PIXELS}`, or images and the model's processor",
+            do="tokenizer=AutoImageProcessor.from_pretrained(name); or model.processor = processor, once",
+        )
+    found = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")
+    return {name: found[name] for name in found if name == model.main_input or name in model.inputs}
+
+
+def _as_image(image: Any) -> Any:
+    """An image of whole numbers, as formats of data sets give them, as bytes; any other image unchanged."""
+    if not isinstance(image, list | np.ndarray | Tensor):
+        return image
+    table = np.asarray(image)
+    return table.astype(np.uint8) if table.dtype.kind in "iu" else image
+
+
+def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None) -> str | None:
+    """The column of images that the model's processor reads; None where there is none, or where the model takes none.
+
+    Args:
+        data: columns by name.
+        model: the model.
+        column: the column that the user names.
+
+    Raises:
+        LayersimError: there are several.
+    """
+    if PIXELS in data or PIXELS not in (model.main_input, *model.inputs):
+        return None
+    names = [name for name in data if name not in (TOKEN_IDS, *LABELS) and is_image(data[name])]
+    if column is not None and (
+        column in names or (column in data and model.main_input == PIXELS and not is_text(data[column]))
+    ):
+        # A column that is named may also hold whole numbers of another type.
+        return None if is_floats(data[column]) else column
+    if len(names) > 1:
+        raise LayersimError(
+            "`data` has several columns of images.",
+            given=f"columns {names}",
+            expected="one",
+            do=f"name it: column={names[0]!r}" if model.main_input == PIXELS else f"data.remove_columns({names[1:]})",
+        )
+    return names[0] if names else None

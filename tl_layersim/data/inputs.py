@@ -1,0 +1,200 @@
+"""Inputs of a row besides its tokens: which columns hold them, their values for each row, and their batches.
+
+An input has one value for each position of its row (segments of tokens, embeddings), or any values for the whole row (pixels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from .model_properties import ModelInputs
+
+if TYPE_CHECKING:
+    from .row import Row
+
+TOKEN_IDS = "input_ids"
+EMBEDDINGS = "inputs_embeds"
+PIXELS = "pixel_values"
+# Number of axes that one row has in inputs of these names.
+ROW_AXES = {PIXELS: 3, "input_features": 2, "input_values": 1, EMBEDDINGS: 2}
+SHARED = ("position_ids", "token_type_ids")
+# What the first axis of values is: the rows of a batch, an axis of one row, or whichever their number of axes tells.
+Level = Literal["batch", "row", "either"]
+
+
+def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
+    """The column that takes the place of token ids: the model's main input, or embeddings; None where there is none."""
+    if model.main_input != TOKEN_IDS and data.get(model.main_input) is not None:
+        return model.main_input
+    has_tokens = data.get(TOKEN_IDS) is not None
+    return EMBEDDINGS if not has_tokens and EMBEDDINGS in model.inputs and data.get(EMBEDDINGS) is not None else None
+
+
+def accepted(data: Mapping[str, Any], model: ModelInputs, skipped: Sequence[str | None]) -> dict[str, Any]:
+    """The columns that are further inputs of the model, without `skipped`; a column of None is no input."""
+    names = [name for name in model.inputs if name not in skipped]
+    return {name: data[name] for name in names if data.get(name) is not None}
+
+
+def as_values(name: str, values: Any) -> Tensor:
+    """The values of an input as a tensor on the CPU.
+
+    Raises:
+        LayersimError: they are not a table of numbers.
+    """
+    try:
+        return _stacked(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayersimError(
+            f"`{name}` in the data is not a table of numbers, and it is an input of the model.",
+            given=f"{type(values).__name__}: {values!r}"[:200],
+            expected="a tensor, an array or lists of numbers, one entry for each row",
+            do=f"{{'{name}': torch.tensor(...)}}; or data without `{name}`, if the model is to run without it",
+        ) from error
+
+
+def _stacked(values: Any) -> Tensor:
+    """A tensor of values that may be lists of tensors or of arrays."""
+    if not isinstance(values, list | tuple):
+        return torch.as_tensor(values)
+    first = values[0] if values else None
+    if isinstance(first, list | tuple | Tensor | np.ndarray):
+        # Floats of nested lists become float32, torch's default, and arrays keep their type.
+        return torch.stack([_stacked(value) for value in values])
+    return torch.tensor(list(values))
+
+
+def main_rows(name: str, values: Any, level: Level) -> list[Tensor]:
+    """The values of the main input for each row that they hold.
+
+    Args:
+        name: of the input.
+        values: of one row, or of several in their first axis.
+        level: what is known from where the values were found.
+    """
+    is_list = isinstance(values, list | tuple)
+    first = as_values(name, values[0] if is_list and len(values) else values)
+    axes, known = first.dim() + is_list, ROW_AXES.get(name)
+    if level == "row" or (known is not None and axes <= known):
+        return [as_values(name, values)]
+    if level == "batch" or known is not None or axes > 1:
+        return [as_values(name, value) for value in values] if is_list else list(first)
+    return [as_values(name, values)]
+
+
+def by_row(name: str, values: Any, count: int) -> list[Tensor]:
+    """The values of an input for each of `count` rows.
+
+    Raises:
+        LayersimError: the values are those of another number of rows.
+    """
+    if isinstance(values, list | tuple) and len(values) == count:
+        return [as_values(name, value) for value in values]
+    table = as_values(name, values)
+    if name in SHARED and table.dim() and len(table) == 1:
+        # Hugging Face models take one row of these for all rows.
+        table = table.expand(count, *table.shape[1:])
+    if table.dim() == 0 or len(table) != count:
+        raise LayersimError(
+            f"`{name}` in the data does not fit the rows.",
+            given=f"`{name}` of shape {tuple(table.shape)} for {count} rows",
+            expected=f"a first axis of {count}",
+            do=f"data in which each row has its `{name}`; or without `{name}`, if the model is to run without it",
+        )
+    return list(table)
+
+
+def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tensor]]:
+    """The inputs of each row, by name.
+
+    Args:
+        inputs: columns of inputs.
+        count: number of rows; None for the values of one row, without an axis of rows.
+    """
+    columns = {name: [as_values(name, v)] if count is None else by_row(name, v, count) for name, v in inputs.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(1 if count is None else count)]
+
+
+def positional(inputs: Mapping[str, Tensor], length: int | None) -> frozenset[str]:
+    """Names of the inputs that have one value for each position of a row: embeddings; segments and positions of tokens.
+
+    Args:
+        inputs: of the row.
+        length: number of its tokens, None for a row without token ids.
+    """
+    return frozenset(
+        name
+        for name, values in inputs.items()
+        if name == EMBEDDINGS
+        # Those of a decoder belong to its own tokens, also where they are as many.
+        or (
+            length is not None
+            and not name.startswith("decoder_")
+            and not values.is_floating_point()
+            and values.shape[:1] == (length,)
+        )
+    )
+
+
+def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """The inputs of a batch, `row ...`, those by position padded with zeros to `width`; and the names of these.
+
+    Raises:
+        LayersimError: the rows have other inputs, or inputs of other shapes.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row.inputs))
+    along = frozenset(name for row in rows for name in row.positional)
+    if not names:
+        return {}, along
+    if len({row.has_tokens for row in rows}) > 1:
+        raise _unlike("some rows with token ids, and some without")
+    batch = {}
+    for name in names:
+        parts = [_of_row(row, name, name in along, model) for row in rows]
+        if name in along:
+            parts = [torch.cat([part, part.new_zeros(width - len(part), *part.shape[1:])]) for part in parts]
+        if len({part.shape for part in parts}) > 1:
+            shapes = sorted({tuple(part.shape) for part in parts})
+            raise _unlike(f"`{name}` of shapes {', '.join(map(str, shapes[:4]))}")
+        batch[name] = torch.stack(parts)
+    return batch, along
+
+
+def _of_row(row: Row, name: str, along: bool, model: ModelInputs) -> Tensor:
+    """An input of a row; where the row has none, the value that is equivalent to leaving it out."""
+    if name in row.inputs and along == (name in row.positional):
+        return row.inputs[name]
+    default = model.inputs.get(name)
+    if name in row.inputs or default is None or not along:
+        raise _unlike(f"`{name}` by position in some, and not in others" if name in row.inputs else f"`{name}` in some alone")
+    return torch.full((len(row.tokens),), default)
+
+
+def _unlike(given: str) -> LayersimError:
+    return LayersimError(
+        "`data` has rows of different inputs, which one forward pass cannot take.",
+        given=given,
+        expected="the same inputs in each row of a batch, of the same shapes",
+        do="one call for each kind of rows; batch_size=1 for rows of different shapes",
+    )
+
+
+def refuse_integers(name: str, values: Tensor) -> None:
+    """Refuse pixels and features that are whole numbers, which have not been through the model's processor.
+
+    Raises:
+        LayersimError: they are.
+    """
+    if name in ROW_AXES and not values.is_floating_point():
+        raise LayersimError(
+            f"`{name}` must be floating-point numbers, as the model's processor gives them.",
+            given=f"{values.dtype} of shape {tuple(values.shape)}",
+            expected="normalised floats",
+            do="processor(images=images, return_tensors='pt').pixel_values; or the images with tokenizer=processor",
+        )

@@ -1,0 +1,113 @@
+"""Arguments of a model's forward pass: the inputs of a batch by name, a mask where there is padding, and no cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..data.batches import Batch
+from ..data.inputs import EMBEDDINGS, ROW_AXES, TOKEN_IDS
+from .model_info import Model
+from .source import Source
+
+# Inputs that mean nothing where all of their values are 0, also to a model that does not take them.
+EMPTY_IF_ZERO = ("token_type_ids",)
+
+
+def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a forward pass over a batch.
+
+    Token ids are positional, because modules give them different names. All other inputs are passed by name.
+
+    Args:
+        module: the model.
+        batch: the rows.
+        model: the description of the same model.
+
+    Raises:
+        LayersimError: the model does not take an input of the batch, or takes no mask and the batch is padded.
+    """
+    options: dict[str, Any] = {}
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        options["use_cache"] = False
+    if batch.padded:
+        options["attention_mask"] = _mask(module, batch)
+    main = TOKEN_IDS if batch.has_tokens else model.main_input if model.main_input in batch.inputs else EMBEDDINGS
+    for name, values in batch.inputs.items():
+        if name == main or name in model.inputs:
+            options[name] = _in_dtype(values, model)
+        elif name not in EMPTY_IF_ZERO or bool(values.any()):
+            raise _not_taken(name, values, model)
+    if batch.has_tokens:
+        if model.main_input in ROW_AXES:
+            raise _not_tokens(model)
+        return (batch.tokens,), options
+    # A TransformerBridge has one argument for tokens, pixels and embeddings.
+    return ((options.pop(main),), options) if type(module).__name__ == "TransformerBridge" else ((), options)
+
+
+def _mask(module: torch.nn.Module, batch: Batch) -> Tensor:
+    """The attention mask of a padded batch.
+
+    Raises:
+        LayersimError: the model takes none.
+    """
+    accepts = inspect.signature(type(module).forward).parameters.values()
+    if not any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in accepts):
+        raise LayersimError(
+            f"{type(module).__name__} takes no attention mask, and these rows are of different lengths.",
+            given="a padded batch",
+            expected="a forward with attention_mask=, or rows of one length",
+            do="batch_size=1, or cut rows with seq_len=",
+        )
+    return batch.attention.long()
+
+
+def _in_dtype(values: Tensor, model: Model) -> Tensor:
+    """Floats in the dtype of the model's parameters; whole numbers and truth values as they are."""
+    dtype = getattr(torch, model.dtype.removeprefix("torch."), None)
+    return values.to(dtype) if values.is_floating_point() and isinstance(dtype, torch.dtype) else values
+
+
+def _not_taken(name: str, values: Tensor, model: Model) -> LayersimError:
+    return LayersimError(
+        f"`{name}` in the data is no input of {model.name}.",
+        given=f"`{name}` of shape {tuple(values.shape)} for {model.source}",
+        expected=f"inputs that its forward takes: {', '.join(dict.fromkeys((model.main_input, *model.inputs)))}",
+        do=f"data without `{name}`; or models that take it",
+    )
+
+
+def _not_tokens(model: Model) -> LayersimError:
+    return LayersimError(
+        f"{model.name} takes `{model.main_input}`, and the data are tokens.",
+        given="tokens",
+        expected=f"`{model.main_input}`, by that name or as a tensor alone",
+        do=f"data={{'{model.main_input}': {model.main_input}}}; or images with tokenizer=processor",
+    )
+
+
+def shared_positions(sources: Sequence[Source], batch: Batch) -> int:
+    """The number of positions that rows without token ids have in every model.
+
+    Args:
+        sources: the models.
+        batch: one row.
+
+    Raises:
+        LayersimError: the models give the row different numbers of positions.
+    """
+    counts = [source.count_positions(batch) for source in sources]
+    if len(set(counts)) > 1:
+        raise LayersimError(
+            "The models have different numbers of positions for the same row, so their samples do not match.",
+            given=", ".join(f"{count} in {source.model.name}" for source, count in zip(sources, counts, strict=True)),
+            expected="models that cut an image into the same patches",
+            do="vectors of whole rows, as docs/add_a_source.md compares them",
+        )
+    return counts[0]
