@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -96,6 +98,17 @@ def test_blocks_that_are_named_keep_their_numbers():
     assert [point.name for point in find_points(model, blocks, "resid_post")] == [
         "blocks.1.hook_resid_pre", "blocks.1.hook_resid_post",
     ]  # fmt: skip
+
+
+def test_one_tower_in_a_model_with_a_head_is_its_stack():
+    clip = transformers.CLIPForImageClassification(copy.deepcopy(model_of("clip").config))
+    t5 = transformers.T5EncoderModel(copy.deepcopy(model_of("t5").config))
+    for model, path, name in (
+        (clip, "vision_model.encoder.layers.1.layer_norm2", "blocks.1.hook_resid_mid"),
+        (t5, "encoder.block.1.layer.1.layer_norm", "blocks.1.hook_resid_mid"),
+    ):
+        point = find_points(model, find_stacks(model, None), "resid_mid")[1]
+        assert (point.module, point.name) == (path, name)
 
 
 class Own(torch.nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import LayersimError
 from .block_layout import BlockLayout, ModuleTensor, Term, into, out_of
 from .block_layouts import layout_of
 from .hook_point import HookPoint, Part
@@ -51,18 +52,31 @@ def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     Raises:
         LayersimError: as `find_blocks` raises.
     """
-    lists = _two_stacks(module)
-    if layers is not None or not lists:
+    if layers is not None:
         return find_blocks(module, layers)
+    lists = list(_two_stacks(module))
+    if not lists:
+        try:
+            return find_blocks(module, None)
+        except LayersimError:
+            # One tower of a CLIP, or the encoder of a T5, in a model with a head.
+            lists = list(_lists_of(module, STACKS))
+            if len(lists) != 1:
+                raise
     return [f"{path}.{i}" for path in lists for i in range(len(_blocks_in(module, path)))]
 
 
 def _two_stacks(module: torch.nn.Module) -> dict[str, str]:
     """Paths of the lists of blocks of a model with two stacks, each with the prefix of its names; empty for other models."""
     known = STACKS if getattr(getattr(module, "config", None), "is_encoder_decoder", False) else TOWERS
-    lists = [path for path, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
-    found = {path: prefix for end, prefix in known.items() for path in lists if path == end or path.endswith(f".{end}")}
+    found = _lists_of(module, known)
     return found if len(set(found.values())) == 2 or known is STACKS else {}
+
+
+def _lists_of(module: torch.nn.Module, ends: dict[str, str]) -> dict[str, str]:
+    """Paths of the lists of blocks that end in one of these, in their order, each with the prefix of its names."""
+    lists = [path for path, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
+    return {path: prefix for end, prefix in ends.items() for path in lists if path == end or path.endswith(f".{end}")}
 
 
 def _blocks_in(module: torch.nn.Module, path: str) -> torch.nn.ModuleList:
