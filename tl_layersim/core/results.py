@@ -177,10 +177,12 @@ class Result(ABC):
         return {}
 
     def first_layer(self) -> str:
-        """The first residual layer in words: "embedding", or a module's input for a model that begins above block 0."""
+        """The first site in words: "embedding", the input of a later block or of a module, or the name of another site."""
         first = self.layers[0]
+        if first.endswith("blocks.0.hook_resid_pre"):
+            return "embedding"
         path = first.removesuffix(".hook_resid_pre").removesuffix(".input")
-        return "embedding" if first.startswith("blocks.0.") else f"{path} input"
+        return first if path == first else f"{path} input"
 
     @typed
     def save(self, path: str | os.PathLike[str]) -> Path:

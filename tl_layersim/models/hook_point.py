@@ -70,8 +70,8 @@ def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = 
     """The activations of a hook point, `batch pos width`, from the tensor of its module.
 
     Args:
-        hidden: `batch pos ...`, the input or output of the module; heads may have an axis of their own. `batch width` of a
-            module that runs on one vector for each row becomes `batch 1 width`.
+        hidden: `batch pos ...`, the input or output of the module; heads may have an axis of their own. Batch and positions may
+            be one axis; `batch width` of a module that runs on one vector for each row becomes `batch 1 width`.
         part: as in `HookPoint`.
         shape: `batch pos` of the forward pass, to be checked; None to check nothing.
         name: of the hook point, for the refusal.
@@ -79,8 +79,8 @@ def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = 
     Raises:
         LayersimError: the tensor has other axes.
     """
-    if hidden.dim() == 2 and (shape is None or shape == (hidden.shape[0], 1)):
-        hidden = hidden[:, None]
+    if hidden.dim() == 2 and (shape is None or shape[0] * shape[1] == hidden.shape[0]):
+        hidden = hidden[:, None] if shape is None else hidden.reshape(*shape, -1)
     if hidden.dim() < 3 or (shape is not None and tuple(hidden.shape[:2]) != tuple(shape)):
         raise LayersimError(
             f"The activations at {name or 'this site'} are not batch x pos x width.",

@@ -247,6 +247,9 @@ class Recorder:
     def _start(self, site: int, here: Frame, frame: Frame, hidden: Tensor) -> SiteBuffer:
         """Choose the positions of a forward pass that count, when its first site is read."""
         shape = (hidden.shape[0], hidden.shape[1] if hidden.dim() > 2 else 1)
+        if hidden.dim() == 2 and here.tokens is not None and here.tokens.dim() == 2 and here.tokens.numel() == shape[0]:
+            # Some modules, such as the MLP of OPT, run on batch and positions as one axis.
+            shape = (here.tokens.shape[0], here.tokens.shape[1])
         start = self.stack.start if self.stack.side == "decoder" else None
         choice = self.choose(Call(shape, here.tokens, here.attention, here.texts, here.cached, start))
         if tuple(choice.counted.shape) != shape:

@@ -77,7 +77,7 @@ def short_names(names: tuple[str, ...]) -> list[str]:
     known = [site for site in sites if site is not None]
     several = len({_family(site) for site in known}) > 1
     stacks = len({site.stack for site in known}) > 1
-    return [(f"{site.stack[:3]} " if stacks else "") + _short(site, several) for site in known]
+    return [(f"{site.stack[:3]} " if stacks else "") + _tick_label(site, several) for site in known]
 
 
 def site_axis_title(names: tuple[str, ...], title: str) -> str:
@@ -123,7 +123,7 @@ def _family(site: SiteParts) -> str:
     return "stream" if site.place in STREAM else site.place
 
 
-def _short(site: SiteParts, several: bool) -> str:
+def _tick_label(site: SiteParts, several: bool) -> str:
     if site.head:
         return f"L{site.block}H{site.head}" + (f" {site.place[-1]}" if several else "")
     if site.place == "hook_resid_pre":
