@@ -25,6 +25,8 @@ from .text_encoding import Encoded, Text, encode
 from .text_rows import TextRows
 
 TEXTS_AT_ONCE = 64
+# Positions of a row that is run to find out how a model runs.
+SHORT = 16
 
 
 @named
@@ -84,6 +86,17 @@ class Batch:
     def first_row(self) -> Batch:
         """The first row as a batch, without padding."""
         return self.rows(0, 1)
+
+    @property
+    def short_row(self) -> Batch:
+        """The first row with every attended position counted; of a row of tokens only its first few positions."""
+        row = self.first_row
+        if row.has_tokens:
+            cut = (slice(0, 1), slice(0, SHORT))
+            inputs = {n: v[cut] if n in row.positional else v for n, v in row.inputs.items()}
+            labels = None if row.labels is None else row.labels[cut]
+            row = replace(row, tokens=row.tokens[cut], attention=row.attention[cut], labels=labels, inputs=inputs)
+        return replace(row, counted=row.attention, pooled=False)
 
     def rows(self, start: int, stop: int) -> Batch:
         """The rows from `start` to before `stop` as a batch, as wide as the longest of them."""

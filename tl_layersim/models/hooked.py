@@ -143,7 +143,7 @@ class HookedSource(PointSource):
         if self._reading.order is None:
             points = self._reading.points
             modules = {point.module: self._module_at(point.module) for point in points}
-            self._reading = SitesRead(points, *firing_order(points, modules, lambda: self._forward(batch.first_row)))
+            self._reading = SitesRead(points, *firing_order(points, modules, lambda: self._forward(batch.short_row)))
 
     def note_widths(self, view: View) -> None:
         """Take the widths of sites from a view, where no forward pass of this package has shown them."""

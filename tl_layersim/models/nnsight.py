@@ -94,7 +94,7 @@ class NNsightSource(PointSource):
         return eval_mode(self.module)
 
     def settle(self, batch: Batch) -> None:
-        row = batch.first_row
+        row = batch.short_row
         if self._model.stream == "unknown":
             args, options = self._arguments(row)
             try:

@@ -33,7 +33,7 @@ def check_stream_sums(source: Source, sums: Sequence[StreamSum], batch: Batch) -
     points = _distinct([point for one in sums for point in (one.total, *one.terms)])
     number = {point.name: at for at, point in enumerate(points)}
     groups = tuple((number[one.total.name], tuple(number[term.name] for term in one.terms)) for one in sums)
-    row = batch.first_row
+    row = batch.short_row
     with source.reading_at(points):
         source.settle(row)
         _, out = source.run(row, {"sums": partial(stream_gaps, groups=groups)})
