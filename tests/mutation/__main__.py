@@ -29,6 +29,10 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("cka.py", "hsic.py", "_*hsic.py", "_sample_vectors.py"), ("test_cka*.py", "test_hsic*.py", *EVERY)),
     (("cosine.py",), ("test_cosine*.py", *EVERY)),
     (("collapse.py", "neural_collapse.py"), ("test_collapse*.py", "test_neural_collapse*.py", *EVERY)),
+    (
+        ("contribution.py", "_contribution_kernel.py", "skip_effect.py", "_skip_effect_kernel.py"),
+        ("test_contribution*.py", "test_skip_effect*.py", "test_every_source_depth.py", *EVERY),
+    ),
     (("trajectory.py",), ("test_trajectory*.py", *EVERY)),
     (
         ("lens.py", "chunked_logit_lens.py", "logit_lens.py", "saturation.py", "exit_curve.py", "cross_entropy.py"),

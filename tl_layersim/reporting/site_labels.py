@@ -97,7 +97,7 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
         return re.sub(r"\b([Bb])lock\b", lambda match: "Module" if match[1] == "B" else "module", title, count=1)
     known = [site for site in sites if site is not None]
     families = {_family(site) for site in known}
-    if families == {"stream"}:
+    if families <= {"stream"}:
         return title
     of_model = (title.partition(" of ")[2] and f" of {title.partition(' of ')[2]}") or ""
     [family, *others] = families
@@ -113,7 +113,7 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
 def heads_in_block(names: tuple[str, ...]) -> int:
     """Number of heads of the first block where every site is a head, else 0."""
     sites = [parse_site(name) for name in names]
-    if not all(site is not None and site.head for site in sites):
+    if not sites or not all(site is not None and site.head for site in sites):
         return 0
     first = sites[0]
     return sum(1 for site in sites if site is not None and first is not None and site[:3] == first[:3])
