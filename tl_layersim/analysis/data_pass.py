@@ -320,17 +320,27 @@ def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums
 
 
 class Size(NamedTuple):
-    """Size of a batch: its numbers of counted tokens, of rows and of all positions."""
+    """Size of a batch.
+
+    Attributes:
+        tokens: number of its counted positions.
+        rows: number of its rows.
+        positions: number of all positions, padding included.
+        samples: number of the samples of its view: the counted positions, or the rows where their mean is taken.
+    """
 
     tokens: int
     rows: int
     positions: int
+    samples: int
 
 
 def batch_sizes(batches: Batches) -> list[Size]:
     """The size of each batch with a counted position. Reads the data once."""
-    return [
-        Size(int(batch.counted.sum()), len(batch.tokens), batch.tokens.numel())
-        for batch in batches
-        if bool(batch.counted.any())
-    ]
+    sizes = []
+    for batch in batches:
+        tokens = int(batch.counted.sum())
+        if tokens:
+            samples = int(batch.counted.any(1).sum()) if batch.pooled else tokens
+            sizes.append(Size(tokens, len(batch.tokens), batch.tokens.numel(), samples))
+    return sizes

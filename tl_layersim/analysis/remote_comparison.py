@@ -70,22 +70,26 @@ def crossing(
 
     Args:
         analyzers: by name.
-        sources: the two models; the size of activations is stated where both widths are known.
+        sources: the two models; the size of activations is stated where the widths of both are known.
         plan: the sites that each analyzer reads.
-        sizes: tokens and rows of each batch.
+        sizes: samples and rows of each batch.
     """
-    layers = [len(source.sites) for source in sources]
     size = sum(
-        item.size(tokens, rows, len(choice.numbers))
+        item.size(samples, rows, len(choice.numbers))
         for name, item in exchanges(analyzers).items()
         for choice in plan.choices[name]
-        for tokens, rows in sizes
+        for samples, rows in sizes
     )
     words = f"{len(sizes)} batches, each run on one model and then on the other; {in_words(size)} cross in all"
-    widths = [max(source.widths, default=None) or source.model.d_model for source in sources]
-    if all(width is not None for width in widths):
-        activations = sum(
-            4 * number * (width or 0) * sum(tokens for tokens, _ in sizes) for number, width in zip(layers, widths, strict=True)
-        )
+    numbers = [_numbers_per_sample(source) for source in sources]
+    if all(numbers):
+        activations = 4 * sum(numbers) * sum(samples for samples, _ in sizes)
         words += f", where the activations would be {in_words(activations)} in float32"
     return words + "."
+
+
+def _numbers_per_sample(source: Source) -> int:
+    """Number of activations that all sites of a model have for one sample; 0 where widths are not known yet."""
+    if source.widths or source.sites != source.model.layers:
+        return sum(source.widths)
+    return len(source.sites) * (source.model.d_model or 0)

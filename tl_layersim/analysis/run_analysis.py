@@ -175,9 +175,11 @@ def _announce(
     tokens = sum(size.tokens for size in sizes)
     if len(sources) == 2:
         # Printed also where stderr is no terminal, unlike progress bars.
-        tqdm.write(crossing(analyzers, sources, plan, [(size.tokens, size.rows) for size in sizes]), file=sys.stderr)
+        tqdm.write(crossing(analyzers, sources, plan, [(size.samples, size.rows) for size in sizes]), file=sys.stderr)
     elif sizes:
         largest = max(sizes, key=lambda size: size.positions)
         remote_sources[0].refuse_larger(largest.rows, largest.positions)
-        tqdm.write(remote_sources[0].plan(2 if twice else 1, len(sizes), tokens, largest.positions), file=sys.stderr)
+        samples = max(size.samples for size in sizes)
+        words = remote_sources[0].plan(2 if twice else 1, len(sizes), tokens, largest.positions, samples)
+        tqdm.write(words, file=sys.stderr)
     return tokens

@@ -222,6 +222,9 @@ class RemoteRun:
                 else "a server that completes it, and the model to send it again",
                 do=f"batch_size={max(1, rows // 2)} in a new analysis" if single else "lsim.load_run(path, model=model), later",
             )
+        if not self._source.is_settled:
+            # A source that `load_run` opened has run nothing yet.
+            self._source.settle(job.batches[0])
         half = 1 << ((len(job.batches) - 1).bit_length() - 1) if job.halve else len(job.batches)
         steps, attempts = deque(job.steps), 1 if job.halve else job.attempts + 1
         fresh = []

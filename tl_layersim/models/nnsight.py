@@ -105,10 +105,13 @@ class NNsightSource(PointSource):
             self._model = settled(self._model, self.module, self.paths, self._named, strangers)
         if self._reading.order is None:
             points = self._reading.points
-            events = (*points, *_block_events(self.paths))
-            modules = {point.module: self.module.get_submodule(point.module) for point in events}
-            order, widths = firing_order(events, modules, lambda: self._forward_here(row))
+            order, widths = self._find_order((*points, *_block_events(self.paths)), row)
             self._reading = SitesRead(points, order, widths[: len(points)])
+
+    def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The order in which a forward pass reaches these hook points, and their widths, see `firing_order`."""
+        modules = {point.module: self.module.get_submodule(point.module) for point in events}
+        return firing_order(events, modules, lambda: self._forward_here(row))
 
     def _forward_here(self, row: Batch) -> Any:
         """One forward pass of the module in this process, outside nnsight."""

@@ -175,14 +175,15 @@ class Source(ABC):
         for batch in batches:
             yield [PartialSums(1, *self.run(batch, kernels))]
 
-    def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
+    def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
         """Describe the requests, memory and time that a run needs on a server; "" for a model in this process.
 
         Args:
             passes: number of passes over the data.
             count: number of batches.
             tokens: in all batches.
-            largest: tokens of the largest batch.
+            positions: of the largest batch, padding included.
+            samples: of the batch with most of them.
         """
         return ""
 

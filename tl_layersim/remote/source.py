@@ -18,6 +18,7 @@ from ..core.errors import LayersimError, LayersimWarning, in_words, warn
 from ..core.pairwise_summation import BLOCK
 from ..core.server_addresses import shown
 from ..data.batches import Batch
+from ..models.hook_point import HookPoint
 from ..models.model_info import ServerOffer
 from ..models.model_inputs import forward_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
@@ -25,6 +26,7 @@ from ..models.source import PartialSums
 from ..models.view import Kernel, Reduced, View
 from .client import LOG, NdifClient, quiet
 from .failures import JobTooLong
+from .order_without_weights import Order, order_without_weights, widths_without_weights
 from .request_sizes import RequestSchedule
 from .shipped_source import ShippedSource
 from .traces import BatchSums, lens_gap_of, narrowed, partial_sums, probe, submit
@@ -120,13 +122,13 @@ class RemoteSource(NNsightSource):
     def refuse_larger(self, rows: int, positions: int) -> None:
         self.schedule.refuse_larger(rows, positions)
 
-    def plan(self, passes: int, count: int, tokens: int, largest: int) -> str:
-        width = max(self.widths, default=None) or self._model.d_model
-        memory = in_words(4 * len(self.sites) * largest * (width or 0))
+    def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
+        width = self._model.d_model if self.reads_residual else max(self.widths, default=0)
+        memory = in_words(4 * len(self.sites) * samples * (width or 0))
         held = f", of which the largest holds {memory} of activations on the server" if width else ""
         limit = f"{self.offer.job_limit:g} s a job" if self.offer.job_limit else "no known limit of a job's time"
         most_tokens = self.schedule.most_tokens
-        fewest = -(-count * largest // most_tokens) if most_tokens else -(-count // BLOCK)
+        fewest = -(-count * positions // most_tokens) if most_tokens else -(-count // BLOCK)
         return (
             f"{self.offer.server} ({'trusted' if self.offer.trusted else 'sandboxed'}, {self.offer.dtype}, {limit}): "
             f"{tokens:,} tokens in {count} forward passes{held}{', and all once more for a mean' if passes > 1 else ''}. "
@@ -149,20 +151,14 @@ class RemoteSource(NNsightSource):
         arguments, last = forward_arguments(self.module, row, self._model), row.tokens.shape[1] - 1
         return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, arguments, last, backend))
 
-    def _forward_here(self, row: Batch) -> Any:
-        """One forward pass of the model without weights, which runs its modules in the same order as on the server."""
-        if not row.has_tokens:
-            args, given = forward_arguments(self.module, row, self._model)
-            given = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in given.items()}
-            return self.module(*(value.to("meta") for value in args), **given)
-        tokens = torch.zeros(1, min(4, row.tokens.shape[1]), dtype=torch.long, device="meta")
-        options = {"use_cache": False} if hasattr(self.module.config, "use_cache") else {}
-        try:
-            return self.module(tokens, **options)
-        except RuntimeError:
-            # Some models compute their mask from values, which meta tensors do not have.
-            pos = tokens.shape[1]
-            return self.module(tokens, attention_mask=torch.zeros(1, 1, pos, pos, device="meta"), **options)
+    def read_at(self, points: tuple[HookPoint, ...]) -> None:
+        super().read_at(points)
+        if self._reading.order is None:
+            self._reading = replace(self._reading, widths=widths_without_weights(self.module, points))
+
+    def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> Order:
+        arguments = forward_arguments(self.module, row, self._model)
+        return order_without_weights(self.module, self.paths, events, arguments)
 
     def collect(self, batch: Batch) -> View:
         raise LayersimError(

@@ -1,0 +1,80 @@
+"""The order in which a model reaches its hook points, found without its weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.models.firing_order import firing_order
+from tl_layersim.models.hook_points import find_points, site_map
+from tl_layersim.models.module_sites import find_stacks
+from tl_layersim.remote.order_without_weights import order_without_weights, widths_without_weights
+
+from ..models.helpers import LAYOUTS, build
+from ..tiny_models import random_tokens
+
+ROW = (random_tokens(1, 5),), {}
+
+
+def without_weights(model, dtype=torch.float32):
+    with torch.device("meta"):
+        return type(model)(model.config).to(dtype)
+
+
+def every_point(model):
+    """Every site, each tensor once."""
+    blocks = find_stacks(model, None)
+    points = [point for family in site_map(model, blocks).families() for point in find_points(model, blocks, family)]
+    return blocks, tuple({point.name: point for point in points}.values())
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_a_model_without_weights_shows_the_order_of_the_model(family):
+    model = build(family)
+    blocks, points = every_point(model)
+    modules = {point.module: model.get_submodule(point.module) for point in points}
+    expected = firing_order(points, modules, lambda: model(random_tokens(1, 4)))
+    # Real checkpoints of mixtures of experts are in bfloat16, and torch has no grouped products of float32 without values.
+    dtype = torch.bfloat16 if family == "Mixtral" else torch.float32
+    empty = without_weights(model, dtype)
+    assert order_without_weights(empty, blocks, points, ROW) == expected
+    assert widths_without_weights(empty, points) == expected[1]
+
+
+def test_without_a_forward_pass_the_order_is_that_of_the_list():
+    model = build("Mixtral")
+    blocks, points = every_point(model)
+    modules = {point.module: model.get_submodule(point.module) for point in points}
+    expected, widths = firing_order(points, modules, lambda: model(random_tokens(1, 4)))
+    assert len(set(widths)) > 1
+    empty = without_weights(model)
+    assert order_without_weights(empty, blocks, points, ROW) == (expected, ())
+    assert widths_without_weights(empty, points) == ()
+    some = find_points(empty, blocks, "model.layers.1.mlp.gate")
+    with pytest.raises(lsim.LayersimError, match=r"cannot be found without the model's weights(.|\n)*RuntimeError"):
+        order_without_weights(empty, blocks, some, ROW)
+
+
+def test_a_module_that_never_runs_is_named():
+    model = build("GPT2")
+    model.spare = torch.nn.Linear(2, 2)
+    points = find_points(model, find_stacks(model, None), "spare")
+    with pytest.raises(lsim.LayersimError, match="does not run once in a forward pass: spare"):
+        order_without_weights(model.to("meta"), [], points, ROW)
+
+
+def test_models_of_other_inputs_show_their_order_on_the_data():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=8, patch_size=4
+    )
+    model = ViTForImageClassification(config).eval()
+    blocks, points = every_point(model)
+    modules = {point.module: model.get_submodule(point.module) for point in points}
+    pixels = {"pixel_values": torch.randn(1, 3, 8, 8)}
+    expected = firing_order(points, modules, lambda: model(**pixels))
+    empty = without_weights(model)
+    assert widths_without_weights(empty, points) == ()
+    assert order_without_weights(empty, blocks, points, ((), pixels)) == expected

@@ -1,0 +1,110 @@
+"""Order in which a model on a server reaches hook points, found with the model without weights in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..models.firing_order import firing_order
+from ..models.hook_point import HookPoint
+from ..models.hook_points import site_map
+
+# The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
+Order = tuple[tuple[int, ...], tuple[int, ...]]
+# Positional and keyword arguments of a forward pass.
+Arguments = tuple[Sequence[Tensor], Mapping[str, Any]]
+# Number of tokens of a forward pass.
+POSITIONS = 4
+# What forward passes without weights raise where they depend on values.
+FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+def order_without_weights(
+    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], arguments: Arguments
+) -> Order:
+    """The order in which a forward pass reaches hook points, and their widths, from a forward pass on the meta device.
+
+    Where no such pass can run, the order is that in which `lsim.sites` lists the sites, and the widths are empty.
+
+    Args:
+        module: the model.
+        blocks: module paths of its blocks.
+        points: the hook points.
+        arguments: of a forward pass on the data; on the meta device they have no values.
+
+    Raises:
+        LayersimError: a module runs more than once in a forward pass, or never; or no forward pass can run here, and a point is
+            not a listed site.
+    """
+    found = _shown_by(module, points, [partial(_on_device, module, arguments), *_token_passes(module)])
+    return (_listed_order(module, blocks, points, found), ()) if isinstance(found, Exception) else found
+
+
+def widths_without_weights(module: torch.nn.Module, points: Sequence[HookPoint]) -> tuple[int, ...]:
+    """The widths of hook points, from a forward pass of token ids; empty where no such pass can run without weights.
+
+    Args:
+        module: the model.
+        points: the hook points.
+
+    Raises:
+        LayersimError: a module runs more than once in a forward pass, or never.
+    """
+    found = _shown_by(module, points, _token_passes(module))
+    return () if isinstance(found, Exception) else found[1]
+
+
+def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequence[Callable[[], Any]]) -> Order | Exception:
+    """The order and the widths that the first of these forward passes shows that can run; the last failure if none can."""
+    modules = {point.module: module.get_submodule(point.module) for point in points}
+    failed = Exception("no forward pass")
+    for run in passes:
+        try:
+            return firing_order(points, modules, run)
+        except LayersimError:
+            raise
+        except FAILURES as error:
+            failed = error
+    return failed
+
+
+def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
+    """Run the module on arguments that are moved to the device of its weights."""
+    device = next(module.parameters()).device
+    args, options = arguments
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    return module(*(value.to(device) for value in args), **given)
+
+
+def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
+    """Forward passes of token ids, without a mask and with one in its final form: most decoders compute it from values."""
+    tokens, mask = torch.zeros(1, POSITIONS, dtype=torch.long), torch.zeros(1, 1, POSITIONS, POSITIONS)
+    options = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+    return [partial(_on_device, module, ((tokens,), options | more)) for more in ({}, {"attention_mask": mask})]
+
+
+def _listed_order(
+    module: torch.nn.Module, blocks: Sequence[str], points: Sequence[HookPoint], failed: Exception
+) -> tuple[int, ...]:
+    """The hook points in the order of `lsim.sites`, which is the order of computation.
+
+    Raises:
+        LayersimError: a point is not a listed site, so that its place in the order is not known.
+    """
+    place: dict[tuple[str, bool], int] = {}
+    for site in site_map(module, blocks).sites:
+        place.setdefault((site.point.module, site.point.incoming), len(place))
+    strange = [point for point in points if (point.module, point.incoming) not in place]
+    if strange:
+        raise LayersimError(
+            "`at` names a module whose place in the forward pass cannot be found without the model's weights.",
+            given=f"{strange[0].name}; a forward pass without weights ends with {type(failed).__name__}: {str(failed)[:160]}",
+            expected="sites that lsim.sites(model) lists, whose order is known",
+            do="a family or a listed name in at=; or load the model in this process",
+        )
+    return tuple(sorted(range(len(points)), key=lambda number: place[points[number].module, points[number].incoming]))
