@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -223,6 +224,12 @@ class LocalSplitModel(SplitModel):
     @property
     def local(self) -> LocalSplitModel:
         return self
+
+    def described_as(self, model: Model) -> LocalSplitModel:
+        """The same split model with another description."""
+        other = copy.copy(self)
+        other.model = model
+        return other
 
     def settle(self, batch: Batch) -> None:
         self._example = batch.first_row

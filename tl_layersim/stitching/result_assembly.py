@@ -32,8 +32,7 @@ def joining(front: SplitModel, back: SplitModel, at: tuple[int, int], tokenizer:
 def _stitched_model(
     front: LocalSplitModel, back: LocalSplitModel, at: tuple[int, int], tokenizer: Any, adapter: Adapter
 ) -> StitchedModel:
-    with_tokenizer = LocalSplitModel(back.source, replace(back.model, tokenizer=tokenizer))
-    return StitchedModel(front, with_tokenizer, adapter.to(back.device), at)
+    return StitchedModel(front, back.described_as(replace(back.model, tokenizer=tokenizer)), adapter.to(back.device), at)
 
 
 def result_of(
