@@ -75,3 +75,14 @@ def test_the_tables_of_names_have_no_entry_that_no_result_has():
     known |= {f"{cls.__name__}.{name}" for cls, named in fields.items() for name in named}
     assert set(QUANTITIES) <= known
     assert set(AXES) <= {axis for named in fields.values() for axes in named.values() for axis in axes}
+
+
+def test_titles_name_the_kind_of_sites_that_were_measured():
+    model, tokens = tiny_llama(), random_tokens()
+    heads = lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], at="z", per_head=True)["cka"].plot()
+    assert heads.layout.title.text == "Linear CKA between heads"
+    assert heads.layout.xaxis.tickangle == -90
+    outputs = lsim.analyze(model, tokens, [lsim.Cosine(center="none")], at=["resid_post", "mlp_out"])["cosine"]
+    assert outputs.plot("to_last").layout.title.text == "Cosine similarity to the last site"
+    stream = lsim.analyze(model, tokens, [lsim.Cosine(center="none")])["cosine"]
+    assert stream.plot("to_last").layout.title.text == "Cosine similarity to the last layer"

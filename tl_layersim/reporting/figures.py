@@ -9,6 +9,7 @@ from ..core.results import Result
 from .curves import lines, sublayer_lines
 from .labels import quantity
 from .matrix import layer_heatmap, series_heatmap
+from .site_labels import site_words
 from .style import SHADES
 
 
@@ -26,7 +27,7 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     values = (result.values if field == result.values_name else getattr(result, field)).numpy()
     picture = next((p for p in result.pictures if p.field == field), None)
     unit = quantity(type(result).__name__, field)
-    title = picture.title if picture else unit
+    title = site_words(result.layers, picture.title if picture else unit)
     if axes in (("row", "column"), ("row_block", "column_block"), ("skipped", "affected")):
         return layer_heatmap(result, values, axes, title, unit)
     if axes == ("sublayer",):

@@ -55,6 +55,8 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
     fig.update_xaxes(constrain="domain")
     # Labels of heads need more room than numbers of blocks.
     side = 760 if heads_in_block(rows) or heads_in_block(columns) else 520
+    if heads_in_block(columns):
+        fig.update_xaxes(tickangle=-90)
     return styled(fig, title, height=side, width=side + 100)
 
 

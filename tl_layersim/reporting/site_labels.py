@@ -110,6 +110,25 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
     return own + of_model
 
 
+def site_words(names: tuple[str, ...], text: str) -> str:
+    """A text about residual layers, with "head" for "layer" where every site is a head, and "site" where one is no such layer.
+
+    Args:
+        names: of the sites.
+        text: such as the title of a figure.
+
+    Examples:
+        >>> site_words(("blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]"), "Linear CKA between layers")
+        'Linear CKA between heads'
+        >>> site_words(("blocks.0.hook_attn_out",), "Cosine similarity to the last layer")
+        'Cosine similarity to the last site'
+    """
+    sites = [parse_site(name) for name in names]
+    if None in sites or all(site is not None and site.place.startswith("hook_resid_") for site in sites):
+        return text
+    return re.sub(r"\blayer(s?)\b", r"head\1" if heads_in_block(names) else r"site\1", text)
+
+
 def heads_in_block(names: tuple[str, ...]) -> int:
     """Number of heads of the first block where every site is a head, else 0."""
     sites = [parse_site(name) for name in names]
