@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import warnings
@@ -10,6 +11,9 @@ import warnings
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@|^[^/\s:@]+:[^/\s@]+@")
 _VALUE = re.compile(r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE)
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+
+# Messages of this package that are no warnings about results, such as retries of requests.
+LOG = logging.getLogger("tl_layersim")
 
 
 class LayersimWarning(UserWarning):

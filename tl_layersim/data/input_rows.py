@@ -49,13 +49,13 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
         other: [as_values(other, column)] if alone and _is_row(other, column, level) else by_row(other, column, count)
         for other, column in accepted(data, model, (main, name, MASK)).items()
     }
-    targets = None if labels is None else _targets(whole_numbers(labels), count)
+    targets = None if labels is None else _row_targets(whole_numbers(labels), count)
     for i, value in enumerate(values):
         inputs = {name: value} | {other: column[i] for other, column in further.items()}
         length = len(value) if name == EMBEDDINGS else 1
         attention = torch.ones(length, dtype=torch.bool)
         if data.get(MASK) is not None:
-            attention = _mask(data[MASK], i, count, length)
+            attention = _row_mask(data[MASK], i, count, length)
         target = None if targets is None else targets[i].expand(length)
         row = Row(
             torch.zeros(length, dtype=torch.int64),
@@ -75,7 +75,7 @@ def _is_row(name: str, column: Any, level: Level) -> bool:
     return level == "row" or shape[:1] != (1,)
 
 
-def _targets(labels: Tensor, count: int) -> Tensor:
+def _row_targets(labels: Tensor, count: int) -> Tensor:
     """Labels of rows without tokens: `row 1`, a class of each, or `row pos`."""
     labels = labels.reshape(1, -1) if labels.dim() < 2 and count == 1 else labels
     labels = labels[:, None] if labels.dim() == 1 else labels
@@ -84,7 +84,7 @@ def _targets(labels: Tensor, count: int) -> Tensor:
     return labels
 
 
-def _mask(mask: Any, number: int, count: int, length: int) -> Tensor:
+def _row_mask(mask: Any, number: int, count: int, length: int) -> Tensor:
     """The mask of one row, which belongs to positions of the row only where these are known before a forward pass.
 
     Raises:

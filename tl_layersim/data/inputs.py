@@ -49,7 +49,7 @@ def as_values(name: str, values: Any) -> Tensor:
         LayersimError: they are not a table of numbers.
     """
     try:
-        return _stacked(values).detach().cpu()
+        return _nested_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayersimError(
             f"`{name}` in the data is not a table of numbers, and it is an input of the model.",
@@ -59,14 +59,14 @@ def as_values(name: str, values: Any) -> Tensor:
         ) from error
 
 
-def _stacked(values: Any) -> Tensor:
+def _nested_tensor(values: Any) -> Tensor:
     """A tensor of values that may be lists of tensors or of arrays."""
     if not isinstance(values, list | tuple):
         return torch.as_tensor(values)
     first = values[0] if values else None
     if isinstance(first, list | tuple | Tensor | np.ndarray):
         # Floats of nested lists become float32, torch's default, and arrays keep their type.
-        return torch.stack([_stacked(value) for value in values])
+        return torch.stack([_nested_tensor(value) for value in values])
     return torch.tensor(list(values))
 
 

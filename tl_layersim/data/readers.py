@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError, warn
+from ..core.errors import LOG, LayersimError, warn
 from .chat import Chat, chats_in, is_chat, ungrouped_messages
 from .columns import (
     OF_TOKENS,
@@ -36,7 +35,6 @@ from .positions import as_marks
 from .row import NOTHING, Row, misfit
 from .text_encoding import Text
 
-LOG = logging.getLogger("tl_layersim")
 ACCEPTED_DATA = (
     "texts, a token tensor (batch pos), mappings with input_ids or other inputs of the model by name, a datasets.Dataset or "
     "IterableDataset with a text, token or image column, or an iterable of these"

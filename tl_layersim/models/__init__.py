@@ -4,11 +4,11 @@ Other packages may import from these modules:
 
 - `source`, `view`, `model_info`: `Source` runs a model, `View` holds the activations of one batch, `Model` describes a model.
 - `hooked`, `nnsight`, `reading`: sources of models in this process, and the forward passes that they record.
-- `hook_point`, `site_buffer`: places in a model, and the activations that a forward pass has there.
+- `site_buffer`, `firing_order`: the activations that a forward pass has at its sites, and the order in which it reaches them.
 - `stream_sums_check`: the check that sublayer outputs add up to the residual stream.
 - `open`, `transformer_lens`: tests of the type of a model.
 - `hooks`: forward hooks, early ends of forward passes, evaluation mode.
-- `layout`: the arguments of a forward pass, and the classes of models with a head.
+- `layout`, `model_inputs`: the classes of models with a head, and the arguments of a forward pass.
 - `unembed`, `chunked_logit_lens`, `cross_entropy`: the logit lens, its statistics at every layer, cross-entropy.
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
-from ..core.errors import LayersimError
+from ..core.errors import LOG, LayersimError
 from ..core.server_addresses import without_login
 from .address import host_of, keep_logins_out_of_logs, redacted
 from .failures import FailureMap, JobTooLong, TransientFailure, last_line
@@ -19,7 +18,6 @@ from .server_status import ServerStatus, parse_status
 T = TypeVar("T")
 # Seconds between attempts: nine minutes in all, in which a server can restart and load a large model.
 WAITS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, *[60.0] * 8)
-LOG = logging.getLogger("tl_layersim")
 
 
 def quiet(text: str) -> None:

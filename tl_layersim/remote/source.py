@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError, LayersimWarning, in_words, warn
+from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, warn
 from ..core.pairwise_summation import BLOCK
 from ..core.server_addresses import shown
 from ..data.batches import Batch
@@ -24,7 +24,7 @@ from ..models.model_inputs import forward_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
 from ..models.source import PartialSums
 from ..models.view import Kernel, Reduced, View
-from .client import LOG, NdifClient, quiet
+from .client import NdifClient, quiet
 from .failures import JobTooLong
 from .order_without_weights import Order, order_without_weights, widths_without_weights
 from .request_sizes import RequestSchedule
