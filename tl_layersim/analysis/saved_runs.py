@@ -116,8 +116,6 @@ class _Header:
     record: dict[str, Any]
     first: list[Any]
     jobs: list[Any]
-    sites: list[Any]
-    read: dict[str, Any]
 
 
 @dataclass
@@ -137,15 +135,15 @@ class _Record:
     before: dict[str, int]
 
 
-def models_read(read: Mapping[str, Any], model: Model) -> dict[str, Model]:
+def models_read(header: Mapping[str, Any], model: Model) -> dict[str, Model]:
     """By analyzer, the model with the sites that the analyzer reads.
 
     Args:
-        read: by analyzer, the fields of the description that differ from those of `model`.
+        header: of the file. Files of 0.1 name no sites: their analyzers read the residual layers.
         model: with the residual layers.
     """
-    models = {}
-    for name, own in read.items():
+    models = dict.fromkeys(header["analyzers"], model)
+    for name, own in header.get("read", {}).items():
         fields: dict[str, Any] = {"layers": tuple(own["layers"]), "stream": own["stream"], "widths": tuple(own["widths"])}
         refuse_other_types(Model, fields)
         models[name] = replace(model, **fields)
@@ -188,7 +186,7 @@ def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
         **{name: value for name, value in tensors.items() if not name.startswith("input/")},
         first=facts["first"],
         origins=tuple((row, start) for row, start in facts["origins"]),
-        pooled=facts["pooled"],
+        pooled=facts.get("pooled", False),
         inputs=_below("input/", tensors),
         positional=frozenset(facts.get("positional", ())),
         has_tokens=facts.get("has_tokens", True),

@@ -358,7 +358,7 @@ def load_run(
             do="pass the same address, with its login",
         )
     settings = header["settings"]
-    sites, models = tuple(header["sites"]), models_read(header["read"], described)
+    sites, models = tuple(header.get("sites", described.layers)), models_read(header, described)
     kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in chosen.items()}
     source: RemoteSource | None = None
     if model is not None:

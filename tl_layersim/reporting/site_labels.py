@@ -49,7 +49,7 @@ def parse_site(name: str) -> SiteParts | None:
 
     Examples:
         >>> parse_site("blocks.3.attn.hook_z[5]")
-        Site(stack='', block='3', place='attn.hook_z', head='5')
+        SiteParts(stack='', block='3', place='attn.hook_z', head='5')
     """
     match = _SITE.fullmatch(name)
     return SiteParts(*(part or "" for part in match.groups())) if match else None
