@@ -55,6 +55,17 @@ def test_an_option_of_an_analyzer_reaches_the_result(tmp_path):
     assert report["cosine"].provenance.options["center"] == "none"
 
 
+@pytest.mark.parametrize(("text", "count"), [("last", 8), ("2:5", 24), ("-1:", 8)])
+def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
+    done = run("report", "--seq-len", 16, "--positions", text, "--out", tmp_path, "--max-tokens", count)
+    assert done.exit_code == 0, done.output
+    assert f"positions {text}" in done.output
+    known = lsim.load_report(tmp_path / "report.safetensors")["cka"].provenance
+    assert (known.tokens, known.options["positions"]) == (count, text)
+    page = " ".join((tmp_path / "report.html").read_text().split())
+    assert f"positions of each row: {text}" in page
+
+
 def test_an_option_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
     done = run("report", "--out", tmp_path / "out", "--option", "cka.minibach=64")
     assert done.exit_code != 0

@@ -33,6 +33,8 @@ SYNONYMS = {
     "column": "text_column field text_field key feature",
     "prepend_bos": "bos add_bos add_special_tokens default_prepend_bos prepend_bos_token",
     "skip_first": "skip skip_bos drop_first ignore_first skip_first_n",
+    "positions": "position pos token_positions pos_slice which pool pooling",
+    "chat_template": "template",
     "pack": "packing packed concat concatenate",
     "remote": "host server url address ndif",
     "blocking": "wait asynchronous non_blocking",
