@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
+from torch.nn import Module
 
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer, Run
@@ -20,6 +21,7 @@ from ..core.server_addresses import shown
 from ..core.sums import Sums
 from ..data.batches import Batches
 from ..data.options import Column, DataOptions
+from ..models.hugging_face_check import verify_on_first_row
 from ..models.model_inputs import shared_positions
 from ..remote.open import open_source
 from .position_rules import chosen_rule
@@ -28,6 +30,8 @@ from .site_plan import DEFAULT, AtArgument, plan_sites
 from .submitted_run import RemoteRun
 from .validation import AnalyzersArgument, DataArgument, choose_analyzers, shared_tokens, with_tokenizer
 
+# For type checkers: the Hugging Face model that a TransformerLens model is compared with.
+VerifyArgument: TypeAlias = Literal["hf"] | Module | None
 R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
@@ -57,6 +61,7 @@ class _Keywords(TypedDict, total=False):
 
 
 class _OneModel(_Keywords, total=False):
+    verify: VerifyArgument
     layers: list[str] | None
     unembed: list[str] | None
     remote: bool | str
@@ -64,6 +69,7 @@ class _OneModel(_Keywords, total=False):
 
 
 class _TwoModels(_Keywords, total=False):
+    verify: VerifyArgument | tuple[VerifyArgument, VerifyArgument]
     layers: tuple[list[str] | None, list[str] | None]
     remote: bool | str | tuple[bool | str, bool | str]
 
@@ -93,6 +99,7 @@ def analyze(
     *,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
+    verify: VerifyArgument = None,
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
     remote: bool | str = False,
@@ -129,6 +136,10 @@ def analyze(
             of module paths; a pattern such as "blocks.*.hook_attn_out"; or a function of names that returns True for those to
             read. `sites` lists what a model has. Analyzers that need the residual stream refuse other sites.
         per_head: read each head of "z", "q", "k" or "v" as a site of its own, such as `blocks.3.attn.hook_z[5]`.
+        verify: "hf" compares the residual stream of a TransformerBridge or a HookedTransformer with the `hidden_states` of the
+            Hugging Face model on the first row, site by site, and refuses a model that differs by more than rounding. The
+            checkpoint that the model was booted from is loaded a second time, from its folder or the hub's cache. The Hugging
+            Face model itself, untouched by a bridge, is compared instead where it is given.
         layers: paths of the blocks, for layouts that are not known. They are numbered in the order given, and recorded.
         unembed: paths of the final norm and of the modules after it up to the logits, for layouts that are not known; the norm
             first, if there is one.
@@ -172,6 +183,7 @@ def analyze(
     chosen = choose_analyzers(analyzers)
     _refuse_idle_options(remote, blocking, checkpoint)
     source = open_source(model, layers=layers, unembed=unembed, remote=remote, tokens_per_request=tokens_per_request)
+    verify_on_first_row(source, verify)
     plan = plan_sites([source], chosen, at, per_head)
     described = with_tokenizer(source.model, tokenizer)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
@@ -179,7 +191,8 @@ def analyze(
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
     reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
     batches = Batches(data, described, reading, labelled, source.count_positions)
-    return run_analysis([source], batches, chosen, checkpoint, {"layers": layers, "unembed": unembed}, plan, blocking)
+    opened_with = {"layers": layers, "unembed": unembed, "verify": _verified(verify)}
+    return run_analysis([source], batches, chosen, checkpoint, opened_with, plan, blocking)
 
 
 @overload
@@ -201,6 +214,7 @@ def compare(
     *,
     at: AtArgument = DEFAULT,
     per_head: bool = False,
+    verify: VerifyArgument | tuple[VerifyArgument, VerifyArgument] = None,
     layers: tuple[list[str] | None, list[str] | None] = (None, None),
     remote: bool | str | tuple[bool | str, bool | str] = False,
     tokenizer: Any = None,
@@ -225,6 +239,7 @@ def compare(
         analyzers: one analyzer that compares, or several.
         at: the sites to read in both models, see `analyze`.
         per_head: see `analyze`.
+        verify: as in `analyze`, for both models or for each.
         layers: paths of the blocks of each model, for layouts that are not known.
         remote: as in `analyze`, for both models or for each. A request runs one model, so statistics of each model's layers
             return from the server and are joined here: for CKA the Gram matrices of minibatches, not the activations. Their
@@ -271,14 +286,26 @@ def compare(
         open_source(m, layers=paths, remote=place) for m, paths, place in zip((model_a, model_b), layers, places, strict=True)
     ]
     shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
+    with_own = verify if isinstance(verify, tuple) else (verify, verify)
+    for source, untouched in zip(sources, with_own, strict=True):
+        verify_on_first_row(source, untouched)
     plan = plan_sites(sources, chosen, at, per_head)
     rule = chosen_rule(positions, [source.model for source in sources], chosen, skip_first)
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
     reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
     batches = Batches(data, shared, reading, count_positions=partial(shared_positions, sources))
-    report = run_analysis(sources, batches, chosen, checkpoint, {"layers": list(layers) if any(layers) else None}, plan)
+    opened_with = {
+        "layers": list(layers) if any(layers) else None,
+        "verify": [_verified(one) for one in with_own] if any(one is not None for one in with_own) else None,
+    }
+    report = run_analysis(sources, batches, chosen, checkpoint, opened_with, plan)
     assert isinstance(report, Report)
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))
+
+
+def _verified(verify: VerifyArgument) -> str | None:
+    """The option `verify` for the record: what a model was compared with."""
+    return None if verify is None else "hf"
 
 
 def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:

@@ -6,6 +6,7 @@ Other packages may import from these modules:
 - `hooked`, `nnsight`, `reading`: sources of models in this process, and the forward passes that they record.
 - `site_buffer`, `firing_order`: the activations that a forward pass has at its sites, and the order in which it reaches them.
 - `stream_sums_check`: the check that sublayer outputs add up to the residual stream.
+- `hugging_face_check`: the check that a TransformerLens model has the residual stream of its Hugging Face model.
 - `open`, `transformer_lens`: tests of the type of a model.
 - `hooks`: forward hooks, early ends of forward passes, evaluation mode.
 - `layout`, `model_inputs`: the classes of models with a head, and the arguments of a forward pass.

@@ -65,6 +65,7 @@ class HookedSource(PointSource):
         self._points: tuple[HookPoint, ...]
         self._open(layers, unembed)
         self._start_reading(self._points, tuple(range(len(self._points))))
+        self._check: Callable[[Batch], None] | None = None
         self.head, self.unembed = self._open_head()
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
@@ -122,6 +123,14 @@ class HookedSource(PointSource):
     def evaluating(self) -> AbstractContextManager[None]:
         return eval_mode(self.module)
 
+    @property
+    def is_settled(self) -> bool:
+        return super().is_settled and self._check is None
+
+    def check_first_row(self, check: Callable[[Batch], None]) -> None:
+        """Let `settle` call `check` with its batch, once."""
+        self._check = check
+
     def count_positions(self, batch: Batch) -> int:
         seen: list[int] = []
 
@@ -137,6 +146,9 @@ class HookedSource(PointSource):
         return seen[0]
 
     def settle(self, batch: Batch) -> None:
+        if self._check is not None:
+            check, self._check = self._check, None
+            check(batch)
         if self._model.stream == "unknown":
             with torch.no_grad(), ForwardRun() as run, self.settling(run):
                 self._forward(batch.first_row)
@@ -286,8 +298,8 @@ class HookedSource(PointSource):
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise no_forward(self.module, error) from error
 
-    def call(self, batch: Batch) -> Any:
-        """One forward pass over all inputs of the batch."""
+    def call(self, batch: Batch, **more: Any) -> Any:
+        """One forward pass, over all inputs of the batch, with `more` keyword arguments."""
         device = next(self.module.parameters()).device
         if self._embed is not None:
             device = next(self._embed.parameters(), torch.empty(0, device=device)).device
@@ -295,7 +307,7 @@ class HookedSource(PointSource):
         device = torch.device("cpu") if device.type == "meta" else device
         args, options = forward_arguments(self.module, batch, self._model)
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-        return self.module(*(value.to(device) for value in args), **options)
+        return self.module(*(value.to(device) for value in args), **options, **more)
 
     @contextmanager
     def tapped(

@@ -80,6 +80,30 @@ def _transformer_lens_head(model: Any) -> Head | None:
     return Head("ln_final" if "ln_final" in names else "", ("unembed",), "every", scale, soft_cap)
 
 
+def stream_processing(model: Any) -> tuple[str, str] | None:
+    """How weight processing has changed the residual stream, and the call that loads the model without; None where it has not.
+
+    Folded norms leave the residual stream as it is.
+    """
+    if type(model).__name__ == "TransformerBridge":
+        without = "TransformerBridge.boot_transformers(name), without enable_compatibility_mode()"
+        return ("in compatibility mode", without) if model.compatibility_mode else None
+    return (
+        ("with centred writing weights", "HookedTransformer.from_pretrained_no_processing(name)") if _centred(model) else None
+    )
+
+
+def norms_are_folded(model: Any) -> bool:
+    """Whether the weights of the norms, the final one too, were folded into the weights after them."""
+    return str(model.cfg.normalization_type).endswith("Pre")
+
+
+def _centred(model: Any) -> bool:
+    """Whether what a HookedTransformer writes to the residual stream has mean zero over `d_model`."""
+    scale = model.W_E.abs().mean()
+    return bool(model.W_E.mean(-1).abs().max() < 1e-4 * scale)
+
+
 def _transformer_lens_basis(model: Any) -> str:
     """The basis of the residual stream, which weight processing changes."""
     if type(model).__name__ == "TransformerBridge":
@@ -87,7 +111,5 @@ def _transformer_lens_basis(model: Any) -> str:
         if is_post_norm(wrapped.get_submodule(find_blocks(wrapped, None)[0]), wrapped.config):
             return POST_NORM
         return "TransformerBridge, compatibility mode" if model.compatibility_mode else PRE_NORM
-    folded = "layer norms folded" if str(model.cfg.normalization_type).endswith("Pre") else "layer norms not folded"
-    scale = model.W_E.abs().mean()
-    centred = "centred" if bool(model.W_E.mean(-1).abs().max() < 1e-4 * scale) else "not centred"
-    return f"HookedTransformer, {folded}, writing weights {centred}"
+    folded = "layer norms folded" if norms_are_folded(model) else "layer norms not folded"
+    return f"HookedTransformer, {folded}, writing weights {'centred' if _centred(model) else 'not centred'}"
