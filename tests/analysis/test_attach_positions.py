@@ -8,9 +8,10 @@ import torch
 
 import tl_layersim as lsim
 
+from .. import oracles
 from ..models.helpers import bridge
 from ..tiny_models import random_tokens, tiny_llama
-from .test_run_positions import LENGTHS, RULES, by_hand, causal_classifier, check, padded, states
+from .test_run_positions import LENGTHS, RULES, by_hand, causal_classifier, check, means_by_hand, padded, states
 
 ROWS = {name: rule for name, rule in RULES.items() if name != "column"}
 each_rule = pytest.mark.parametrize("rule", ROWS)
@@ -33,6 +34,17 @@ def test_each_forward_pass_is_measured_at_the_rule_s_positions(kind, rule):
     # A Llama with padding on the left rotates by other positions, in float32.
     check(found, x, atol=1e-7)
     assert found.provenance.options["positions"].startswith(given if isinstance(given, str) else ("-3:-1", "tests."))
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert classifier"])
+def test_the_mean_of_each_row_of_a_forward_pass_is_one_sample(kind):
+    model, x = means_by_hand(kind)
+    data = padded(left=(1, 4) if kind == "llama" else ())
+    with torch.no_grad(), attached(model, "mean") as probe:
+        for part in (slice(0, 4), slice(4, 6)):
+            model(input_ids=data["input_ids"][part], attention_mask=data["attention_mask"][part])
+    found = probe.results()["cosine"]
+    np.testing.assert_allclose(found.values, oracles.oracle_cosine([x], center="none")["values"], atol=1e-7)
 
 
 @each_rule

@@ -114,6 +114,55 @@ def test_a_mean_of_the_data_and_cka_are_of_the_same_positions(rule):
     assert found["cka"].samples == x.shape[1]
 
 
+def means_by_hand(kind, skip=0):
+    """The mean of each row's activations, `layer row d_model`, and the model."""
+    make, blocks_of = MODELS[kind]
+    model = make().double()
+    return model, np.stack([states(model, blocks_of(model), row)[:, skip:].mean(1) for row in ROWS], axis=1)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("skip", [0, 2])
+def test_the_mean_of_a_row_is_one_sample(kind, skip):
+    model, x = means_by_hand(kind, skip)
+    for data, size in ((padded(), 6), (padded(left=(1, 4)), 4), (padded(left=range(6)), 1)):
+        analyzers = [lsim.Cosine(), lsim.CKA(estimator="exact")]
+        found = lsim.analyze(model, data, analyzers, positions="mean", batch_size=size, skip_first=skip)
+        np.testing.assert_allclose(found["cosine"].values, oracles.oracle_cosine([x])["values"], atol=1e-10)
+        np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([x], exact=True)["values"], atol=1e-9)
+        assert found["cka"].samples == len(ROWS)
+        assert found["cka"].provenance.options["positions"] == "mean"
+
+
+@pytest.mark.parametrize("source", ["bridge", "NNsight", "remote=local"])
+def test_every_source_takes_the_mean_of_a_row(source):
+    _, x = means_by_hand("llama")
+    model = tiny_llama().double()
+    model = bridge(model) if source == "bridge" else nnsight(model)
+    options = {"remote": "local"} if source == "remote=local" else {}
+    found = lsim.analyze(model, padded(), lsim.Cosine(), positions="mean", batch_size=4, **options)["cosine"]
+    np.testing.assert_allclose(found.values, oracles.oracle_cosine([x])["values"], atol=1e-6)
+
+
+def test_labels_of_rows_are_labels_of_their_means():
+    model, x = means_by_hand("llama")
+    classes = [0, 1, 0, 1, 0, 1]
+    expected = oracles.oracle_neural_collapse([x], classes, 2)["values"]
+    for labels in ("data", torch.tensor(classes)):
+        for level in ("token", "sequence"):
+            analyzer = lsim.NeuralCollapse(labels=labels, classes=2, level=level)
+            found = lsim.analyze(model, labelled(classes), analyzer, positions="mean", batch_size=4)["neural_collapse"]
+            np.testing.assert_allclose(found.values, expected, rtol=1e-6)
+
+
+def test_means_of_two_models_are_compared():
+    a, x = means_by_hand("llama")
+    b = tiny_gpt2().double()
+    y = np.stack([states(b, b.transformer.h, row).mean(1) for row in ROWS], axis=1)
+    found = lsim.compare(a, b, padded(), lsim.CKA(estimator="exact"), positions="mean", batch_size=4)
+    np.testing.assert_allclose(found.values, oracles.oracle_cka([x], [y], exact=True)["values"], atol=1e-9)
+
+
 @pytest.mark.parametrize("source", ["bridge", "NNsight", "remote=local"])
 @each_rule
 def test_every_source_measures_the_same_positions(source, rule):
