@@ -51,7 +51,8 @@ def test_what_diverges_is_refused(monkeypatch):
         ({"at": [1, "blocks.1.hook_resid_post"]}, "a list of different blocks"),
         ({"weights": [0.5, 0.5]}, "`weights` must be one number for each layer"),
         ({"checkpoint": "nowhere/run.ckpt"}, "folder that does not exist"),
-        ({"data": {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": [0, 1]}}, "trained on tokens"),
+        ({"data": {"pixel_values": torch.zeros(2, 3, 4, 4), "labels": [0, 1]}}, "no unambiguous column of texts or token ids"),
+        ({"data": {"inputs_embeds": torch.zeros(2, 3, 32), "labels": [0, 1]}}, "rows without token ids"),
         ({"data": random_tokens(1, 8), "eval_data": None}, "`data` has too few rows"),
     ],
 )

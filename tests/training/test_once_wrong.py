@@ -86,13 +86,14 @@ class TestWhatWasOnceWrong:
             float(model(tokens, attention_mask=mask, labels=labels).loss.detach()), rel=1e-6
         )
 
-    def test_second_sentences_are_refused(self):
+    def test_second_sentences_are_read(self):
         rows = [{"input_ids": [3, 4, 5, 6], "token_type_ids": [0, 0, 1, 1], "label": i % 3} for i in range(6)]
-        with pytest.raises(lsim.LayersimError, match="`token_type_ids` in the data"):
-            lsim.finetune_aligned(bert(), rows, SHORT)
+        pairs = lsim.finetune_aligned(bert(), rows, SHORT, batch_size=2)
         for row in rows:
             row["token_type_ids"] = [0] * 4
-        lsim.finetune_aligned(bert(), rows, SHORT, batch_size=2)
+        single = lsim.finetune_aligned(bert(), rows, SHORT, batch_size=2)
+        assert not torch.equal(pairs.values, single.values)
+        assert pairs.provenance.data != single.provenance.data
 
     def test_a_checkpoint_knows_what_learns(self, tmp_path):
         path, tokens = tmp_path / "run.safetensors", random_tokens(10, 6)

@@ -36,7 +36,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     if hasattr(getattr(module, "config", None), "use_cache"):
         options["use_cache"] = False
     if batch.padded:
-        options["attention_mask"] = _mask(module, batch)
+        options["attention_mask"] = _attention_mask(module, batch)
     main = TOKEN_IDS if batch.has_tokens else model.main_input if model.main_input in batch.inputs else EMBEDDINGS
     for name, values in batch.inputs.items():
         if name == main or name in model.inputs:
@@ -51,7 +51,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     return ((options.pop(main),), options) if type(module).__name__ == "TransformerBridge" else ((), options)
 
 
-def _mask(module: torch.nn.Module, batch: Batch) -> Tensor:
+def _attention_mask(module: torch.nn.Module, batch: Batch) -> Tensor:
     """The attention mask of a padded batch.
 
     Raises:
