@@ -18,6 +18,7 @@ from ..core.errors import LayersimError, LayersimWarning, in_words, warn
 from ..core.pairwise_summation import BLOCK
 from ..core.server_addresses import shown
 from ..data.batches import Batch
+from ..models.block_lists import encoder_and_decoder
 from ..models.model_info import ServerOffer
 from ..models.model_inputs import forward_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
@@ -68,6 +69,7 @@ class RemoteSource(NNsightSource):
         self._warned: set[str] = set()
         self._frozen = ShippedSource()
         self._keeps = "logits_to_keep" in inspect.signature(type(self.module).forward).parameters
+        self._decodes = bool(encoder_and_decoder(self.module))
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
         revision = json.loads(self.ndif.model_key.partition(":")[2]).get("revision")
@@ -88,7 +90,7 @@ class RemoteSource(NNsightSource):
     def _ask_offer(self) -> ServerOffer:
         """The server's offer for this model, from the server's status and from a request with one token."""
         status = self.ndif.status
-        facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, backend), patient=False)
+        facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, self._decodes, backend), patient=False)
         return ServerOffer(
             server=self.ndif.name,
             trusted=not facts["meta"],
@@ -151,8 +153,10 @@ class RemoteSource(NNsightSource):
 
     def _forward_here(self, row: Batch) -> Any:
         """One forward pass of the model without weights, which runs its modules in the same order as on the server."""
-        if not row.has_tokens:
+        if not row.has_tokens or self._decodes:
             args, given = forward_arguments(self.module, row, self._model)
+            # Masks are computed from values, which meta tensors do not have.
+            given = {name: value for name, value in given.items() if not name.endswith("attention_mask")}
             given = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in given.items()}
             return self.module(*(value.to("meta") for value in args), **given)
         tokens = torch.zeros(1, min(4, row.tokens.shape[1]), dtype=torch.long, device="meta")
