@@ -105,3 +105,8 @@ def family(name: str, seed: int = 0):
     settings = {key: value for key, value in wanted.items() if hasattr(config, key)} | more
     torch.manual_seed(seed)
     return cls(cls.config_class(**settings)).eval()
+
+
+def name_of_rule(rule):
+    """The id of a test's parameter: a function's address differs between the processes that run the tests."""
+    return getattr(rule, "__name__", str(rule))

@@ -103,7 +103,9 @@ def test_steps_of_cached_generation_are_counted_by_all_and_last(length):
     assert generate(model, "last", prompt).provenance.tokens == 2 * 5
 
 
-@pytest.mark.parametrize("rule", ["first", "mean", slice(0, 2), lambda tokens: tokens > 50], ids=str)
+@pytest.mark.parametrize(
+    "rule", ["first", "mean", slice(0, 2), lambda tokens: tokens > 50], ids=lambda rule: getattr(rule, "__name__", str(rule))
+)
 @pytest.mark.parametrize("length", [1, 7])
 def test_steps_of_cached_generation_are_no_rows(rule, length):
     with pytest.raises(lsim.LayersimError, match=r"`positions=.*` refers to whole rows(.|\n)*continues rows from a cache"):

@@ -217,7 +217,9 @@ def test_the_lens_of_a_classifier_reads_its_position_by_default_and_among_all(ki
     assert float(rows.cross_entropy[-1]) == pytest.approx(float(loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["other", slice(0, 3), above_50, "third"], ids=str)
+@pytest.mark.parametrize(
+    "rule", ["other", slice(0, 3), above_50, "third"], ids=lambda rule: getattr(rule, "__name__", str(rule))
+)
 @pytest.mark.parametrize("kind", ["llama classifier", "bert classifier"])
 def test_the_lens_of_a_classifier_elsewhere_is_refused(kind, rule):
     head = "first" if kind.startswith("bert") else "last"

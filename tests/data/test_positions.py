@@ -13,6 +13,7 @@ import tl_layersim as lsim
 from tl_layersim.data.options import DataOptions
 from tl_layersim.data.positions import Positions, as_rule
 
+from ..tiny_models import name_of_rule
 from .helpers import ROWS, TEXTS, batches, counted
 
 TOKENS = torch.tensor([10, 11, 12, 13, 14, 15])
@@ -30,7 +31,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "expected"), RULES, ids=str)
+@pytest.mark.parametrize(("rule", "expected"), RULES, ids=name_of_rule)
 def test_a_rule_refers_to_the_attended_positions(rule, expected):
     assert TOKENS[Positions(rule).select(TOKENS, PADDED)].tolist() == expected
 
@@ -97,7 +98,7 @@ def test_a_function_sees_the_ids_alone_and_cannot_change_them():
         "last",
         [[0], [1, 2]],
     ],
-    ids=str,
+    ids=name_of_rule,
 )
 def test_what_is_neither_mask_nor_indices_is_refused(returned):
     with pytest.raises(lsim.LayersimError, match=r"`positions` must return a mask or indices(.|\n)*row of 4 tokens"):

@@ -134,7 +134,8 @@ def analyze(
         at: the sites to read. Families: "resid_post" (the input of block 0 and every block's output), "resid_mid", "attn_out",
             "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; a list of names of hook points or
             of module paths; a pattern such as "blocks.*.hook_attn_out"; or a function of names that returns True for those to
-            read. `sites` lists what a model has. Analyzers that need the residual stream refuse other sites.
+            read. Families of an encoder-decoder are those of its decoder, and "encoder.resid_post" names one of the encoder.
+            `sites` lists what a model has. Analyzers that need the residual stream refuse other sites.
         per_head: read each head of "z", "q", "k" or "v" as a site of its own, such as `blocks.3.attn.hook_z[5]`.
         verify: "hf" compares the residual stream of a TransformerBridge or a HookedTransformer with the `hidden_states` of the
             Hugging Face model on the first row, site by site, and refuses a model that differs by more than rounding. The
@@ -182,7 +183,8 @@ def analyze(
     """
     chosen = choose_analyzers(analyzers)
     _refuse_idle_options(remote, blocking, checkpoint)
-    source = open_source(model, layers=layers, unembed=unembed, remote=remote, tokens_per_request=tokens_per_request)
+    opening: dict[str, Any] = {"unembed": unembed, "tokens_per_request": tokens_per_request, "either_stack": True}
+    source = open_source(model, layers=layers, remote=remote, **opening)
     verify_on_first_row(source, verify)
     plan = plan_sites([source], chosen, at, per_head)
     described = with_tokenizer(source.model, tokenizer)
@@ -283,13 +285,14 @@ def compare(
     for place in places:
         _refuse_idle_options(place, True, checkpoint)
     sources = [
-        open_source(m, layers=paths, remote=place) for m, paths, place in zip((model_a, model_b), layers, places, strict=True)
+        open_source(m, layers=paths, remote=place, either_stack=True)
+        for m, paths, place in zip((model_a, model_b), layers, places, strict=True)
     ]
-    shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
     with_own = verify if isinstance(verify, tuple) else (verify, verify)
     for source, untouched in zip(sources, with_own, strict=True):
         verify_on_first_row(source, untouched)
     plan = plan_sites(sources, chosen, at, per_head)
+    shared = with_tokenizer(shared_tokens(sources[0].model, sources[1].model, given=tokenizer is not None), tokenizer)
     rule = chosen_rule(positions, [source.model for source in sources], chosen, skip_first)
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
     reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
+from ..models.block_lists import in_both_stacks
 from ..models.hooked import HookedSource
 from ..models.reading import stack_side
 from .site_plan import SitePlan
@@ -22,13 +23,8 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
     Raises:
         LayersimError: names the analyzer and what it needs.
     """
-    if stack_side(source.module, source.blocks).side == "both":
-        raise LayersimError(
-            "`layers` must all lie in the encoder or all in the decoder: each has its own tokens and mask.",
-            given=f"{type(source.module).__name__} with blocks of both stacks, or of none that it names",
-            expected="blocks of the encoder or of the decoder",
-            do="layers=[f'decoder.block.{i}' for i in range(n)]",
-        )
+    if stack_side(source.module, source.paths).side == "both":
+        raise in_both_stacks(source.module)
     for name, analyzer in chosen.items():
         analyzer.check(*plan.models(name, [source.model], [source]))
         if analyzer.label_source:

@@ -71,7 +71,7 @@ def capabilities(
     Examples:
         >>> print(lsim.capabilities(model, remote="http://127.0.0.1:8001"))  # doctest: +SKIP
     """
-    source = on_server(open_source(model, layers=layers, unembed=unembed, remote=remote))
+    source = on_server(open_source(model, layers=layers, unembed=unembed, remote=remote, either_stack=True))
     reasons = {}
     for name, cls in sorted(find_analyzers().items()):
         try:

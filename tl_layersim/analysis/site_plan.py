@@ -110,6 +110,7 @@ def plan_sites(
 
 
 def _choices(source: Source, analyzers: Mapping[str, Analyzer], at: AtArgument, per_head: bool) -> dict[str, SiteChoice]:
+    at = source.in_stack(at)
     wanted = {name: _points_of(source, analyzer, at, per_head) for name, analyzer in analyzers.items()}
     if all(points is None for points in wanted.values()):
         residual = SiteChoice(tuple(range(len(source.model.layers))))

@@ -362,9 +362,10 @@ def load_run(
     kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in chosen.items()}
     source: RemoteSource | None = None
     if model is not None:
-        opened = on_server(open_source(model, remote=server, layers=settings["layers"], unembed=settings["unembed"]))
+        settled = {"layers": settings["layers"], "unembed": settings["unembed"]}
+        opened = on_server(open_source(model, remote=server, either_stack=True, **settled))
         if sites != opened.sites:
-            opened.read_at(opened.hook_points(list(sites), False))
+            opened.read_at(opened.hook_points(opened.in_stack(list(sites)), False))
         kernels = {
             name: partial(at_sites, kernel=kernel, sites=(tuple(sites.index(site) for site in models[name].layers),))
             for name, kernel in kernels.items()

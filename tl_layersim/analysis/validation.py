@@ -143,6 +143,13 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
                 do="models of one family; tokenizer=... only if both were trained with it; or vectors of whole texts, as "
                 "docs/add_a_source.md compares them",
             )
+    if a.token_input != b.token_input:
+        raise LayersimError(
+            "The models read different inputs of the data, so their samples do not match.",
+            given=f"`{a.token_input}` of {a.name} and `{b.token_input}` of {b.name}",
+            expected="the decoders of two encoder-decoders, or encoders and models of one stack",
+            do="at='encoder.resid_post', or layers=, for the encoder of an encoder-decoder",
+        )
 
     sure = a.tokenizer is not None and b.tokenizer is not None and not given
     if not sure and None not in (a.vocabulary, b.vocabulary) and a.vocabulary != b.vocabulary:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..models.view import View
 
-SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|mlp)_out")
+SUBLAYER = re.compile(r"(.*\bblocks\.)(\d+)\.hook_(attn|cross_attn|mlp)_out")
 CHUNK = 256
 
 
 def sublayer_sites(names: Sequence[str]) -> tuple[str, ...]:
-    """The sites among `names` that are outputs of sublayers, block by block, attention before the MLP.
+    """The sites among `names` that are outputs of sublayers, block by block in the order of the forward pass.
 
     Args:
         names: of sites, in any order; the stacks of an encoder-decoder stay in the order in which they are named.
@@ -70,10 +70,11 @@ def _streams(sites: Sequence[str], sublayers: Sequence[str]) -> list[tuple[int, 
     for name in sublayers:
         stack, block = stack_and_block(name)
         last = max(number for other, number in map(stack_and_block, sublayers) if other == stack)
-        middle = f"{stack}{block}.hook_resid_mid"
         # The MLP of a sequential block reads the stream after attention; that of a parallel block reads the block's input.
-        after_attention = name.endswith("mlp_out") and middle in sites
-        before = sites.index(middle) if after_attention else _input(sites, stack, block)
+        after = {"mlp_out": ("hook_resid_mid_cross", "hook_resid_mid"), "cross_attn_out": ("hook_resid_mid",), "attn_out": ()}
+        places = after[name.rpartition("hook_")[2]]
+        middle = [place for place in (f"{stack}{block}.{own}" for own in places) if place in sites]
+        before = sites.index(middle[0]) if middle else _input(sites, stack, block)
         streams.append((sites.index(name), before, sites.index(f"{stack}{last}.hook_resid_post")))
     return streams
 

@@ -103,7 +103,8 @@ class Contribution(Analyzer):
     F = \operatorname{mean}_t \frac{\langle a_t, x^L_t \rangle}{\lVert a_t \rVert \, \lVert x^L_t \rVert}$$
 
     The MLP of a sequential block adds to the stream after attention; attention and MLP of a parallel block both add to the
-    block's input. x^L is the output of the last block, before the final norm. The sublayers are read whatever `at` says.
+    block's input. In a decoder that attends to an encoder, this attention is a sublayer between them. x^L is the output of the
+    last block, before the final norm. The sublayers are read whatever `at` says, of the stack that it names.
     Post-norm models such as BERT are refused: a layer norm follows each addition, so the outputs are not parts of the final
     stream. On the first row, the run checks that the outputs add up to the stream as the architecture implies. There are no
     options.
@@ -121,7 +122,7 @@ class Contribution(Analyzer):
 
     name: ClassVar[str] = "contribution"
     families: ClassVar[tuple[str, ...]] = ("resid_post", "attn_out", "mlp_out")
-    optional_families: ClassVar[tuple[str, ...]] = ("resid_mid",)
+    optional_families: ClassVar[tuple[str, ...]] = ("resid_mid", "cross_attn_out", "resid_mid_cross")
 
     def check(self, *models: Model) -> None:
         refuse_post_norm(models[0])

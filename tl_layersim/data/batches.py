@@ -18,6 +18,7 @@ from .inputs import collated
 from .labels import NO_LABEL
 from .model_properties import ModelInputs
 from .options import DataOptions
+from .other_stack import cut_to_longest, decoder_alone, reads_decoder
 from .positions import Positions
 from .readers import Notes, Reader, refuse_path
 from .row import Row
@@ -102,6 +103,7 @@ class Batch:
         """The rows from `start` to before `stop` as a batch, as wide as the longest of them."""
         width = int(self.attention[start:stop].any(0).nonzero()[-1]) + 1
         cut = (slice(start, stop), slice(0, width))
+        inputs = {n: v[cut] if n in self.positional else v[start:stop] for n, v in self.inputs.items()}
         return replace(
             self,
             tokens=self.tokens[cut],
@@ -110,7 +112,7 @@ class Batch:
             first=self.first + start,
             labels=None if self.labels is None else self.labels[cut],
             origins=self.origins[start:stop],
-            inputs={n: v[cut] if n in self.positional else v[start:stop] for n, v in self.inputs.items()},
+            inputs=cut_to_longest(inputs),
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:
@@ -310,6 +312,8 @@ class Batches:
         for number, item in enumerate(reader.items(self.data)):
             if not isinstance(item, Chat):
                 chats.refuse_idle_options()
+            if reads_decoder(self.model) and not (isinstance(item, Row) and (item.inputs or not len(item.tokens))):
+                raise decoder_alone("a row of token ids alone" if isinstance(item, Row) else "a text alone", self.model)
             if isinstance(item, Text):
                 waiting.append((number, item))
                 if len(waiting) == TEXTS_AT_ONCE:

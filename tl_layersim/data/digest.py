@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .batches import Batch
+from .other_stack import cut_to_longest
 
 
 def fingerprint(digest: Any, batch: Batch) -> None:
@@ -21,8 +22,9 @@ def row_bytes(batch: Batch, number: int) -> bytes:
     attention = batch.attention[number]
     length = int(attention.nonzero()[-1]) + 1
     found = batch.tokens[number, :length].numpy().tobytes() + attention[:length].numpy().tobytes() + b"|"
-    for name, values in sorted(batch.inputs.items()):
-        row = values[number, :length] if name in batch.positional else values[number]
+    inputs = cut_to_longest({name: values[number : number + 1] for name, values in batch.inputs.items()})
+    for name, values in sorted(inputs.items()):
+        row = values[0, :length] if name in batch.positional else values[0]
         # NumPy has no bfloat16.
         plain = row.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         found += f"{name} {row.dtype} {tuple(row.shape)} ".encode() + plain + b"|"

@@ -26,6 +26,7 @@ from .inputs import (
 from .labels import LABELS, whole_numbers
 from .missing_mask import as_mask
 from .model_properties import ModelInputs
+from .other_stack import without_padding
 from .row import NOTHING, Row, misfit
 
 MASK = "attention_mask"
@@ -51,7 +52,7 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
     }
     targets = None if labels is None else _row_row_targets(whole_numbers(labels), count)
     for i, value in enumerate(values):
-        inputs = {name: value} | {other: column[i] for other, column in further.items()}
+        inputs = {name: value} | without_padding({other: column[i] for other, column in further.items()}, model)
         length = len(value) if name == EMBEDDINGS else 1
         attention = torch.ones(length, dtype=torch.bool)
         if data.get(MASK) is not None:
@@ -62,7 +63,7 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
             attention,
             target,
             inputs=inputs,
-            positional=positional(inputs, None),
+            positional=positional(inputs, None, model),
             has_tokens=False,
         )
         attended = attention.nonzero()[:, 0]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from .model_properties import ModelInputs
+from .other_stack import padded_apart
 
 if TYPE_CHECKING:
     from .row import Row
@@ -30,6 +31,8 @@ Level = Literal["batch", "row", "either"]
 
 def main_column(data: Mapping[str, Any], model: ModelInputs) -> str | None:
     """The column that takes the place of token ids: the model's main input, or embeddings; None where there is none."""
+    if model.token_input != TOKEN_IDS:
+        return None
     if model.main_input != TOKEN_IDS and data.get(model.main_input) is not None:
         return model.main_input
     has_tokens = data.get(TOKEN_IDS) is not None
@@ -121,21 +124,23 @@ def rows_of(inputs: Mapping[str, Any], count: int | None) -> list[dict[str, Tens
     return [{name: column[i] for name, column in columns.items()} for i in range(1 if count is None else count)]
 
 
-def positional(inputs: Mapping[str, Tensor], length: int | None) -> frozenset[str]:
+def positional(inputs: Mapping[str, Tensor], length: int | None, model: ModelInputs) -> frozenset[str]:
     """Names of the inputs that have one value for each position of a row: embeddings; segments and positions of tokens.
 
     Args:
         inputs: of the row.
         length: number of its tokens, None for a row without token ids.
+        model: the model.
     """
+    decoder = model.token_input != TOKEN_IDS
     return frozenset(
         name
         for name, values in inputs.items()
-        if name == EMBEDDINGS
-        # Those of a decoder belong to its own tokens, also where they are as many.
+        if (name == EMBEDDINGS and not decoder)
+        # Those of the other stack belong to its own tokens, also where they are as many.
         or (
             length is not None
-            and not name.startswith("decoder_")
+            and name.startswith("decoder_") == decoder
             and not values.is_floating_point()
             and values.shape[:1] == (length,)
         )
@@ -144,6 +149,8 @@ def positional(inputs: Mapping[str, Tensor], length: int | None) -> frozenset[st
 
 def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[str, Tensor], frozenset[str]]:
     """The inputs of a batch, `row ...`, those by position padded with zeros to `width`; and the names of these.
+
+    Those of the other stack of an encoder-decoder are padded to the longest of their own.
 
     Raises:
         LayersimError: the rows have other inputs, or inputs of other shapes.
@@ -154,11 +161,12 @@ def collated(rows: Sequence[Row], width: int, model: ModelInputs) -> tuple[dict[
         return {}, along
     if len({row.has_tokens for row in rows}) > 1:
         raise _unlike("some rows with token ids, and some without")
-    batch = {}
+    batch, apart = {}, padded_apart(model)
     for name in names:
         parts = [_of_row(row, name, name in along, model) for row in rows]
-        if name in along:
-            parts = [torch.cat([part, part.new_zeros(width - len(part), *part.shape[1:])]) for part in parts]
+        if name in along or name in apart:
+            longest = width if name in along else max(len(part) for part in parts)
+            parts = [torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])]) for part in parts]
         if len({part.shape for part in parts}) > 1:
             shapes = sorted({tuple(part.shape) for part in parts})
             raise _unlike(f"`{name}` of shapes {', '.join(map(str, shapes[:4]))}")

@@ -46,7 +46,8 @@ def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
                 + (f"token {pad} twice or more at an end" if not named else f"pad token {pad} ")
                 + ("" if not named else "at an end, which is another special token too" if shared else "between tokens"),
                 expected="an attention mask beside the tokens",
-                do="{'input_ids': tokens, 'attention_mask': mask}, or probe.mask = mask in attach; ones count the pads",
+                do=f"{{'{model.token_input}': tokens, '{model.mask_input}': mask}}, or probe.mask = mask in attach; ones "
+                "count the pads",
             )
         if not shared:
             mask &= ~ends

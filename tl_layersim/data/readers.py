@@ -25,12 +25,13 @@ from .columns import (
     is_text,
     unclear_columns,
 )
-from .input_rows import MASK, image_column, processed, rows_without_tokens
+from .input_rows import image_column, processed, rows_without_tokens
 from .inputs import PIXELS, ROW_AXES, TOKEN_IDS, Level, accepted, main_column, positional, rows_of
 from .labels import LABELS, labels_in, whole_numbers
 from .missing_mask import as_mask, mask_of, masked_warning
 from .model_properties import ModelInputs
 from .options import Column
+from .other_stack import decoder_alone, decoder_mask, reads_decoder, without_padding
 from .positions import as_marks
 from .row import NOTHING, Row, misfit
 from .text_encoding import Text
@@ -162,7 +163,7 @@ class Reader:
         data = {name: as_plain(value) for name, value in data.items()}
         named = self.column if isinstance(self.column, str) else None
         images = image_column(data, self.model, named)
-        read = [*LABELS, MASK, *([images] if images else []), *([self.marks] if self.marks else [])]
+        read = [*LABELS, self.model.mask_input, *([images] if images else []), *([self.marks] if self.marks else [])]
         if images is not None:
             many = isinstance(data[images], list) and level != "row"
             made = processed(data[images] if many else [data[images]], self.model)
@@ -177,7 +178,11 @@ class Reader:
             yield from rows_without_tokens(data, main, level, labels, self.model)
             return
         column = self.column if self.column is not None else find_column(data)
-        if self.column is None and column not in (*TOKENS, "text"):
+        if reads_decoder(self.model) and self.column is None:
+            column = self.model.token_input
+            if data.get(column) is None:
+                raise decoder_alone(f"fields {list(data)}, without `{column}`", self.model)
+        if self.column is None and column not in (*TOKENS, "text", self.model.token_input):
             column = next((name for name in data if is_chat(data[name])), column)
         yield from self._tokens_or_texts(data, column, read)
 
@@ -193,7 +198,7 @@ class Reader:
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = (TOKEN_IDS, *OF_TOKENS) if TOKEN_IDS in data and of_text else ()
         self._name_unread(data, [*read, *columns, *old])
-        inputs = accepted(data, self.model, (*columns, *old, MASK))
+        inputs = accepted(data, self.model, (*columns, *old, self.model.mask_input))
         if is_chat(values):
             chats = chats_in(values)
             alone = isinstance(values, Mapping) or any(isinstance(each, Mapping) for each in values)
@@ -204,7 +209,7 @@ class Reader:
         else:
             labels = labels_in(data) if self.labelled else None
             marks = None if self.marks is None else data.get(self.marks)
-            yield from self._token_rows(_tensor(values), data.get(MASK), labels, marks, values, inputs)
+            yield from self._token_rows(_tensor(values), data.get(self.model.mask_input), labels, marks, values, inputs)
 
     def _texts(self, data: Mapping[str, Any], columns: list[str], inputs: Mapping[str, Any]) -> Iterator[Text]:
         """The texts of a column, or of two columns that form pairs."""
@@ -237,7 +242,7 @@ class Reader:
 
     def _mask(self, rows: Tensor) -> Tensor:
         """The mask of tokens that came without one, derived from the padding ids."""
-        mask = mask_of(rows, self.model)
+        mask = decoder_mask(rows, self.model) if reads_decoder(self.model) else mask_of(rows, self.model)
         if mask is None:
             return torch.ones_like(rows, dtype=torch.bool)
         self.notes.masked += int((~mask).any(1).sum())
@@ -278,7 +283,7 @@ class Reader:
             if targets.dim() < rows.dim():
                 targets = targets[..., None].expand_as(rows)
         marked = None if marks is None else as_marks(marks, self.marks, rows.shape)
-        further = rows_of(inputs, None if rows.dim() == 1 else len(rows))
+        further = [without_padding(own, self.model) for own in rows_of(inputs, None if rows.dim() == 1 else len(rows))]
         if rows.dim() == 1:
             rows, attention = rows[None], attention[None]
             targets = targets[None] if targets is not None else None
@@ -287,7 +292,7 @@ class Reader:
             # Padding on either side is removed: rows are padded again on the right, so positions do not depend on the side.
             attended = row_mask.nonzero()[:, 0]
             row_labels = targets[i] if targets is not None else None
-            row_with_padding = Row(row, row_mask, row_labels, inputs=own, positional=positional(own, len(row)))
+            row_with_padding = Row(row, row_mask, row_labels, inputs=own, positional=positional(own, len(row), self.model))
             if marked is not None:
                 row_with_padding = replace(row_with_padding, marks=marked[i])
             yield row_with_padding[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +26,10 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
         LayersimError: a named path does not exist.
     """
     names = dict(module.named_modules())
-    scale, soft_cap = logit_scaling(getattr(module, "config", None))
     if unembed is not None:
         paths = existing_paths(module, unembed, "unembed")
-        scale, soft_cap = (1.0, None) if paths[-1] in CLASSIFIERS else (scale, soft_cap)
         norm = paths[0] if len(paths) > 1 and _is_norm(paths[0], names[paths[0]]) else ""
-        return Head(norm, tuple(paths[1:] if norm else paths), "every", scale, soft_cap)
+        return _scaled(Head(norm, tuple(paths[1:] if norm else paths)), module)
     norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
     # The final norm is registered last.
     norm = norms[-1] if norms else ""
@@ -38,9 +37,17 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
     before = [project] if project in names else []
     parts, reads = _classifier(module, blocks, names)
-    # Scaling and soft-caps apply to logits of tokens, not of classes.
-    scale, soft_cap = (1.0, None) if parts and parts[-1] in CLASSIFIERS else (scale, soft_cap)
-    return Head(norm, (*before, *parts), reads, scale, soft_cap) if parts else None
+    return _scaled(Head(norm, (*before, *parts), reads), module) if parts else None
+
+
+def _scaled(head: Head, module: torch.nn.Module) -> Head:
+    """The head with the scale and the soft-cap of the model's logits, which apply to logits of tokens, not of classes."""
+    if head.parts[-1] in CLASSIFIERS:
+        return head
+    config = getattr(module, "config", None)
+    scale, soft_cap = logit_scaling(config)
+    inner = _input_scale(config)
+    return replace(head, scale=scale * inner, soft_cap=soft_cap, scales_input=inner != 1.0)
 
 
 def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> tuple[list[str], str]:
@@ -87,6 +94,12 @@ def logit_scaling(config: Any) -> tuple[float, float | None]:
     scale = scale / over if isinstance(over, int | float) else scale
     # Gemma 2 and 3; RecurrentGemma.
     return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+
+
+def _input_scale(config: Any) -> float:
+    """Factor by which a T5 multiplies what its head reads, where the head shares the weights of the embedding."""
+    tied = getattr(config, "model_type", None) in ("umt5", "switch_transformers") and config.tie_word_embeddings
+    return float(config.d_model**-0.5) if getattr(config, "scale_decoder_outputs", False) or tied else 1.0
 
 
 def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:

@@ -45,8 +45,8 @@ def find_points(
     Args:
         module: the model.
         blocks: module paths of its blocks, as `find_blocks` or `find_stacks` gives them.
-        at: a family, such as "attn_out"; a TransformerLens name, with `[5]` for head 5, or a module path; a pattern with `*`; a
-            function of a name, which is True for the names to read; or a list of these.
+        at: a family, such as "attn_out", or "encoder.attn_out" of one stack; a TransformerLens name, with `[5]` for head 5, or
+            a module path; a pattern with `*`; a function of a name, which is True for the names to read; or a list of these.
         per_head: whether each head has a hook point of its own.
 
     Raises:
@@ -54,7 +54,7 @@ def find_points(
     """
     items: list[At] = [at] if isinstance(at, str) or callable(at) else list(at)
     known = site_map(module, blocks)
-    families = [item for item in items if isinstance(item, str) and item in SITE_NAMES]
+    families = [item for item in items if isinstance(item, str) and known.is_family(item)]
     if not items or len(set(families)) < len(families):
         raise LayersimError(
             "`at` is empty." if not items else "`at` names a family twice.",
@@ -186,10 +186,12 @@ def _tensor_of(point: HookPoint) -> tuple[object, ...]:
 
 
 def _refuse_lacking(known: SiteMap, family: str) -> None:
-    """Refuse a family that the model does not have."""
-    if family not in known.families():
+    """Refuse a family that the model, or the stack that is named, does not have."""
+    if not known.of_families([family]):
+        stack, _, own = family.rpartition(".")
+        reason = known.lacks.get(own, f"the blocks of its {stack} have none")
         raise LayersimError(
-            f"`at` names a family that {known.model} does not have: {known.lacks[family]}.",
+            f"`at` names a family that {known.model} does not have: {reason}.",
             given=f"at={family!r}",
             expected=f"one of {', '.join(known.families())}",
             do="lsim.sites(model) lists the sites of every family",

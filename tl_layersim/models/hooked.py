@@ -62,14 +62,12 @@ class HookedSource(PointSource):
         self._embed: torch.nn.Module | None
         self.blocks: list[torch.nn.Module]
         self._is_transformer_lens = is_transformer_lens(model)
-        self._points: tuple[HookPoint, ...]
         self._open(layers, unembed)
-        self._start_reading(self._points, tuple(range(len(self._points))))
+        self._place_blocks()
         self._check: Callable[[Batch], None] | None = None
-        self.head, self.unembed = self._open_head()
 
     def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
-        """Set the blocks, the places of the residual layers, the embedding and the description of the model."""
+        """Set the paths of the blocks, the embedding and the description of the model."""
         model = self.module
         if self._is_transformer_lens:
             if layers is not None or unembed is not None:
@@ -80,17 +78,25 @@ class HookedSource(PointSource):
                     do="leave them out, or pass the Hugging Face model",
                 )
             self._embed, self._model = open_transformer_lens(model)
-            self._points = tuple(HookPoint(name, name) for name in self._model.layers)
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
-            self.blocks = list(model.blocks)  # type: ignore[arg-type]  # its list of blocks
         else:
             refuse_no_weights(model)
             self.paths, self._named = find_blocks(model, layers), layers is not None
-            self.blocks = [model.get_submodule(path) for path in self.paths]
             self._embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
-            self._points = residual_points(self._model.layers, self.paths)
+        self._home, self._head_paths = self.paths, unembed
+
+    def _place_blocks(self) -> None:
+        """Set the blocks, the places of the residual layers and the head."""
+        if self._is_transformer_lens:
+            self.blocks = list(self.module.blocks)  # type: ignore[arg-type]  # its list of blocks
+            points = tuple(HookPoint(name, name) for name in self._model.layers)
+        else:
+            self.blocks = [self.module.get_submodule(path) for path in self.paths]
+            points = residual_points(self._model.layers, self.paths)
+        self._start_reading(points, tuple(range(len(points))))
+        self.head, self.unembed = self._open_head()
 
     def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
         """The module that gives logits (before scale and soft-cap), and the logit lens."""
@@ -106,6 +112,7 @@ class HookedSource(PointSource):
             reads=head.reads,
             scale=head.scale,
             soft_cap=head.soft_cap,
+            scales_input=head.scales_input,
             dtype=head_dtype(parts),
             device=None if weight is None or weight.is_meta else weight.device,
             linear=plain_linear(parts[-1]),
@@ -245,7 +252,7 @@ class HookedSource(PointSource):
 
         def keep(view: View) -> None:
             views.append(view)
-            if not self.calling:
+            if not self.calling or len(calls) == len(self.blocks):
                 run.stop()
 
         calls: list[BlockCall] = []
@@ -334,7 +341,7 @@ class HookedSource(PointSource):
             # TransformerLens's run_with_hooks and generate call the model's `forward` without its own hooks.
             direct=self._is_transformer_lens,
             aside=self.aside,
-            stack=stack_side(self.module, self.blocks),
+            stack=stack_side(self.module, self.paths),
         )
         with temporary_hooks() as handles:
             for level, module in enumerate(self.stacks()):

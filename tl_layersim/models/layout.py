@@ -1,7 +1,4 @@
-"""Blocks of a Hugging Face or plain torch model: their module paths, and how such a model is called.
-
-A new layout is one entry in the table `BLOCKS`.
-"""
+"""Blocks of a Hugging Face or plain torch model: their module paths, and the names and the basis of their sites."""
 
 from __future__ import annotations
 
@@ -14,35 +11,28 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from .block_layout import NO_FINAL
+from .block_layouts import layout_of
+from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, side_of
 from .model_info import Model, block_sites, layer_names, module_sites
 
-# Paths of the list of blocks, from the base model (`model.model`, `model.transformer`, `model.gpt_neox`, `model.bert`, ...).
-BLOCKS = (
-    "layers",  # Llama, Qwen2, Mistral, Mixtral, Gemma 1 to 3, Phi, OLMo, GPT-NeoX, Mamba
-    "h",  # GPT-2, GPT-J, Falcon, Bloom
-    "language_model.layers",  # Gemma 3 and others with a vision tower
-    "decoder.layers",  # OPT
-    "encoder.layer",  # BERT, RoBERTa, MPNet, ViT
-    "encoder.layers",
-    "transformer.layer",  # DistilBERT
-    "blocks",  # MPT, and TransformerLens models as plain modules
-)
 PRE_NORM = "raw weights, before the final norm"
 MODULES = "raw weights; what the named modules give"
 POST_NORM = "raw weights; post-norm: each block's output is after its layer norm"
 FAMILIES = (
     "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
-    "RoBERTa, DistilBERT, ELECTRA, MPNet, ViT, DeiT and DINOv2 layouts by themselves; "
+    "RoBERTa, DistilBERT, ELECTRA, MPNet, ViT, DeiT, DINOv2, T5 and BART layouts by themselves; "
     "any other decoder or encoder by layers=[paths of its blocks]"
 )
 
 
 def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
-    """Module paths of the blocks, in order.
+    """Module paths of the blocks of one stack, in order.
 
     Args:
         module: the model.
-        layers: the paths that the user names, which are checked; None to find them by the layout.
+        layers: the paths that the user names, which are checked; None to find them by the layout, those of the decoder in a
+            model with encoder and decoder.
 
     Raises:
         LayersimError: a path does not exist, is named twice or out of order; or no path is named and the layout is not known.
@@ -82,15 +72,17 @@ def locate(
         paths: of its modules, as `find_blocks` gives them.
         named: whether the user named them.
     """
+    side = side_of(module, paths)
+    prefix = f"{side}." if side else ""
     if not named:
         # A list called `layers` holds the blocks of a Hugging Face model; in another model it may hold anything.
-        return layer_names(len(paths)), "whole" if hasattr(module, "base_model_prefix") else "unknown"
+        return _prefixed(prefix, layer_names(len(paths))), "whole" if hasattr(module, "base_model_prefix") else "unknown"
     numbers = _numbers(module, paths)
     if numbers is not None:
         whole = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         trusted = hasattr(module, "base_model_prefix")
-        return block_sites(numbers), ("whole" if whole else "parts") if trusted else "unknown"
-    inside = any(path.startswith(f"{block}.") for path in paths for block in _known_or_none(module))
+        return _prefixed(prefix, block_sites(numbers)), ("whole" if whole else "parts") if trusted else "unknown"
+    inside = any(path.startswith(f"{block}.") for path in paths for block in _known_or_none(module, side))
     # The input and the output of a single module cannot show a stream.
     return module_sites(paths), "none" if inside or len(paths) < 2 else "unknown"
 
@@ -109,7 +101,7 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         LayersimError: the modules are not blocks, and the user did not name them.
     """
     if not strangers:
-        post = is_post_norm(module.get_submodule(paths[0]), getattr(module, "config", None))
+        post = is_post_norm(module, paths[0])
         return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
     if named:
         return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
@@ -123,35 +115,37 @@ def same_stream(given: Tensor, before: Tensor) -> bool:
     return given.shape == before.shape and torch.equal(given.nan_to_num(), before.to(given).nan_to_num())
 
 
+def _prefixed(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{prefix}{name}" for name in names)
+
+
 def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
     """Block numbers of the modules at these paths; None if a module is not a block, or the layout is not known."""
-    blocks = _known_or_none(module)
+    blocks = _known_or_none(module, side_of(module, paths))
     return [blocks.index(path) for path in paths] if set(paths) <= set(blocks) else None
 
 
-def _known_or_none(module: torch.nn.Module) -> list[str]:
+def _known_or_none(module: torch.nn.Module, side: str) -> list[str]:
     try:
-        return _known(module)
+        return _known(module, side)
     except LayersimError:
         return []
 
 
-def _known(module: torch.nn.Module) -> list[str]:
-    """Paths of all blocks.
+def _known(module: torch.nn.Module, side: str = "") -> list[str]:
+    """Paths of all blocks, of one side in a model with encoder and decoder.
 
     Raises:
         LayersimError: the layout is not known.
     """
-    names = dict(module.named_modules())
-    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
-        raise _unsupported(module, "an encoder-decoder: two stacks, two residual streams")
-    prefix = getattr(module, "base_model_prefix", "")
-    for base in dict.fromkeys((prefix, "model", "")):
-        for path in BLOCKS:
-            full = f"{base}.{path}" if base else path
-            blocks = names.get(full)
-            if isinstance(blocks, torch.nn.ModuleList) and len(blocks):
-                return [f"{full}.{i}" for i in range(len(blocks))]
+    if encoder_and_decoder(module):
+        path = lists_by_side(module).get(side or "decoder")
+        if path is None:
+            raise _unsupported(module, "an encoder-decoder whose decoder has no known list of blocks")
+        return blocks_in(module, path)
+    path = block_list(module)
+    if path is not None:
+        return blocks_in(module, path)
     raise _unsupported(module, f"modules {[name for name, _ in module.named_children()][:6]}")
 
 
@@ -209,10 +203,29 @@ def find_embedding(module: torch.nn.Module) -> torch.nn.Module | None:
     return embedding if isinstance(embedding, torch.nn.Module) else None
 
 
-def is_post_norm(block: torch.nn.Module, config: Any) -> bool:
-    """Whether the blocks end in a layer norm, so that their output is not the sum of their input and a branch."""
-    # The blocks of BERT, of the first GPT and of the 350M OPT end in a layer norm. Other models have norms before attention and
-    # feed-forward, or inside the branch.
+def nearest_config(module: torch.nn.Module, path: str) -> Any:
+    """The configuration of a module of a model: that of the nearest module around it that has one."""
+    parts = path.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        config = getattr(module.get_submodule(".".join(parts[:depth])), "config", None)
+        if config is not None:
+            return config
+    return None
+
+
+def is_post_norm(module: torch.nn.Module, path: str) -> bool:
+    """Whether the blocks end in a layer norm, so that their output is not the sum of their input and a branch.
+
+    Args:
+        module: the model.
+        path: of one of its blocks.
+    """
+    block, config = module.get_submodule(path), nearest_config(module, path)
+    layout = layout_of(block, config)
+    if layout is not None:
+        return layout.lacks.get("ln_final") == NO_FINAL
+    # Blocks with the modules of BERT's, and those of the first GPT, end in a layer norm. Other models have norms before
+    # attention and feed-forward, or inside the branch.
     first_gpt = getattr(config, "model_type", None) == "openai-gpt"
     before = getattr(config, "do_layer_norm_before", None)
     return hasattr(getattr(block, "output", None), "LayerNorm") or before is False or first_gpt

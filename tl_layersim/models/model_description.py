@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from .block_lists import in_both_stacks, side_of
 from .head_layout import find_head
 from .layout import MODULES, POST_NORM, PRE_NORM, is_post_norm, locate
 from .model_info import Model
 
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
-HANDLED = ("input_ids", "tokens", "input", "text", "attention_mask", "start_positions", "end_positions")
+HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
 
 
 def describe(
@@ -38,29 +39,43 @@ def describe(
     else:
         plain = {"class": type(module).__name__, "parameters": [(n, list(p.shape)) for n, p in module.named_parameters()]}
     first = next(module.parameters(), None)
-    names, stream = locate(module, blocks, named)
-    basis = POST_NORM if is_post_norm(module.get_submodule(blocks[0]), config) else PRE_NORM
     return Model(
         name=getattr(config, "_name_or_path", "") or type(module).__name__,
         config_hash=hash_config(plain),
         weights_hash=hash_weights(module),
         source=source,
-        basis=basis if names[0].endswith(".hook_resid_pre") else MODULES,
         dtype=str(first.dtype) if first is not None else "unknown",
-        layers=names,
         d_model=getattr(text, "hidden_size", None),
         vocabulary=getattr(text, "vocab_size", None),
         context=_context(text),
         tokenizer=tokenizer,
-        head=find_head(module, blocks, unembed),
         calls="gradients",
-        **data_fields(module, blocks[0]),
-        stream=stream,
+        **stack_fields(module, blocks, unembed, named),
     )
 
 
+def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None, named: bool) -> dict[str, Any]:
+    """The fields of `Model` that depend on the blocks that are read; arguments as those of `describe`.
+
+    Raises:
+        LayersimError: the blocks lie in both stacks of an encoder-decoder.
+    """
+    side = side_of(module, blocks)
+    if side == "both":
+        raise in_both_stacks(module)
+    names, stream = locate(module, blocks, named)
+    basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
+    return data_fields(module, blocks[0]) | {
+        "basis": basis if names[0].endswith(".hook_resid_pre") else MODULES,
+        "layers": names,
+        "stream": stream,
+        # The logits are computed from the decoder.
+        "head": None if side == "encoder" else find_head(module, blocks, unembed),
+    }
+
+
 def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
-    """The fields `inputs`, `main_input`, `pads` and `ends` of `Model`, which say how data is read for a Hugging Face model.
+    """The fields of `Model` which say how data is read for a Hugging Face model, such as `inputs`, `main_input` and `pads`.
 
     Args:
         module: the model.
@@ -70,10 +85,15 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     # Models with segments use segment 0 where none is given. GPT-2 instead adds an embedding for segment 0.
     zeros = 0 if getattr(text, "type_vocab_size", None) is not None else None
-    inputs = {name: zeros if name == "token_type_ids" else None for name in _forward_names(module, block)}
+    names, main = _forward_names(module, block), _main_input(module)
+    own = ("input_ids", "attention_mask")
+    if side_of(module, [block]) == "decoder" and "decoder_input_ids" in names:
+        own = ("decoder_input_ids", "decoder_attention_mask")
+        main = own[0]
+    inputs = {name: zeros if name == "token_type_ids" else None for name in names if name not in own}
     pads, ends = _ids(config, text, "pad_token_id"), [*_ids(config, text, "bos_token_id"), *_ids(config, text, "eos_token_id")]
-    more = {"pads": tuple(pads), "ends": tuple(dict.fromkeys(ends))}
-    return {"inputs": inputs, "main_input": _main_input(module), "processor": processor_of(module)} | more
+    more = {"pads": tuple(pads), "ends": tuple(dict.fromkeys(ends)), "processor": processor_of(module)}
+    return {"inputs": inputs, "main_input": main, "token_input": own[0], "mask_input": own[1]} | more
 
 
 def _main_input(module: torch.nn.Module) -> str:

@@ -35,6 +35,9 @@ class Model:
         inputs: names of the inputs of its forward besides token ids, attention mask and labels, each with the value that is
             equivalent to leaving the input out; None where no value is.
         main_input: name of the first input of its forward, "input_ids" of models of tokens.
+        token_input: name of the input that holds the token ids of the stack that is read, "decoder_input_ids" of the decoder in
+            an encoder-decoder.
+        mask_input: name of the attention mask of this stack.
         processor: makes inputs of images, None where the model carries none.
         pads: padding ids that its configuration names.
         ends: ids that its configuration names as BOS or EOS.
@@ -58,6 +61,8 @@ class Model:
     calls: Literal["none", "values", "gradients"] = "none"
     inputs: Mapping[str, int | None] = field(default_factory=dict)
     main_input: str = "input_ids"
+    token_input: str = "input_ids"
+    mask_input: str = "attention_mask"
     processor: Any = None
     pads: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()

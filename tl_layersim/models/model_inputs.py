@@ -22,7 +22,8 @@ EMPTY_IF_ZERO = ("token_type_ids",)
 def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Positional and keyword arguments of a forward pass over a batch.
 
-    Token ids are positional, because modules give them different names. All other inputs are passed by name.
+    Token ids are positional, because modules give them different names; those of a decoder beside an encoder, and all other
+    inputs, are passed by name.
 
     Args:
         module: the model.
@@ -36,7 +37,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     if hasattr(getattr(module, "config", None), "use_cache"):
         options["use_cache"] = False
     if batch.padded:
-        options["attention_mask"] = _attention_mask(module, batch)
+        options[model.mask_input] = _attention_mask(module, batch, model.mask_input)
     main = TOKEN_IDS if batch.has_tokens else model.main_input if model.main_input in batch.inputs else EMBEDDINGS
     for name, values in batch.inputs.items():
         if name == main or name in model.inputs:
@@ -46,23 +47,25 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     if batch.has_tokens:
         if model.main_input in ROW_AXES:
             raise _not_tokens(model)
+        if model.token_input != TOKEN_IDS:
+            return (), options | {model.token_input: batch.tokens}
         return (batch.tokens,), options
     # A TransformerBridge has one argument for tokens, pixels and embeddings.
     return ((options.pop(main),), options) if type(module).__name__ == "TransformerBridge" else ((), options)
 
 
-def _attention_mask(module: torch.nn.Module, batch: Batch) -> Tensor:
+def _attention_mask(module: torch.nn.Module, batch: Batch, name: str) -> Tensor:
     """The attention mask of a padded batch.
 
     Raises:
         LayersimError: the model takes none.
     """
     accepts = inspect.signature(type(module).forward).parameters.values()
-    if not any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in accepts):
+    if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in accepts):
         raise LayersimError(
             f"{type(module).__name__} takes no attention mask, and these rows are of different lengths.",
             given="a padded batch",
-            expected="a forward with attention_mask=, or rows of one length",
+            expected=f"a forward with {name}=, or rows of one length",
             do="batch_size=1, or cut rows with seq_len=",
         )
     return batch.attention.long()

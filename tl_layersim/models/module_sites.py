@@ -11,17 +11,12 @@ import torch
 from ..core.errors import LayersimError
 from .block_layout import BlockLayout, ModuleTensor, Term, into, out_of
 from .block_layouts import layout_of
+from .block_lists import blocks_in, lists_by_side
 from .hook_point import HookPoint, Part
-from .layout import find_blocks, locate
+from .layout import find_blocks, locate, nearest_config
 from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum, fused_parts, separate_heads, site_name
 
-# Lists of blocks of models with two stacks, and how the names of their sites begin.
-STACKS = {
-    "encoder.block": "encoder.",
-    "encoder.layers": "encoder.",
-    "decoder.block": "decoder.",
-    "decoder.layers": "decoder.",
-}
+# Lists of blocks of models with two towers, and how the names of their sites begin.
 TOWERS = {"text_model.encoder.layers": "text.", "vision_model.encoder.layers": "vision."}
 UNKNOWN = "its blocks are of an architecture whose hook points are not in the table: name its modules by their paths"
 NO_NORM = "it has no final norm that reads every position"
@@ -59,30 +54,23 @@ def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
         try:
             return find_blocks(module, None)
         except LayersimError:
-            # One tower of a CLIP, or the encoder of a T5, in a model with a head.
-            lists = list(_lists_of(module, STACKS))
+            # One tower of a CLIP in a model with a head.
+            lists = list(_towers(module))
             if len(lists) != 1:
                 raise
-    return [f"{path}.{i}" for path in lists for i in range(len(_blocks_in(module, path)))]
+    return [block for path in lists for block in blocks_in(module, path)]
 
 
 def _two_stacks(module: torch.nn.Module) -> dict[str, str]:
     """Paths of the lists of blocks of a model with two stacks, each with the prefix of its names; empty for other models."""
-    known = STACKS if getattr(getattr(module, "config", None), "is_encoder_decoder", False) else TOWERS
-    found = _lists_of(module, known)
-    return found if len(set(found.values())) == 2 or known is STACKS else {}
+    towers = _towers(module)
+    return {path: f"{side}." for side, path in lists_by_side(module).items()} or (towers if len(towers) == 2 else {})
 
 
-def _lists_of(module: torch.nn.Module, ends: dict[str, str]) -> dict[str, str]:
-    """Paths of the lists of blocks that end in one of these, in their order, each with the prefix of its names."""
+def _towers(module: torch.nn.Module) -> dict[str, str]:
+    """Paths of the lists of blocks of CLIP's towers, each with the prefix of its names."""
     lists = [path for path, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub)]
-    return {path: prefix for end, prefix in ends.items() for path in lists if path == end or path.endswith(f".{end}")}
-
-
-def _blocks_in(module: torch.nn.Module, path: str) -> torch.nn.ModuleList:
-    blocks = module.get_submodule(path)
-    assert isinstance(blocks, torch.nn.ModuleList)
-    return blocks
+    return {path: prefix for end, prefix in TOWERS.items() for path in lists if path == end or path.endswith(f".{end}")}
 
 
 def _stacks(module: torch.nn.Module, blocks: Sequence[str]) -> Iterator[BlockStack]:
@@ -102,19 +90,9 @@ def _stacks(module: torch.nn.Module, blocks: Sequence[str]) -> Iterator[BlockSta
         yield BlockStack("", tuple(blocks), ())
 
 
-def _config(module: torch.nn.Module, path: str) -> Any:
-    """The configuration of a block: that of the nearest module around it that has one."""
-    parts = path.split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        config = getattr(module.get_submodule(".".join(parts[:depth])), "config", None)
-        if config is not None:
-            return config
-    return None
-
-
 def _layout(module: torch.nn.Module, blocks: Sequence[str]) -> BlockLayout | None:
     """The layout of these blocks; None where the table has none, or not one for all."""
-    found = [layout_of(module.get_submodule(path), _config(module, path)) for path in blocks]
+    found = [layout_of(module.get_submodule(path), nearest_config(module, path)) for path in blocks]
     return found[0] if found and all(layout is found[0] for layout in found) else None
 
 
@@ -150,7 +128,7 @@ def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
             sites += _residual_sites(module, stack)
             lacks |= dict.fromkeys(SITE_NAMES, UNKNOWN)
             continue
-        heads = head_counts(_config(module, stack.blocks[0]), layout.head_count)
+        heads = head_counts(nearest_config(module, stack.blocks[0]), layout.head_count)
         lacks |= dict.fromkeys(SITE_NAMES, "its blocks have none") | {"ln_final": NO_NORM} | dict(layout.lacks)
         for number, path in zip(stack.numbers, stack.blocks, strict=True):
             sites += _block_sites(stack, number, path, layout, heads)

@@ -59,15 +59,18 @@ class NNsightSource(PointSource):
         self.module: torch.nn.Module = model._module
         if remote in (False, "local"):
             refuse_no_weights(self.module)
-        self.paths = paths = find_blocks(self.module, layers)
-        self._named = layers is not None
-        self.blocks = [model.get(path) for path in paths]
+        self.paths = self._home = find_blocks(self.module, layers)
+        self._named, self._head_paths = layers is not None, unembed
         where = f" (remote={shown(remote)})" if remote else ""
         tokenizer = getattr(model, "tokenizer", None)
-        known = describe(self.module, paths, type(model).__name__ + where, tokenizer, unembed, self._named)
+        known = describe(self.module, self.paths, type(model).__name__ + where, tokenizer, unembed, self._named)
         self._model = replace(known, processor=processor_of(model) or known.processor)
+        self._place_blocks()
+
+    def _place_blocks(self) -> None:
+        self.blocks = [self.envoy.get(path) for path in self.paths]
         self._unembed = self._open_head()
-        self._start_reading(residual_points(self._model.layers, paths), _residual_order(len(paths)))
+        self._start_reading(residual_points(self._model.layers, self.paths), _residual_order(len(self.paths)))
 
     def _open_head(self) -> Unembed | None:
         """The logit lens, made of nnsight's envoys, which resolve to the modules in this process or on a server."""
@@ -81,6 +84,7 @@ class NNsightSource(PointSource):
             reads=head.reads,
             scale=head.scale,
             soft_cap=head.soft_cap,
+            scales_input=head.scales_input,
             dtype=head_dtype(parts),
             device=None,
             norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,

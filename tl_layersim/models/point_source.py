@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from .block_lists import encoder_and_decoder
 from .hook_point import HookPoint
 from .hook_points import find_points, stream_sums
+from .model_description import stack_fields
+from .model_info import Model
 from .site_map import StreamSum
 from .source import Source
+from .stack_choice import choose_stack
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,19 @@ class PointSource(Source):
 
     Attributes:
         module: the model.
-        paths: of its blocks.
+        paths: of its blocks, those of one stack in an encoder-decoder.
     """
 
     module: torch.nn.Module
     paths: list[str]
+    _home: list[str]  # the paths with which the source was opened
+    _named: bool  # whether the user named them
+    _head_paths: list[str] | None  # the modules of the head that the user named
+    _model: Model
+
+    @abstractmethod
+    def _place_blocks(self) -> None:
+        """Set what depends on the paths of the blocks: the blocks, the head, and the residual layers."""
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
         """Read the residual layers, whose order is known."""
@@ -71,6 +84,17 @@ class PointSource(Source):
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
+
+    def in_stack(self, at: Any) -> Any:
+        if not encoder_and_decoder(self.module):
+            return at
+        paths, at = choose_stack(self.module, self._home, self._named, at)
+        if paths != self.paths:
+            self.paths = paths
+            head = self._head_paths if paths == self._home else None
+            self._model = replace(self._model, **stack_fields(self.module, paths, head, self._named))
+            self._place_blocks()
+        return at
 
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
         self._reading = self._residual if points == self._residual.points else SitesRead(points, None)

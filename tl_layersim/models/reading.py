@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .block_lists import Side, encoder_and_decoder, side_of
 from .hook_point import Part
 from .view import View
 
@@ -59,11 +60,11 @@ class Stack:
     """The stack, encoder or decoder, of an encoder-decoder model whose residual stream is read.
 
     Attributes:
-        side: "encoder" or "decoder"; "" for a model of one stack, "both" for blocks of both.
+        side: "encoder" or "decoder"; "" for a model of one stack, "both" for blocks of both or of none.
         start: the token id with which the model itself begins its decoder input, None where its configuration has none.
     """
 
-    side: Literal["", "encoder", "decoder", "both"]
+    side: Side
     start: int | None = None
 
 
@@ -120,16 +121,10 @@ class Callbacks:
     on_error: Callable[[Exception], None] | None
 
 
-def stack_side(module: torch.nn.Module, blocks: list[torch.nn.Module]) -> Stack:
-    """The stack of an encoder-decoder to which the blocks belong."""
-    config = getattr(module, "config", None)
-    if not getattr(config, "is_encoder_decoder", False):
+def stack_side(module: torch.nn.Module, paths: list[str]) -> Stack:
+    """The stack of an encoder-decoder in which the blocks at these paths lie."""
+    if not encoder_and_decoder(module):
         return Stack("")
-    members = set(blocks)
-    for side in ("decoder", "encoder"):
-        find: Any = getattr(module, f"get_{side}", None)
-        stack = find() if find is not None else None
-        if isinstance(stack, torch.nn.Module) and stack is not module and members <= set(stack.modules()):
-            start = getattr(config, "decoder_start_token_id", None)
-            return Stack("decoder", start if isinstance(start, int) else None) if side == "decoder" else Stack("encoder")
-    return Stack("both")
+    side = side_of(module, paths) or "both"
+    start = getattr(module.config, "decoder_start_token_id", None)
+    return Stack(side, start if side == "decoder" and isinstance(start, int) else None)

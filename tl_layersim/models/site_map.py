@@ -62,6 +62,11 @@ class Site:
     heads: tuple[Part, ...] = ()
     first: bool = False
 
+    @property
+    def stack(self) -> str:
+        """How the names of its stack begin, such as `encoder.`; "" in a model of one stack."""
+        return self.point.name.removesuffix(site_name(self.family, self.block or 0))
+
     def head(self, number: int) -> HookPoint:
         """The hook point of one head."""
         return HookPoint(f"{self.point.name}[{number}]", self.point.module, self.point.incoming, self.heads[number])
@@ -103,9 +108,23 @@ class SiteMap:
     other_names: tuple[str, ...] = field(default=(), repr=False)
 
     def of_families(self, families: Iterable[str]) -> list[Site]:
-        """The sites of these families, in the order in which the model computes them."""
+        """The sites of these families, in the order in which the model computes them.
+
+        Args:
+            families: of all stacks, such as "attn_out", or of one, such as "encoder.attn_out".
+        """
         chosen = set(families)
-        return [site for site in self.sites if site.family in chosen or (site.first and "resid_post" in chosen)]
+
+        def is_chosen(site: Site) -> bool:
+            own = (site.family, "resid_post") if site.first else (site.family,)
+            return any(name in chosen or f"{site.stack}{name}" in chosen for name in own)
+
+        return [site for site in self.sites if is_chosen(site)]
+
+    def is_family(self, name: str) -> bool:
+        """Whether a name is that of a family, with or without a stack of the model."""
+        stack, dot, family = name.rpartition(".")
+        return family in SITE_NAMES and (not dot or any(site.stack == f"{stack}." for site in self.sites))
 
     def families(self) -> list[str]:
         """The families that the model has."""

@@ -133,6 +133,14 @@ class Source(ABC):
         """
         raise self._no_hook_points(f"at={at!r}")
 
+    def in_stack(self, at: Any) -> Any:
+        """Read the stack of an encoder-decoder that `at` names, and return `at` without its name.
+
+        Args:
+            at: as in `hook_points`.
+        """
+        return at
+
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
         """Read these hook points in further forward passes, in place of the residual layers."""
         raise self._no_hook_points(", ".join(point.name for point in points[:3]))

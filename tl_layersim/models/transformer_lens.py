@@ -108,7 +108,7 @@ def _transformer_lens_basis(model: Any) -> str:
     """The basis of the residual stream, which weight processing changes."""
     if type(model).__name__ == "TransformerBridge":
         wrapped = model.original_model
-        if is_post_norm(wrapped.get_submodule(find_blocks(wrapped, None)[0]), wrapped.config):
+        if is_post_norm(wrapped, find_blocks(wrapped, None)[0]):
             return POST_NORM
         return "TransformerBridge, compatibility mode" if model.compatibility_mode else PRE_NORM
     folded = "layer norms folded" if norms_are_folded(model) else "layer norms not folded"

@@ -27,6 +27,7 @@ class Head:
         reads: positions of a row that the head reads: "every" one, or the "first" or "last".
         scale: factor of the logits.
         soft_cap: c, where the logits are c tanh(logits / c); None where they are not capped.
+        scales_input: whether the model applies the factor to what the head reads, so that the head's own output is scaled.
     """
 
     norm: str
@@ -34,6 +35,7 @@ class Head:
     reads: str = "every"
     scale: float = 1.0
     soft_cap: float | None = None
+    scales_input: bool = False
 
     def __str__(self) -> str:
         text = "x" if not self.norm else f"{self.norm}(x)"
@@ -54,6 +56,7 @@ class Unembed:
         reads: see `Head`.
         scale: see `Head`.
         soft_cap: see `Head`.
+        scales_input: see `Head`.
         dtype: of the head's weights, None where it has no floating-point weights.
         norm_dtype: of the norm's weights, None where it has none; the norm then takes the dtype of the head.
         device: of the head's weights, None where the modules move their inputs by themselves.
@@ -70,6 +73,7 @@ class Unembed:
     device: torch.device | None
     linear: torch.nn.Linear | None = None
     norm_dtype: torch.dtype | None = None
+    scales_input: bool = False
 
     def raw(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
         """Logits before logit scaling and soft-cap.
@@ -142,7 +146,7 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, last: int, fin
         hidden: `pos d_model`, output of the last block for the row.
         logits: `pos vocabulary` of the model at the same positions, or at the last of them; `classes` of a classifier.
         last: index in the row of the last position that the model attended to.
-        finished: whether scale and soft-cap were applied to the logits.
+        finished: whether scale and soft-cap were applied to the logits; else they are the output of the head.
 
     Returns:
         `2`, float64: the Euclidean norm of the difference, and that of the logits; infinite and NaN if the shapes differ. The
@@ -153,7 +157,7 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, last: int, fin
         hidden, logits = hidden[-count:], logits[-count:]
     else:
         hidden = hidden[last if unembed.reads == "last" else 0]
-    own = unembed(hidden) if finished else unembed.raw(hidden)
+    own = unembed(hidden) if finished else unembed.raw(hidden) * (unembed.scale if unembed.scales_input else 1.0)
     if own.shape != logits.shape:
         return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
     theirs, ours = logits.detach().double().cpu(), own.detach().double().cpu()

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
+from ..data.inputs import TOKEN_IDS
 from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.nnsight import NNsightSource
@@ -24,6 +25,7 @@ def open_source(
     unembed: list[str] | None = None,
     remote: bool | str = False,
     tokens_per_request: int | None = None,
+    either_stack: bool = False,
 ) -> Source:
     """The source for a model.
 
@@ -33,6 +35,7 @@ def open_source(
         unembed: paths of its final norm and head, None to find them.
         remote: False for this process, "local" for nnsight's simulation of a server, True or an address for an NDIF server.
         tokens_per_request: number of positions that one request may hold; None to choose it by time.
+        either_stack: whether the caller reads encoder-decoders too, whose decoder is read where `layers` names no blocks.
 
     Raises:
         LayersimError: the type of the model is not supported, or does not fit the other arguments.
@@ -45,9 +48,19 @@ def open_source(
             do="batch_size= for the rows of a forward pass in this process",
         )
     on_server = remote not in (False, "local")
+    source: Source
     if on_server and is_nnsight(model):
-        return RemoteSource(model, layers, unembed, remote, tokens_per_request)
-    return open_local(model, layers=layers, unembed=unembed, remote=remote)
+        source = RemoteSource(model, layers, unembed, remote, tokens_per_request)
+    else:
+        source = open_local(model, layers=layers, unembed=unembed, remote=remote)
+    if not either_stack and layers is None and source.model.token_input != TOKEN_IDS:
+        raise LayersimError(
+            f"{source.model.name} is an encoder-decoder: only analyze, compare and attach choose one of its two stacks.",
+            given=source.model.source,
+            expected="a model with one residual stream, or `layers` with the blocks of one stack",
+            do="lsim.analyze(model, data, analyzers, at='encoder.resid_post'); or layers=[...] with the encoder's blocks",
+        )
+    return source
 
 
 def on_server(source: Source) -> RemoteSource:

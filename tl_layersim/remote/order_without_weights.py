@@ -77,7 +77,9 @@ def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
     """Run the module on arguments that are moved to the device of its weights."""
     device = next(module.parameters()).device
     args, options = arguments
-    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    # Masks are computed from values, which meta tensors do not have.
+    given = {name: value for name, value in options.items() if not name.endswith("attention_mask")}
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     return module(*(value.to(device) for value in args), **given)
 
 

@@ -11,7 +11,7 @@ from plotly.colors import qualitative, sample_colorscale
 
 from .labels import axis_title
 from .site_labels import short_names
-from .style import BLUE, FAINT, ORANGE, SHADES, SOLID, layer_axis, styled
+from .style import BLUE, FAINT, GREEN, ORANGE, SHADES, SOLID, layer_axis, styled
 
 # Axes of a result whose labels are layers.
 LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped")
@@ -59,7 +59,7 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
 
 
 def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: str) -> go.Figure:
-    """Line plot over blocks of one value of each sublayer: one line for attention, one for the MLP.
+    """Line plot over blocks of one value of each sublayer: one line for each of attention, attention to an encoder, and MLP.
 
     Args:
         names: of the sites of sublayers, such as `blocks.0.hook_attn_out`.
@@ -69,8 +69,11 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
     """
     fig = go.Figure()
     blocks = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
-    for kind, label, colour in (("attn", "Attention", BLUE), ("mlp", "MLP", ORANGE)):
+    kinds = (("attn", "Attention", BLUE), ("cross_attn", "Attention to the encoder", GREEN), ("mlp", "MLP", ORANGE))
+    for kind, label, colour in kinds:
         chosen = [n for n, name in enumerate(names) if name.endswith(f".hook_{kind}_out")]
+        if not chosen:
+            continue
         fig.add_scatter(
             x=[blocks.index(names[n].rsplit(".", 1)[0]) for n in chosen],
             y=values[chosen],

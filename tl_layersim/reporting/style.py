@@ -15,6 +15,7 @@ FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
 SHADES = (1.0, 0.75, 0.5, 0.35, 0.25)
 BLUE, FAINT = "#2a5c9a", "rgba(42, 92, 154, {})"
 ORANGE = "#c8641e"
+GREEN = "#4f8a4b"
 SOLID = {"color": BLUE, "width": 2}
 # Most tick labels on an axis of layers.
 MOST_TICKS = 24
