@@ -14,7 +14,7 @@ Other packages may import from these modules:
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
 - `hook_point`, `hook_points`, `site_table`: places at which activations are read, their resolution from `at=`, and their table.
-- `module_sites`: the blocks of models with one stack or two.
+- `module_sites`, `block_lists`: the blocks of models with one stack or two.
 - `block_call`: repeated calls of a block.
 - `split_model`: models that are split at a layer.
 """

@@ -121,7 +121,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
         raise _differ(source, reference, given, "as many blocks")
     allowed = rounding(_dtype(source), _dtype(reference))
     cancelled = _cancellation(theirs.residuals)
-    for pair in _pairs(source, row, ours, theirs):
+    for pair in _compared_tensors(source, row, ours, theirs):
         if pair.own.shape != pair.other.shape:
             given = f"{pair.site} has width {pair.own.shape[-1]}, {pair.counterpart} has {pair.other.shape[-1]}"
             raise _differ(source, reference, given, "equal widths")
@@ -134,7 +134,7 @@ def check_residuals(source: HookedSource, model: torch.nn.Module, batch: Batch) 
             raise _differ(source, reference, given, f"equality to rounding, {limit:.1g}")
 
 
-def _pairs(source: HookedSource, row: Batch, ours: Tensor, theirs: HiddenStates) -> Iterator[Pair]:
+def _compared_tensors(source: HookedSource, row: Batch, ours: Tensor, theirs: HiddenStates) -> Iterator[Pair]:
     """What is compared, in the order in which a forward pass computes it."""
     names, end = source.model.layers, len(ours) - 1
     # The final norm hides a wrong scale, so the residual before the norm is compared too.
@@ -148,7 +148,11 @@ def _pairs(source: HookedSource, row: Batch, ours: Tensor, theirs: HiddenStates)
             logits = tensor_of(source.call(row))[0]
         # TransformerLens may centre the logits of a position.
         yield Pair(
-            "the output of the model", "the logits of the Hugging Face model", end, _centred(logits), _centred(theirs.logits)
+            "the output of the model",
+            "the logits of the Hugging Face model",
+            end,
+            _minus_mean(logits),
+            _minus_mean(theirs.logits),
         )
 
 
@@ -226,7 +230,7 @@ def _cancellation(states: Sequence[Tensor]) -> Tensor:
     return (norms.cummax(0).values / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(min=1)
 
 
-def _centred(logits: Tensor) -> Tensor:
+def _minus_mean(logits: Tensor) -> Tensor:
     logits = logits.double()
     return logits - logits.mean(-1, keepdim=True)
 
@@ -300,7 +304,7 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
     return partial(_load, source, kind, name, given | {"attn_implementation": attention or "eager"})
 
 
-def _load(source: HookedSource, kind: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
+def _load_checkpoint(source: HookedSource, kind: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
     """Load a checkpoint from a folder or from the hub's cache, in the dtype and on the device of the source."""
     try:
         model: torch.nn.Module = kind.from_pretrained(name, dtype=_dtype(source), local_files_only=True, **options)

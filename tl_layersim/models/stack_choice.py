@@ -54,11 +54,11 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
             do="one call with at='encoder.attn_out', and another with at='decoder.attn_out'",
         )
     paths = home if side == read else blocks_in(module, lists_by_side(module)[side])
-    stripped = [_without(side, item) for item in items]
+    stripped = [_without_prefix(side, item) for item in items]
     return paths, stripped[0] if isinstance(at, str) or callable(at) else stripped
 
 
-def _without(side: str, item: Any) -> Any:
+def _without_prefix(side: str, item: Any) -> Any:
     """A family without the name of its stack; any other item unchanged."""
     family = item.removeprefix(f"{side}.") if isinstance(item, str) and side in SIDES else item
     return family if isinstance(family, str) and family in SITE_NAMES else item

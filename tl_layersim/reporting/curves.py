@@ -11,7 +11,7 @@ from plotly.colors import qualitative, sample_colorscale
 
 from .labels import axis_title
 from .site_labels import short_names
-from .style import BLUE, FAINT, GREEN, ORANGE, SHADES, SOLID, layer_axis, styled
+from .style import BLUE, FAINT, GREEN, ORANGE, SHADES, SOLID, layer_axis, styled, turn_labels
 
 # Axes of a result whose labels are layers.
 LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped")
@@ -46,6 +46,7 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
     if axis in LAYER_AXES:
         after = not names or names[0].endswith("resid_pre")
         layer_axis(fig.update_xaxes, names, "After block" if after else axis_title("skipped" if axis == "skipped" else "layer"))
+        turn_labels(fig, names)
     elif numbers:
         fig.update_xaxes(title=axis_title(axis))
     else:

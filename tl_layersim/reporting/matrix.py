@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from ..core.results import Result
 from .labels import axis_title
 from .site_labels import heads_in_block
-from .style import colour_bar, layer_axis, styled
+from .style import colour_bar, layer_axis, styled, turn_labels
 
 
 def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str) -> go.Figure:
@@ -53,10 +53,9 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
     layer_axis(fig.update_yaxes, rows, names[1])
     fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")
     fig.update_xaxes(constrain="domain")
+    turn_labels(fig, columns)
     # Labels of heads need more room than numbers of blocks.
     side = 760 if heads_in_block(rows) or heads_in_block(columns) else 520
-    if heads_in_block(columns):
-        fig.update_xaxes(tickangle=-90)
     return styled(fig, title, height=side, width=side + 100)
 
 
@@ -82,6 +81,7 @@ def series_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: st
     )
     fig = go.Figure(heat)
     layer_axis(fig.update_xaxes, columns, axis_title("layer"))
+    turn_labels(fig, columns)
     fig.update_yaxes(title=axis_title(axes[0]), type="category")
     return styled(fig, title, height=520, width=620)
 

@@ -20,6 +20,8 @@ SOLID = {"color": BLUE, "width": 2}
 # Most tick labels on an axis of layers.
 MOST_TICKS = 24
 MOST_HEAD_TICKS = 40
+# Number of letters from which a tick label is turned.
+LONG_LABEL = 6
 
 
 def styled(fig: go.Figure, title: str, height: int, width: int) -> go.Figure:
@@ -57,6 +59,19 @@ def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: 
     at = list(range(0, len(names), step))
     size = {"tickfont": {"size": 9}} if heads else {}
     update(title=site_axis_title(names, title), tickmode="array", tickvals=at, ticktext=[labels[i] for i in at], **size)
+
+
+def turn_labels(fig: go.Figure, names: tuple[str, ...]) -> None:
+    """Turn the labels of sites along the horizontal axis where they are long, so that each ends at its tick and none is cut.
+
+    Args:
+        fig: whose horizontal axis `layer_axis` labelled.
+        names: of the sites.
+    """
+    if heads_in_block(names):
+        fig.update_xaxes(tickangle=-90)
+    elif len(names) > 1 and max(map(len, short_names(names))) > LONG_LABEL:
+        fig.update_xaxes(tickangle=-45)
 
 
 def token_text(token: str, bold: bool = False) -> str:
