@@ -301,7 +301,7 @@ def _checkpoint_of(source: HookedSource) -> Callable[[], torch.nn.Module]:
             do="verify=model, an untouched Hugging Face model with the same weights: copy.deepcopy(model) before it is bridged",
         )
     given = {key: value for key, value in options.items() if value is not None}
-    return partial(_load, source, kind, name, given | {"attn_implementation": attention or "eager"})
+    return partial(_load_checkpoint, source, kind, name, given | {"attn_implementation": attention or "eager"})
 
 
 def _load_checkpoint(source: HookedSource, kind: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
