@@ -323,3 +323,36 @@ def test_another_rule_does_not_resume_a_checkpoint(tmp_path):
         with pytest.raises(lsim.LayersimError, match=r"positions"):
             run(rule)
     assert torch.equal(run(lambda tokens: tokens > 50).values, first.values)
+
+
+def vision():
+    from ..training.helpers import vit
+
+    return vit().double()
+
+
+PIXELS = {"pixel_values": torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "places"), [(None, [0]), ("first", [0]), ("last", [4]), (slice(1, None), [1, 2, 3, 4]), ("all", range(5))], ids=str
+)
+def test_rows_of_pixels_are_measured_at_their_patches(rule, places):
+    model = vision()
+    seen = []
+    blocks = model.vit.layers
+    handles = [blocks[0].register_forward_pre_hook(lambda m, a: seen.append(a[0]))]
+    handles += [block.register_forward_hook(lambda m, a, o: seen.append(first_of(o))) for block in blocks]
+    with torch.no_grad():
+        model(**PIXELS)
+    for handle in handles:
+        handle.remove()
+    x = torch.stack(seen)[:, :, list(places)].flatten(1, 2).double().numpy()
+    found = lsim.analyze(model, PIXELS, lsim.Cosine(center="none"), positions=rule, batch_size=4)["cosine"]
+    np.testing.assert_allclose(found.values, oracles.oracle_cosine([x], center="none")["values"], atol=1e-10)
+    assert found.provenance.options["positions"] == ("first" if rule is None else "1:" if isinstance(rule, slice) else rule)
+
+
+def test_a_function_of_token_ids_has_nothing_to_say_on_pixels():
+    with pytest.raises(lsim.LayersimError, match="function of token ids, and the rows have none"):
+        lsim.analyze(vision(), PIXELS, lsim.Cosine(center="none"), positions=lambda tokens: tokens == 0)

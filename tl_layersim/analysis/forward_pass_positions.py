@@ -57,13 +57,8 @@ class ForwardPassPositions:
                 do="model(tokens) on the finished rows, with the probe attached to that call alone",
             )
         tokens = call.tokens
-        if tokens is None and callable(self.rule.rule):
-            raise LayersimError(
-                "`positions` is a function of token ids, and this forward pass has none.",
-                given="a forward pass of embeddings or other inputs",
-                expected="token ids",
-                do="positions='first', 'last', 'mean' or a slice; or probe.mask",
-            )
+        if tokens is None:
+            self.rule.refuse_without_tokens("a forward pass of embeddings or other inputs")
         ids = torch.zeros(call.shape, dtype=torch.int64) if tokens is None else tokens.cpu().expand(call.shape)
         rows = zip(ids, known.cpu(), strict=True)
         return torch.stack([self.rule.select(row, counted) for row, counted in rows]).to(known.device)

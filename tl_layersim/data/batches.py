@@ -122,6 +122,7 @@ class Batch:
             count: number of positions in the model's residual stream.
             selection: the rule that selects the counted positions.
         """
+        selection.refuse_without_tokens(f"inputs {', '.join(self.inputs)}")
         shape = (len(self.tokens), count)
         tokens, attention = self.tokens.new_zeros(shape), torch.ones(shape, dtype=torch.bool)
         counted = torch.stack([selection.select(*row) for row in zip(tokens, attention, strict=True)])

@@ -130,6 +130,23 @@ class Positions:
         """
         return counted if self.pooled else counted & (counted.cumsum(0) <= most)
 
+    def refuse_without_tokens(self, given: str) -> None:
+        """Refuse a function of token ids for rows that have none.
+
+        Args:
+            given: the rows, for the message.
+
+        Raises:
+            LayersimError: the rule is a function.
+        """
+        if callable(self.rule):
+            raise LayersimError(
+                "`positions` is a function of token ids, and the rows have none.",
+                given=given,
+                expected="token ids",
+                do="positions='first', 'last', 'mean' or a slice",
+            )
+
     def _indices(self, tokens: Tensor) -> Tensor:
         """The indices that the function selects among the attended tokens of a row."""
         assert callable(self.rule)
