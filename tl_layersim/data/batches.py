@@ -224,13 +224,8 @@ class Batches:
 
     def _count(self, batch: Batch) -> int:
         """The number of positions of rows without token ids, from one forward pass for each shape of the inputs."""
-        if self.count_positions is None:
-            raise LayersimError(
-                "`data` has rows without token ids, which are not accepted here.",
-                given=f"inputs {', '.join(batch.inputs)}",
-                expected="texts or token ids",
-                do="analyze(), compare(), stitch() and finetune_aligned() take every input of a model",
-            )
+        # Rows without token ids are refused before where positions cannot be counted.
+        assert self.count_positions is not None
         key = tuple((name, values.shape[1:]) for name, values in sorted(batch.inputs.items()))
         if key not in self._counts:
             self._counts[key] = self.count_positions(batch.first_row)
@@ -282,7 +277,14 @@ class Batches:
             yield row
 
     def _refuse_without_tokens(self, row: Row) -> None:
-        """Refuse options that cut rows of tokens, where rows have none."""
+        """Refuse rows without token ids where they are not accepted, and options that cut rows of tokens."""
+        if self.count_positions is None:
+            raise LayersimError(
+                "`data` has rows without token ids, which are not accepted here.",
+                given=f"inputs {', '.join(row.inputs)}",
+                expected="texts or token ids",
+                do="analyze(), compare(), stitch() and finetune_aligned() take every input of a model",
+            )
         given = {name: getattr(self.options, name) for name in ("seq_len", "max_tokens")}
         if named := [f"{name}={value}" for name, value in given.items() if value is not None]:
             raise LayersimError(

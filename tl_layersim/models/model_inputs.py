@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from ..data.inputs import EMBEDDINGS, ROW_AXES, TOKEN_IDS
+from ..data.inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
 from .model_info import Model
 from .source import Source
 
@@ -93,6 +93,41 @@ def _not_tokens(model: Model) -> LayersimError:
         expected=f"`{model.main_input}`, by that name or as a tensor alone",
         do=f"data={{'{model.main_input}': {model.main_input}}}; or images with tokenizer=processor",
     )
+
+
+def smallest_arguments(
+    module: torch.nn.Module, model: Model, decodes: bool
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Arguments of a forward pass over as little as the model takes: one token, or one image or recording of zeros.
+
+    Args:
+        module: the model.
+        model: the description of the same model.
+        decodes: whether a decoder beside the encoder takes tokens of its own.
+
+    Raises:
+        LayersimError: the size of its main input is not known from its configuration.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long)
+    more = {"decoder_input_ids": token} if decodes else {}
+    if model.main_input not in ROW_AXES:
+        return (token,), more
+    config = getattr(module, "config", None)
+    size, bins = getattr(config, "image_size", None), getattr(config, "num_mel_bins", None)
+    length = getattr(config, "max_source_positions", None)
+    shape: tuple[int, ...] | None = None
+    if model.main_input == PIXELS and size is not None:
+        shape = (1, getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
+    elif model.main_input == "input_features" and bins is not None and length is not None:
+        shape = (1, bins, 2 * length)
+    if shape is None:
+        raise LayersimError(
+            f"`remote` needs a model whose inputs have a known size, and that of `{model.main_input}` is not known.",
+            given=model.name,
+            expected="a configuration with image_size, or with num_mel_bins and max_source_positions",
+            do="remote=False, with the model loaded in this process",
+        )
+    return (), {model.main_input: _in_dtype(torch.zeros(shape), model)} | more
 
 
 def shared_positions(sources: Sequence[Source], batch: Batch) -> int:

@@ -21,7 +21,7 @@ from ..data.batches import Batch
 from ..models.block_lists import encoder_and_decoder
 from ..models.hook_point import HookPoint
 from ..models.model_info import ServerOffer
-from ..models.model_inputs import forward_arguments
+from ..models.model_inputs import forward_arguments, smallest_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
 from ..models.source import PartialSums
 from ..models.view import Kernel, Reduced, View
@@ -90,9 +90,10 @@ class RemoteSource(NNsightSource):
         )
 
     def _ask_offer(self) -> ServerOffer:
-        """The server's offer for this model, from the server's status and from a request with one token."""
+        """The server's offer for this model, from the server's status and from a request with one row."""
         status = self.ndif.status
-        facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, self._decodes, backend), patient=False)
+        arguments = smallest_arguments(self.module, self._model, self._decodes)
+        facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)
         return ServerOffer(
             server=self.ndif.name,
             trusted=not facts["meta"],

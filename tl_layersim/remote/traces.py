@@ -112,20 +112,12 @@ def widened(value: Any) -> Any:
     return value.long() if isinstance(value, Tensor) and value.dtype == torch.int32 else value
 
 
-def probe(model: Any, blocks: list[Any], decodes: bool, backend: Any) -> dict[str, Any]:
-    """One request with one token: the dtype and the devices of activations, and whether the weights are on the meta device.
-
-    Args:
-        model: the nnsight model.
-        blocks: its blocks.
-        decodes: whether a decoder beside the encoder takes tokens of its own.
-        backend: of the request.
-    """
+def probe(model: Any, blocks: list[Any], arguments: tuple[tuple[Tensor, ...], dict[str, Any]], backend: Any) -> dict[str, Any]:
+    """One request with one row: the dtype and the devices of activations, and whether the weights are on the meta device."""
     import nnsight
 
-    tokens = torch.zeros(1, 1, dtype=torch.long)
-    options = {"decoder_input_ids": tokens} if decodes else {}
-    with torch.no_grad(), model.trace(tokens, backend=backend, **options):
+    args, options = arguments
+    with torch.no_grad(), model.trace(*args, backend=backend, **options):
         outputs = [first_tensor(block.output) for block in blocks]
         weight = next(iter(blocks[0]._module.parameters()))
         saved = nnsight.save(
