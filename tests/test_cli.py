@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import tl_layersim as lsim
@@ -140,6 +141,45 @@ def test_a_saved_data_set(tmp_path):
     assert done.exit_code == 0, done.output
 
 
+def test_sites_are_chosen(tmp_path):
+    options = ["--at", "attn_out, mlp_out", "--at", "blocks.*.hook_resid_post", "--analyzers", "cosine,contribution"]
+    done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)
+    assert done.exit_code == 0, done.output
+    assert ", at attn_out, mlp_out, blocks.*.hook_resid_post\n" in done.output
+    report = lsim.load_report(tmp_path / "report.safetensors")
+    assert report["cosine"].provenance.options["at"] == ["attn_out", "mlp_out", "blocks.*.hook_resid_post"]
+    model = lsim.demo_model()
+    expected = lsim.analyze(model, lsim.demo_text(), "cosine", at=["attn_out", "mlp_out"], max_tokens=512, pack=True)["cosine"]
+    assert report["cosine"].layers[:16] == expected.layers
+    assert torch.allclose(report["cosine"].values[:16, :16], expected.values)
+    page = (tmp_path / "report.html").read_text()
+    assert "Relations between sites of the model" in page
+    assert page.count("Measured at 24 sites: blocks.0.hook_attn_out to blocks.7.hook_attn_out, ") == 1
+    assert page.count("Measured at 25 sites: blocks.0.hook_resid_pre to blocks.7.hook_resid_post, ") == 1
+
+
+def test_heads_are_sites_of_their_own(tmp_path):
+    options = ["--at", "z", "--per-head", "--analyzers", "cosine", "--option", "cosine.center=none"]
+    done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)
+    assert done.exit_code == 0, done.output
+    assert ", at z of each head\n" in done.output
+    assert "Measured at 32 sites: blocks.0.attn.hook_z[0] to blocks.7.attn.hook_z[3]." in (tmp_path / "report.html").read_text()
+
+
+def test_sites_are_listed_without_weights(tmp_path):
+    demo = run("sites").stdout.splitlines()
+    assert demo[0].split() == ["name", "family", "block", "module", "heads"]
+    assert len(demo) == 1 + len(lsim.sites(lsim.demo_model()))
+    model = tiny_llama()
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path / "model")
+    listed = run("sites", tmp_path / "model").stdout.splitlines()
+    assert [line.split()[0] for line in listed[1:]] == list(lsim.sites(model).name)
+    assert re.fullmatch(r"ln_final\.hook_normalized +ln_final +- +model\.norm \(output\) +0", listed[-1])
+    refused = run("sites", tmp_path / "nothing")
+    assert "`MODEL` must be a folder of a Hugging Face model" in str(refused.exception)
+
+
 def test_analyzers_are_listed_with_a_line_each():
     done = run("analyzers")
     assert done.exit_code == 0
@@ -147,7 +187,7 @@ def test_analyzers_are_listed_with_a_line_each():
     assert re.search(r"^cosine +Cosine similarity", done.output, re.M)
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("report", "--help"), ("analyzers", "--help")])
+@pytest.mark.parametrize("arguments", [("--help",), ("report", "--help"), ("analyzers", "--help"), ("sites", "--help")])
 def test_help_is_everywhere(arguments):
     done = run(*arguments)
     assert done.exit_code == 0
@@ -208,7 +248,9 @@ def test_the_demo_pair_stands_side_by_side(tmp_path):
     assert "brings its own models" in str(refused.exception)
 
 
-@pytest.mark.parametrize("flags", [("--option", "cka.minibatch=64"), ("--analyzers", "cka"), ("--device", "cpu"), ("--pack",)])
+@pytest.mark.parametrize(
+    "flags", [("--option", "cka.minibatch=64"), ("--analyzers", "cka"), ("--device", "cpu"), ("--pack",), ("--at", "z")]
+)
 def test_the_demo_pair_refuses_options_that_it_does_not_read(flags, tmp_path):
     done = run("report", "--demo-pair", "--out", tmp_path / "out", *flags)
     assert done.exit_code != 0

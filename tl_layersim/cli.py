@@ -1,4 +1,4 @@
-"""The command line `tl-layersim`: a report on a model, and the list of analyzers."""
+"""The command line `tl-layersim`: a report on a model, the list of analyzers, and the sites of a model."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ def report(
         list[str] | None,
         typer.Option(help="Option of an analyzer, as name.option=value: --option cka.minibatch=128. May be repeated."),
     ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Sites that are read: families such as attn_out, names or patterns, separated by commas; `tl-layersim sites` "
+            "lists them. May be repeated. Default: resid_post."
+        ),
+    ] = None,
+    per_head: Annotated[bool, typer.Option("--per-head", help="Read each head of z, q, k or v as a site of its own.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = 65536,
     seq_len: Annotated[int | None, typer.Option(help="Longest row of tokens. Default: 256, or the model's context.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a forward pass.")] = 16,
@@ -84,10 +92,12 @@ def report(
 ) -> None:
     """Measure a model on data, and write an HTML report and a file with the numbers."""
     from .analysis.api import analyze
+    from .analysis.site_plan import DEFAULT
     from .analysis.validation import choose_analyzers
     from .analyzers.text_options import with_options
     from .data.positions import as_rule
     from .demo import demo_model, demo_text
+    from .models.named_model import load_model, refuse_missing_device
 
     if demo_pair:
         _refuse_unused_options(context)
@@ -95,20 +105,22 @@ def report(
         _report_demo_pair(model, data, split, reading | {"batch_size": batch_size, "skip_first": skip_first}, out)
         return
 
-    _refuse_missing_device(device)
+    refuse_missing_device(device)
     # The names of analyzers are checked before the model is loaded.
-    named = choose_analyzers([name.strip() for name in analyzers.split(",") if name.strip()])
+    named = choose_analyzers(_names([analyzers]))
     chosen = list(with_options(named, option or []).values())
     _make(out)
     read = demo_text() if data is None else _read_data(data, split)
     is_text = isinstance(read, list)
-    loaded = demo_model() if model is None else _load_model(model, device, dtype, trust_remote_code)
+    loaded = demo_model() if model is None else load_model(model, device, dtype, trust_remote_code)
     if model is None and device not in ("cpu", "auto"):
         loaded = loaded.to(device)
     result = analyze(
         loaded,
         read,
         chosen,
+        at=_names(at) or DEFAULT,
+        per_head=per_head,
         tokenizer=getattr(loaded, "tokenizer", None),
         batch_size=batch_size,
         seq_len=seq_len,
@@ -125,7 +137,7 @@ def report(
 
 def _refuse_unused_options(context: typer.Context) -> None:
     """Refuse options that were given and that `--demo-pair` does not read."""
-    unused = ("analyzers", "option", "pack", "device", "dtype", "checkpoint", "trust_remote_code")
+    unused = ("analyzers", "option", "at", "per_head", "pack", "device", "dtype", "checkpoint", "trust_remote_code")
     for name in unused:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -161,6 +173,11 @@ def _noted(report: Any, **options: Any) -> Any:
     return type(report)(results)
 
 
+def _names(texts: list[str] | None) -> list[str]:
+    """The names that commas separate."""
+    return [name.strip() for text in texts or [] for name in text.split(",") if name.strip()]
+
+
 def _columns(column: str | None) -> str | tuple[str, str] | None:
     """The column, or the pair of columns that a comma separates."""
     first, comma, second = (column or "").partition(",")
@@ -174,7 +191,9 @@ def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> N
     stopped = ", where --max-tokens stopped it" if p.tokens == max_tokens else ""
     which = "" if p.options["positions"] == "all" else f", positions {p.options['positions']}"
     counted = f"{p.tokens} tokens{stopped}, in {p.sequences} rows ({how}), first {skip_first} positions left out{which}"
-    typer.echo(f"{p.model}: {counted}")
+    heads = " of each head" if p.options.get("per_head") else ""
+    where = ", ".join(_names([at] if isinstance(at := p.options.get("at", ""), str) else at))
+    typer.echo(f"{p.model}: {counted}" + (f", at {where}{heads}" if where not in ("", "resid_post") else ""))
     # Printed before anything is written: if the disk is full by now, the numbers are not lost.
     typer.echo(repr(result))
     numbers = result.save(out / "report.safetensors")
@@ -219,94 +238,29 @@ def list_analyzers() -> None:
         typer.echo(f"{name:<{width}}  {cls.summary()}")
 
 
-def _refuse_missing_device(device: str) -> None:
-    """Refuse a device that this machine or this build of torch does not have."""
-    import torch
+@app.command(name="sites")
+def list_sites(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub name of a Hugging Face model. Default: the demo model.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Run the Python code that comes with the model. Without this option such models are refused.",
+        ),
+    ] = False,
+) -> None:
+    """List the sites of a model, which --at selects, in the order in which it computes them; its weights are not loaded."""
+    from .demo import demo_model
+    from .models import sites
+    from .models.named_model import load_without_weights
 
-    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.backends.mps.is_available() else [])]
-    kind, _, number = device.partition(":")
-    count = torch.cuda.device_count() if kind == "cuda" else 1
-    if device != "auto" and (kind not in here or (number and not (number.isdecimal() and int(number) < count))):
-        why = " (this build of torch has no CUDA)" if kind == "cuda" and torch.version.cuda is None else ""
-        raise LayersimError(
-            f"`--device` names a device that is not on this machine{why}.",
-            given=f"--device {device}",
-            expected=f"one of {', '.join([*here, 'auto'])}"
-            + (f", with a number below {count}" if kind in here and number else ""),
-            do=f"--device {here[-1]}",
-        )
-
-
-def _load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> Any:
-    """A Hugging Face model of the class that its configuration names, with its tokenizer as `.tokenizer`.
-
-    Raises:
-        LayersimError: the model cannot be loaded, or only by running code that comes with it, without `trust_remote_code`.
-    """
-    import torch
-    import transformers
-
-    _refuse_no_model(name)
-    # Passed to each call: transformers asks at the terminal where it is not.
-    options: dict[str, Any] = {"local_files_only": Path(name).is_dir(), "trust_remote_code": trust_remote_code}
-    place = {"device_map": "auto"} if device == "auto" else {}
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, **options)
-        cls = _model_class(config, trust_remote_code)
-        model = cls.from_pretrained(name, dtype=getattr(torch, dtype), **options, **place)
-        model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError, KeyError) as error:
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            raise LayersimError(
-                "`--model` names a model with custom Python code, which would run with your permissions.",
-                given=f"--model {name}",
-                expected="a model of a class that transformers has",
-                do="read the .py files of that folder or repository, and add --trust-remote-code if you trust them",
-            ) from None
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise LayersimError(
-            "`--model` could not be loaded"
-            + ("." if Path(name).is_dir() else ": there is no folder here and no model on the hub of this name."),
-            given=f"--model {name}; transformers says: {first}",
-            expected="a folder that save_pretrained wrote, or a hub name such as org/name",
-            do="check the path, the spelling and the network",
-        ) from error
-    return (model if device == "auto" else model.to(device)).eval()
-
-
-def _refuse_no_model(name: str) -> None:
-    """Refuse a `--model` that is neither a folder with a configuration nor a hub name, without a request to the hub."""
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        inside = ", ".join(sorted(item.name for item in path.iterdir())[:5]) or "nothing"
-        given = f"{name}, a folder with {inside}"
-    elif path.is_file():
-        given = f"{name}, a file"
-    elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        given = f"{name}, where there is nothing"
-    else:
-        return
-    raise LayersimError(
-        "`--model` must be a folder of a Hugging Face model, or its name on the hub.",
-        given=given,
-        expected="a folder with config.json and weights, as model.save_pretrained writes it, or a hub name such as org/name",
-        do="check the path; the folder itself, and not a file in it",
-    )
-
-
-def _model_class(config: Any, trust_remote_code: bool) -> Any:
-    """The class of transformers that a configuration names, or the auto class that loads the model's own class."""
-    import transformers
-
-    architecture = (config.architectures or ["AutoModel"])[0]
-    own = getattr(config, "auto_map", None) or {}
-    for auto, path in own.items() if trust_remote_code else ():
-        if auto.startswith("AutoModel") and str(path).rpartition(".")[2] == architecture and hasattr(transformers, auto):
-            return getattr(transformers, auto)
-    named = getattr(transformers, architecture, None)
-    # The name comes from a file, so it may be that of any object in transformers.
-    known = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-    return named if known else transformers.AutoModel
+    table = sites(demo_model() if model is None else load_without_weights(model, trust_remote_code, "MODEL"))
+    rows = [list(table.columns), *table.astype(object).where(table.notna(), "-").astype(str).to_numpy().tolist()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _read_data(name: str, split: str) -> Any:

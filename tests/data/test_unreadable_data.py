@@ -153,6 +153,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
     from tl_layersim import cli
+    from tl_layersim.models import named_model
 
     (tmp_path / "weights.txt").write_bytes(bytes(range(256)))
     (tmp_path / "zeros").write_bytes(b"\0" * 64)
@@ -176,7 +177,7 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
         "zeros": "a file",
     }.items():
         with pytest.raises(lsim.LayersimError, match=rf"^`--model` must be a folder of a Hugging Face model(.|\n)*{text}"):
-            cli._load_model(str(tmp_path / name), "cpu", "float32", False)
+            named_model.load_model(str(tmp_path / name), "cpu", "float32", False)
 
 
 def test_chat_data_on_the_command_line_is_refused_in_words(tmp_path):

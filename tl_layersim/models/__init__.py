@@ -14,6 +14,8 @@ Other packages may import from these modules:
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
 - `hook_point`, `hook_points`, `site_table`: places at which activations are read, their resolution from `at=`, and their table.
+- `named_model`: Hugging Face models by their folder or hub name, for the command line.
+- `firing_order`: the order in which a forward pass reaches hook points.
 - `module_sites`, `block_lists`: the blocks of models with one stack or two.
 - `block_call`: repeated calls of a block.
 - `split_model`: models that are split at a layer.

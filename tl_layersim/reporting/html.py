@@ -8,8 +8,9 @@ from pathlib import Path
 
 from jinja2 import Environment
 
-from ..core.results import Report
+from ..core.results import Report, Result
 from ..core.storage import replacing
+from .site_ranges import is_stream, site_ranges
 from .style import FONT
 
 
@@ -42,7 +43,8 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
         for key in ("options", "versions"):
             provenance[key] = ", ".join(f"{k}={v}" for k, v in provenance[key].items() if v is not None)
         headline = [(key, f"{value:.4g}") for key, value in result.headline().items()]
-        sections.append({"name": name, "headline": headline, "plots": plots, "provenance": provenance.items()})
+        about = {"sites": _sites(result), "provenance": provenance.items()}
+        sections.append({"name": name, "headline": headline, "plots": plots, **about})
     first = next(iter(report.values()), None)
     title = f"Layers of {Path(first.provenance.model).name if first else 'no model'}"
     template = Environment(autoescape=True).from_string((files(__package__) / "page.html.j2").read_text(encoding="utf-8"))
@@ -50,9 +52,17 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
         title=title,
         first=first.provenance if first else None,
         font=Markup(FONT),
+        stream=all(is_stream(result.layers) for result in report.values()),
         sections=sections,
         plotly=Markup(get_plotlyjs()),
     )
     with replacing(path) as file:
         file.write(html.encode())
     return Path(path)
+
+
+def _sites(result: Result) -> str:
+    """The sites at which a result was measured, in words."""
+    own = site_ranges(tuple(dict.fromkeys((*result.layers, *getattr(result, "sublayers", ())))))
+    columns = result.coordinates("column")
+    return own if columns == result.layers else f"{own}; second model: {site_ranges(columns)}"

@@ -1,0 +1,137 @@
+"""Hugging Face models by their folder or hub name, as the command line names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import LayersimError
+
+
+def refuse_missing_device(device: str) -> None:
+    """Refuse a device that this machine or this build of torch does not have."""
+    import torch
+
+    here = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.backends.mps.is_available() else [])]
+    kind, _, number = device.partition(":")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if device != "auto" and (kind not in here or (number and not (number.isdecimal() and int(number) < count))):
+        why = " (this build of torch has no CUDA)" if kind == "cuda" and torch.version.cuda is None else ""
+        raise LayersimError(
+            f"`--device` names a device that is not on this machine{why}.",
+            given=f"--device {device}",
+            expected=f"one of {', '.join([*here, 'auto'])}"
+            + (f", with a number below {count}" if kind in here and number else ""),
+            do=f"--device {here[-1]}",
+        )
+
+
+def load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> Any:
+    """A model of the class that its configuration names, in evaluation mode, with its tokenizer as `.tokenizer`.
+
+    Args:
+        name: of a folder, or on the hub.
+        device: "cpu", "cuda", "mps", or "auto".
+        dtype: of the weights.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        LayersimError: the model cannot be loaded, or only by running code that comes with it, without `trust_remote_code`.
+    """
+    import torch
+    import transformers
+
+    place = {"device_map": "auto"} if device == "auto" else {}
+    with _refusing(name, trust_remote_code, "--model") as options:
+        cls, _ = _class_and_config(name, options)
+        model = cls.from_pretrained(name, dtype=getattr(torch, dtype), **options, **place)
+        model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+    return (model if device == "auto" else model.to(device)).eval()
+
+
+def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any:
+    """A model whose weights are on the meta device: its modules, from its configuration alone.
+
+    Args:
+        name: of a folder, or on the hub.
+        trust_remote_code: whether code that comes with the model may run.
+        option: of the command line, for messages.
+
+    Raises:
+        LayersimError: as `load_model`.
+    """
+    import torch
+
+    with _refusing(name, trust_remote_code, option) as options, torch.device("meta"):
+        cls, config = _class_and_config(name, options)
+        return cls.from_config(config, trust_remote_code=trust_remote_code) if hasattr(cls, "from_config") else cls(config)
+
+
+@contextmanager
+def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
+    """A context that gives options for loading a model, and turns the failures of transformers into refusals."""
+    _refuse_no_model(name, option)
+    try:
+        # Passed to each call: transformers asks at the terminal where it is not.
+        yield {"local_files_only": Path(name).is_dir(), "trust_remote_code": trust_remote_code}
+    except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise LayersimError(
+                f"`{option}` names a model with custom Python code, which would run with your permissions.",
+                given=f"{option} {name}",
+                expected="a model of a class that transformers has",
+                do="read the .py files of that folder or repository, and add --trust-remote-code if you trust them",
+            ) from None
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise LayersimError(
+            f"`{option}` could not be loaded"
+            + ("." if Path(name).is_dir() else ": there is no folder here and no model on the hub of this name."),
+            given=f"{option} {name}; transformers says: {first}",
+            expected="a folder that save_pretrained wrote, or a hub name such as org/name",
+            do="check the path, the spelling and the network",
+        ) from error
+
+
+def _class_and_config(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """The class of a model and its configuration."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(name, **options)
+    return _model_class(config, options["trust_remote_code"]), config
+
+
+def _refuse_no_model(name: str, option: str) -> None:
+    """Refuse a name that is neither a folder with a configuration nor a hub name, without a request to the hub."""
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        inside = ", ".join(sorted(item.name for item in path.iterdir())[:5]) or "nothing"
+        given = f"{name}, a folder with {inside}"
+    elif path.is_file():
+        given = f"{name}, a file"
+    elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        given = f"{name}, where there is nothing"
+    else:
+        return
+    raise LayersimError(
+        f"`{option}` must be a folder of a Hugging Face model, or its name on the hub.",
+        given=given,
+        expected="a folder with config.json and weights, as model.save_pretrained writes it, or a hub name such as org/name",
+        do="check the path; the folder itself, and not a file in it",
+    )
+
+
+def _model_class(config: Any, trust_remote_code: bool) -> Any:
+    """The class of transformers that a configuration names, or the auto class that loads the model's own class."""
+    import transformers
+
+    architecture = (config.architectures or ["AutoModel"])[0]
+    own = getattr(config, "auto_map", None) or {}
+    for auto, path in own.items() if trust_remote_code else ():
+        if auto.startswith("AutoModel") and str(path).rpartition(".")[2] == architecture and hasattr(transformers, auto):
+            return getattr(transformers, auto)
+    named = getattr(transformers, architecture, None)
+    # The name comes from a file, so it may be that of any object in transformers.
+    known = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    return named if known else transformers.AutoModel
