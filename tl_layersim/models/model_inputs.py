@@ -95,9 +95,7 @@ def _not_tokens(model: Model) -> LayersimError:
     )
 
 
-def smallest_arguments(
-    module: torch.nn.Module, model: Model, decodes: bool
-) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """Arguments of a forward pass over as little as the model takes: one token, or one image or recording of zeros.
 
     Args:
