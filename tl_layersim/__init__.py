@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from .analyzers import find_analyzers
     from .analyzers.block_coupling import BlockCoupling
     from .analyzers.cka import CKA
+    from .analyzers.contribution import Contribution
     from .analyzers.cosine import Cosine
     from .analyzers.exit_curve import ExitCurve
     from .analyzers.logit_lens import LogitLens
     from .analyzers.neural_collapse import NeuralCollapse
     from .analyzers.saturation import Saturation
+    from .analyzers.skip_effect import SkipEffect
     from .analyzers.trajectory import Trajectory
     from .core.errors import LayersimError, LayersimWarning
     from .core.results import Report, Result, load, load_report
@@ -85,6 +87,7 @@ __all__ = [
     "AlignedTrainer",
     "AlignedTraining",
     "BlockCoupling",
+    "Contribution",
     "Cosine",
     "EarlyExit",
     "ExitCosts",
@@ -96,6 +99,7 @@ __all__ = [
     "Report",
     "Result",
     "Saturation",
+    "SkipEffect",
     "StitchTraining",
     "Trajectory",
     "aligned_loss",

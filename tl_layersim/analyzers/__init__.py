@@ -4,7 +4,7 @@ Analyzers are discovered in this folder and in installed packages with the entry
 
 Other packages may import `find_analyzers` from here, and from these modules:
 
-* `base`: `Analyzer`, `Exchange`, `Run`, `check_memory`, `code_digest`, `need_head`, `need_tokens`
+* `base`: `Analyzer`, `Exchange`, `Run`, `SiteNeed`, `check_memory`, `code_digest`, `need_head`, `need_tokens`
 * `text_options`: `with_options`
 * `block_coupling`, `cosine`, `exit_curve`, `logit_lens`, `neural_collapse`, `saturation`: analyzers and their results
 """
@@ -16,9 +16,9 @@ from importlib.metadata import entry_points
 
 from ..core.argument_checks import typed
 from ..core.discovery import discovered
-from .base import Analyzer, Exchange, Run, need_head, need_tokens
+from .base import Analyzer, Exchange, Run, SiteNeed, need_head, need_tokens
 
-__all__ = ["Analyzer", "Exchange", "Run", "find_analyzers", "need_head", "need_tokens"]
+__all__ = ["Analyzer", "Exchange", "Run", "SiteNeed", "find_analyzers", "need_head", "need_tokens"]
 
 ENTRY_POINT_GROUP = "tl_layersim.analyzers"
 

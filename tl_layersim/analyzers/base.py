@@ -310,4 +310,4 @@ def check_memory(lens_memory_mb: float) -> None:
         )
 
 
-__all__ = ["Analyzer", "Exchange", "Kernel", "Run", "need_head", "need_tokens"]
+__all__ = ["Analyzer", "Exchange", "Kernel", "Run", "SiteNeed", "need_head", "need_tokens"]

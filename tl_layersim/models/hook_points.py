@@ -221,7 +221,7 @@ def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
 
 def _unknown(known: SiteMap, sites: dict[str, Site], item: At) -> LayersimError:
     """The error for names that the model does not have."""
-    names = [*SITE_NAMES, *sites, *known.other_names]
+    names = list(dict.fromkeys([*SITE_NAMES, *sites, *known.other_names]))
     near = difflib.get_close_matches(item, names, n=3) if isinstance(item, str) else []
     return LayersimError(
         f"`at` selects no hook point of {known.model}.",
