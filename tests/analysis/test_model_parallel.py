@@ -58,6 +58,8 @@ MEASURE = """
         report = lsim.analyze(model, list(random_tokens(5, 11)), [lsim.Cosine(), lsim.CKA(minibatch=16)], batch_size=2)
         report.save(f"{folder}/{kind}-{rank}.safetensors")
         say(f"{kind} passes", len(seen))
+        report = lsim.analyze(model, list(random_tokens(5, 11)), lsim.CKA(minibatch=16), batch_size=2, at="attn_out")
+        report.save(f"{folder}/{kind}-{rank}-attn_out.safetensors")
         """
 OTHERS = {
     "lens": MODELS["tp_plan"]
@@ -147,6 +149,15 @@ def test_every_way_to_spread_a_model_gives_what_one_process_gives(kind, group):
     passes = sorted(line for rank in range(RANKS) for line in said(group, rank) if line.startswith(f"{kind} passes"))
     # The first look and the main one; copies take turns, parts do not.
     assert passes == [f"{kind} passes {n}" for n in ((2, 4) if kind == "copies" else (6, 6))]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_sites_inside_blocks_of_a_model_that_is_spread(kind, group):
+    alone = lsim.analyze(tiny_llama(), list(random_tokens(5, 11)), lsim.CKA(minibatch=16), batch_size=2, at="attn_out")["cka"]
+    for rank in range(RANKS):
+        found = lsim.load_report(group / f"{kind}-{rank}-attn_out.safetensors")["cka"]
+        assert worst(found, alone) < 1e-5
+        assert found.layers == alone.layers
 
 
 def test_a_lens_over_a_model_in_parts_is_that_of_the_whole_model(group):

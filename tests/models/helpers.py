@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -70,8 +72,6 @@ def build(family: str):
 
 def nnsight(module):
     # BERT's modules named `output` collide with nnsight's own attribute, which it says and solves by itself.
-    import warnings
-
     from nnsight import NNsight
 
     with warnings.catch_warnings():
@@ -89,8 +89,12 @@ def transformers_model(module, tmp_path):
     from nnsight.modeling.transformers import TransformersModel
 
     module.save_pretrained(tmp_path / "model")
-    tokenizer = tiny_tokenizer()
-    return TransformersModel(str(tmp_path / "model"), task="text-generation", tokenizer=tokenizer, dtype=torch.float32)
+    tokenizer, task = tiny_tokenizer(), "text-generation"
+    if "MaskedLM" in type(module).__name__:
+        tokenizer.mask_token, task = "<unk>", "fill-mask"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformersModel(str(tmp_path / "model"), task=task, tokenizer=tokenizer, dtype=torch.float32)
 
 
 def hooked_transformer(module):

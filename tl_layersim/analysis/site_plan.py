@@ -181,4 +181,5 @@ def _described(model: Model, source: Source, choice: SiteChoice) -> Model:
         return model
     layers = tuple(source.sites[number] for number in choice.numbers)
     widths = tuple(source.widths[number] for number in choice.numbers) if source.widths else ()
-    return replace(model, layers=layers, stream=choice.stream, widths=widths)  # type: ignore[arg-type]  # one of its words
+    # The width of the residual stream says nothing of other sites.
+    return replace(model, layers=layers, stream=choice.stream, widths=widths, d_model=None)  # type: ignore[arg-type]  # one of its words

@@ -70,7 +70,7 @@ class CKAResult(LayerMatrix):
         return self.samples / self.minibatches
 
     def distance(self) -> float:
-        r"""Distance between two models of equal depth, over the outputs of their blocks.
+        r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.
 
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
@@ -79,28 +79,38 @@ class CKAResult(LayerMatrix):
         pi / 2 sqrt(L) apart. NaN if the CKA of a pair is not defined: a sum without that pair would not be comparable.
 
         Raises:
-            LayersimError: the models have different numbers of blocks.
+            LayersimError: the models have different numbers of sites.
 
         Source:
             Brown et al. 2023, appendix C.2, equation 2.
         """
-        rows, columns = self.values.shape
-        if rows != columns:
+        # The input of the first block is not the output of one.
+        rows, columns = (
+            len(names) - names[0].endswith((".hook_resid_pre", ".input")) for names in (self.layers, self.column_layers)
+        )
+        if rows != columns or self.values.shape[0] != self.values.shape[1]:
             raise LayersimError(
                 "The arccos distance is defined for models of equal depth.",
-                given=f"models of {rows - 1} and {columns - 1} blocks",
+                given=f"models of {rows} and {columns} blocks, or other sites",
                 expected="two models of equal depth",
                 do="read .values, or compare models with the same number of blocks",
             )
-        return float(self.values.diagonal()[1:].clamp(-1, 1).arccos().square().sum().sqrt())
+        return float(self.values.diagonal()[-rows:].clamp(-1, 1).arccos().square().sum().sqrt())
 
     def headline(self) -> dict[str, float]:
         to_last = self.values[:, -1]
+        if len(to_last) == 1:
+            pair = {"CKA of the two models": float(to_last[0])} if " | " in self.provenance.model else {}
+            return pair | self._samples()
         name = "CKA(first model's {}, second's last)" if " | " in self.provenance.model else "CKA({}, last)"
         return {
             name.format(self.first_layer()): float(to_last[0]),
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),
+        } | self._samples()
+
+    def _samples(self) -> dict[str, float]:
+        return {
             "samples in a minibatch": self.mean_minibatch,
             "smallest effective fraction of samples of any layer": float(
                 self.effective_samples.nan_to_num(math.inf).min() / self.samples
@@ -171,10 +181,11 @@ class CKA(Analyzer):
                 do="CKA(minibatch=256)",
             )
 
-    def check(self, *models: Model) -> None:
-        if self.estimator != "exact" or any(model.d_model is None for model in models):
+    def check_sites(self, *models: Model) -> None:
+        super().check_sites(*models)
+        if self.estimator != "exact" or any(model.widest is None for model in models):
             return
-        widths = [len(model.layers) * (model.d_model or 0) for model in (models[0], models[-1])]
+        widths = [len(model.layers) * (model.widest or 0) for model in (models[0], models[-1])]
         # The batch's cross-product, the running sum, and the new sum while the two are added.
         need = 3 * 8 * widths[0] * widths[1] / 1e9
         if not need <= self.max_memory_gb:

@@ -37,7 +37,7 @@ class CosineResult(LayerMatrix):
         to_last: `quantile residual`, quantiles over tokens of COS(l, L), to within one histogram bin.
         adjacent: `quantile layer`, quantiles over tokens of COS(l - 1, l), to within one histogram bin.
         norm_ratio: `layer`, mean over tokens of |x| / |f(x)| of each block with input x and update f(x); infinite if the
-            update of a token is 0; NaN where `layers=` omits blocks before this one, or names modules that are not blocks.
+            update of a token is 0; NaN where the site and the one before it are not the input and the output of one block.
         monotone_share: fraction of tokens for which COS(l, L) rises strictly at every l from 0 on, among the tokens that have
             a cosine at every layer.
         mean: `residual d_model`, the subtracted mean (no columns for center="none"), for use in `Cosine(center=...)`.
@@ -89,6 +89,8 @@ class CosineResult(LayerMatrix):
         to_last = self.values[:, -1]
         steps = to_last.diff()
         steps = steps[~steps.isnan()]
+        if len(to_last) == 1:
+            return {}
         return {
             f"COS({self.first_layer()}, last)": float(to_last[0]),
             "COS(last but one, last)": float(to_last[-2]),
@@ -149,15 +151,16 @@ class Cosine(Analyzer):
                 do="Cosine(histogram_bins=2000)",
             )
 
-    def check(self, *models: Model) -> None:
+    def check_sites(self, *models: Model) -> None:
+        super().check_sites(*models)
         if isinstance(self.center, Tensor):
             model = models[0]
-            wrong_width = model.d_model is not None and self.center.shape[-1] != model.d_model
+            wrong_width = model.widest is not None and self.center.shape[-1] != model.widest
             if self.center.shape[0] != len(model.layers) or wrong_width:
                 raise LayersimError(
                     "`center` does not fit the model.",
                     given=f"center of shape {tuple(self.center.shape)}",
-                    expected=f"({len(model.layers)}, {model.d_model or 'd_model'}): residual layers x d_model",
+                    expected=f"({len(model.layers)}, {model.widest or 'd_model'}): sites x width",
                     do='Cosine(center=report["cosine"].mean), from a run of Cosine(center="dataset") on the same model',
                 )
 
@@ -209,9 +212,15 @@ def adjacent_sites(layers: tuple[str, ...], stream: str) -> Tensor:
     """
     if stream != "parts":
         return torch.full((len(layers) - 1,), stream == "whole")
-    number = [int(name.split(".")[1]) for name in layers]
-    # The input of a block has that block's number.
-    return torch.tensor([True, *(b - a == 1 for a, b in itertools.pairwise(number[1:]))])
+    return torch.tensor([_is_one_block(a, b) for a, b in itertools.pairwise(layers)], dtype=torch.bool)
+
+
+def _is_one_block(before: str, after: str) -> bool:
+    """Whether two sites are the input and the output of one block."""
+    stack, _, number = after.removesuffix(".hook_resid_post").rpartition(".")
+    if not after.endswith(".hook_resid_post"):
+        return False
+    return before in (f"{stack}.{number}.hook_resid_pre", f"{stack}.{int(number) - 1}.hook_resid_post")
 
 
 def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bool) -> None:

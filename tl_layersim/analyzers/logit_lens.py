@@ -119,18 +119,30 @@ class LogitLensResult(Result):
                 "`eps` must be between 0 and 1.", given=f"eps={eps}", expected="a fraction", do="effective_depth(0.1)"
             )
         reached = (self.accuracy >= 1 - eps).nonzero()[:, 0]
-        return int(reached[0]) + 1 if len(reached) else len(self.accuracy)
+        blocks = self._blocks_run()
+        return blocks[int(reached[0])] if len(reached) else blocks[-1]
 
     def headline(self) -> dict[str, float]:
         middle = len(self.values) // 2
-        block = self.layers[1:][middle].removesuffix(".hook_resid_post").removeprefix("blocks.")
+        name = self.layers[1:][middle]
+        block = f"block {name.removesuffix('.hook_resid_post').removeprefix('blocks.')}"
+        if name.endswith(".hook_resid_mid"):
+            block = f"attention of block {name.removesuffix('.hook_resid_mid').removeprefix('blocks.')}"
         return {
             "accuracy of the last layer": float(self.accuracy[-1]),
-            f"accuracy after block {block}": float(self.accuracy[middle]),
+            f"accuracy after {block}": float(self.accuracy[middle]),
             "perplexity of the last layer": float(self.perplexity[-1]),
-            f"agreement of block {block} with the last": float(self.agreement[middle]),
+            f"agreement of {block} with the last": float(self.agreement[middle]),
             "fraction of positions whose target probability rises at every block": float(self.monotone_share),
         }
+
+    def _blocks_run(self) -> list[int]:
+        """Number of blocks up to each layer; a block of which attention alone has run counts."""
+        blocks = [name.rpartition(".")[0] for name in self.layers[1:]]
+        if not any(name.endswith(".hook_resid_mid") for name in self.layers):
+            return list(range(1, len(blocks) + 1))
+        order = {block: number for number, block in enumerate(dict.fromkeys(blocks), start=1)}
+        return [order[block] for block in blocks]
 
 
 @typed

@@ -63,7 +63,10 @@ class NeuralCollapseResult(Result):
         return self.values
 
     def headline(self) -> dict[str, float]:
-        nc1 = {"NC1 of the embedding": float(self.values[0]), "NC1 of the last layer": float(self.values[-1])}
+        nc1 = {"NC1 of the last layer": float(self.values[-1])}
+        if len(self.values) > 1:
+            first = self.first_layer()
+            nc1 = {f"NC1 of {'the embedding' if first == 'embedding' else first}": float(self.values[0])} | nc1
         return {name: v for name, v in nc1.items() if not math.isnan(v)} | {"classes": float(len(self.labels))}
 
 
@@ -141,16 +144,17 @@ class NeuralCollapse(Analyzer):
             return self.level
         return "token" if isinstance(self.labels, str) and self.labels == "next_token" else "sequence"
 
-    def check(self, *models: Model) -> None:
+    def check_sites(self, *models: Model) -> None:
+        super().check_sites(*models)
         model = models[0]
-        if model.d_model is None:
+        if model.widest is None:
             return
         # The batch's second moments, the running sum, and the new sum while the two are added.
-        need = 3 * 8 * len(model.layers) * model.d_model**2 / 1e9
+        need = 3 * 8 * len(model.layers) * model.widest**2 / 1e9
         if not need <= self.max_memory_gb:
             raise LayersimError(
                 "The second moments of all layers need more memory than `max_memory_gb`.",
-                given=f"{len(model.layers)} layers x {model.d_model}^2 numbers: {need:.1f} GB",
+                given=f"{len(model.layers)} layers x {model.widest}^2 numbers: {need:.1f} GB",
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f"NeuralCollapse(max_memory_gb={math.ceil(need)})",
             )

@@ -11,7 +11,7 @@ import torch
 from ..core.errors import LayersimError
 from .block_call import first_tensor
 from .hook_point import HookPoint, at_point
-from .hooks import ForwardRun, in_this_thread, on_enter, on_leave, temporary_hooks
+from .hooks import in_this_thread, kernels_alone, on_enter, on_leave, temporary_hooks
 
 _See = Callable[[list[int], Any], None]
 
@@ -24,7 +24,7 @@ def firing_order(
     Args:
         points: the hook points.
         modules: the module of each point, by its path.
-        run: runs the forward pass, which ends when all points were reached.
+        run: runs the forward pass; its errors after the last hook point are ignored.
 
     Raises:
         LayersimError: a module runs more than once in a forward pass, or never.
@@ -37,23 +37,28 @@ def firing_order(
 
     def see(numbers: list[int], given: Any) -> None:
         if numbers[0] in widths:
-            raise _not_once(points[numbers[0]], "it runs more than once in a forward pass")
+            raise not_once(points[numbers[0]].name, points[numbers[0]].module, "it runs more than once in a forward pass")
         order.extend(numbers)
         for number in numbers:
             widths[number] = at_point(first_tensor(given), points[number].part, name=points[number].name).shape[-1]
-        if len(order) == len(points):
-            stop.stop()
 
-    with temporary_hooks() as handles, torch.no_grad(), ForwardRun() as stop:
+    # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
+    with temporary_hooks() as handles, torch.no_grad(), kernels_alone():
         for (path, incoming), numbers in together.items():
             if incoming:
                 handles.append(on_enter(modules[path], in_this_thread(partial(_entered, see, numbers))))
             else:
                 handles.append(on_leave(modules[path], in_this_thread(partial(_left, see, numbers))))
-        run()
+        try:
+            run()
+        except LayersimError:
+            raise
+        except Exception:
+            if len(order) < len(points):
+                raise
     for number, point in enumerate(points):
         if number not in widths:
-            raise _not_once(point, "no forward pass of the model on this data runs it")
+            raise not_once(point.name, point.module, "no forward pass of the model on this data runs it")
     return tuple(order), tuple(widths[number] for number in range(len(points)))
 
 
@@ -65,10 +70,17 @@ def _left(see: _See, numbers: list[int], _module: Any, _args: Any, output: Any) 
     see(numbers, output)
 
 
-def _not_once(point: HookPoint, why: str) -> LayersimError:
+def not_once(name: str, module: str, why: str) -> LayersimError:
+    """The error for a hook point whose module does not run exactly once in a forward pass.
+
+    Args:
+        name: of the hook point.
+        module: its path.
+        why: how often it runs.
+    """
     return LayersimError(
-        f"`at` names a module that does not run once in a forward pass: {point.module}.",
-        given=f"{point.name}: {why}",
+        f"`at` names a module that does not run once in a forward pass: {module}.",
+        given=f"{name}: {why}",
         expected="modules that a forward pass runs once",
         do="another module of the same block; lsim.sites(model) lists the sites with names",
     )

@@ -178,7 +178,7 @@ class HookedSource(PointSource):
     def _places(self) -> Reading:
         """The sites, for a recorder."""
         points, output = self._reading.points, self.residual_points[-1].name
-        taps = tuple(Tap(self._module_at(point.module), point.incoming, point.part) for point in points)
+        taps = tuple(Tap(self._module_at(point.module), point.incoming, point.part, point.module) for point in points)
         names = [point.name for point in points]
         last = names.index(output) if output in names else None
         # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.

@@ -29,6 +29,8 @@ class Frame:
         # Tokens of the pass whose sites are being read.
         self.read: Tensor | None = None
         self.superseded: int | None = None
+        # Sites that were read in this call, also those of a pass that is complete.
+        self.read_here: set[int] = set()
         self.restart()
 
     @property

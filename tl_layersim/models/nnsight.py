@@ -68,9 +68,14 @@ class NNsightSource(PointSource):
         self._place_blocks()
 
     def _place_blocks(self) -> None:
-        self.blocks = [self.envoy.get(path) for path in self.paths]
+        self._envoys = {id(envoy._module): envoy for envoy in self.envoy.modules()}
+        self.blocks = [self._envoy_at(path) for path in self.paths]
         self._unembed = self._open_head()
         self._start_reading(residual_points(self._model.layers, self.paths), _residual_order(len(self.paths)))
+
+    def _envoy_at(self, path: str) -> Any:
+        """The envoy of the module at a path, also where nnsight renames it, as it does modules with the name `output`."""
+        return self._envoys[id(self.module.get_submodule(path))]
 
     def _open_head(self) -> Unembed | None:
         """The logit lens, made of nnsight's envoys, which resolve to the modules in this process or on a server."""
@@ -79,8 +84,8 @@ class NNsightSource(PointSource):
             return None
         parts = [self.module.get_submodule(path) for path in head.parts]
         return Unembed(
-            norm=self.envoy.get(head.norm) if head.norm else None,
-            parts=tuple(self.envoy.get(path) for path in head.parts),
+            norm=self._envoy_at(head.norm) if head.norm else None,
+            parts=tuple(self._envoy_at(path) for path in head.parts),
             reads=head.reads,
             scale=head.scale,
             soft_cap=head.soft_cap,
@@ -136,7 +141,7 @@ class NNsightSource(PointSource):
             if not is_site and not self.calling:
                 continue
             if not steps or steps[-1].path != point.module or steps[-1].incoming != point.incoming:
-                steps.append(TraceStep(point.module, self.envoy.get(point.module), point.incoming, point.module in self.paths))
+                steps.append(TraceStep(point.module, self._envoy_at(point.module), point.incoming, point.module in self.paths))
             if is_site:
                 steps[-1].sites.append((number, point))
         return steps

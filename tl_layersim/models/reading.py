@@ -22,11 +22,13 @@ class Tap:
         module: the module.
         incoming: whether the input is read.
         part: of the tensor; None for all of it.
+        path: of the module, for messages.
     """
 
     module: torch.nn.Module
     incoming: bool
     part: Part | None = None
+    path: str = ""
 
 
 @dataclass(frozen=True)

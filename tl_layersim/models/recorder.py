@@ -14,6 +14,7 @@ from ..core.errors import LayersimError
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
 from .block_call import CACHES, first_tensor
+from .firing_order import not_once
 from .hooks import StopForward, in_kernel, on_enter, on_leave
 from .nested_passes import Frame
 from .reading import Call, Callbacks, Reading, Stack
@@ -163,7 +164,7 @@ class Recorder:
         if mask is not None and (frame.attention is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
             frame.attention = mask
 
-    def _end(self, module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    def _end(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         frame: Frame | None = self._frame()
         while frame is not None and frame.module is not module:
             # A frame that an interrupt left behind.
@@ -173,6 +174,11 @@ class Recorder:
         if frame.inner:
             frame.parent.last = frame.last
         self.local.frame = frame.parent
+        # A pass that failed, or that another run of this package ended early, has no output.
+        whole = output is not None and frame.level == 0 and not frame.inner and self._counts(frame)
+        if whole and self.order is None and not self.reading.inside and not self.aside():
+            missing = next(site for site in range(len(self.reading.names)) if site not in frame.seen)
+            raise self._not_once(missing, "the forward pass did not run it")
 
     def _see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         frame = self._frame()
@@ -198,8 +204,11 @@ class Recorder:
             return
         frame = here if self.reading.inside else here.outermost
         for site in sites:
+            if not self.reading.inside and here.level >= 0 and site in here.read_here:
+                raise self._not_once(site, "it runs more than once in a forward pass")
             if not self._expected(site, frame):
                 return
+            here.read_here.add(site)
             buffer = frame.buffer if frame.buffer is not None and frame.seen else self._start(site, here, frame, hidden)
             buffer.put(site, self._unsharded(site, hidden), self.reading.taps[site].part)
             frame.buffer = buffer
@@ -269,6 +278,9 @@ class Recorder:
             whole: Tensor = shared.to_local()
             return whole
         raise self._misfit(site, hidden, "whole activations on every process, not parts of them (sequence parallelism)")
+
+    def _not_once(self, site: int, why: str) -> LayersimError:
+        return not_once(self.reading.names[site], self.reading.taps[site].path, why)
 
     def _misfit(self, site: int, hidden: Tensor, expected: str) -> LayersimError:
         return LayersimError(

@@ -10,6 +10,8 @@ FAMILY_TITLES = {
     "hook_resid_mid": "Between attention and MLP of block",
     "hook_attn_out": "Attention output of block",
     "hook_mlp_out": "MLP output of block",
+    "hook_cross_attn_out": "Cross-attention output of block",
+    "hook_resid_mid_cross": "Between cross-attention and MLP of block",
     "attn.hook_z": "Attention head outputs (z) of block",
     "attn.hook_q": "Queries of block",
     "attn.hook_k": "Keys of block",
@@ -17,6 +19,7 @@ FAMILY_TITLES = {
     "mlp.hook_post": "MLP neurons of block",
     "ln1.hook_normalized": "Input of attention of block",
     "ln2.hook_normalized": "Input of MLP of block",
+    "ln_final.hook_normalized": "Output of the final norm",
 }
 HEAD_TITLES = {
     "attn.hook_z": "Attention head (z)",
@@ -25,15 +28,18 @@ HEAD_TITLES = {
     "attn.hook_v": "Head (values)",
 }
 STREAM = ("hook_resid_pre", "hook_resid_post")
-_SITE = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?")
+FINAL_NORM = "ln_final.hook_normalized"
+_SITE = re.compile(
+    r"(?:(encoder|decoder|text|vision)\.)?(?:blocks\.(\d+)\.([^\[]+)(?:\[(\d+)\])?|" + re.escape(FINAL_NORM) + ")"
+)
 
 
 class SiteParts(NamedTuple):
     """Parts of the TransformerLens name of a site.
 
     Attributes:
-        stack: "encoder" or "decoder", "" for a model of one stack.
-        block: its number, as text.
+        stack: "encoder", "decoder", "text" or "vision"; "" for a model of one stack.
+        block: its number, as text; "" for the final norm.
         place: what follows the block, such as "hook_attn_out".
         head: its number, as text; "" for a site of no single head.
     """
@@ -52,7 +58,10 @@ def parse_site(name: str) -> SiteParts | None:
         SiteParts(stack='', block='3', place='attn.hook_z', head='5')
     """
     match = _SITE.fullmatch(name)
-    return SiteParts(*(part or "" for part in match.groups())) if match else None
+    if match is None:
+        return None
+    stack, block, place, head = match.groups("")
+    return SiteParts(stack, block, place or FINAL_NORM, head)
 
 
 def short_names(names: tuple[str, ...]) -> list[str]:
@@ -93,7 +102,7 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
         'Attention output of block of gpt2'
     """
     sites = [parse_site(name) for name in names]
-    if any(site is None for site in sites):
+    if not sites or any(site is None for site in sites):
         return re.sub(r"\b([Bb])lock\b", lambda match: "Module" if match[1] == "B" else "module", title, count=1)
     known = [site for site in sites if site is not None]
     families = {_family(site) for site in known}
@@ -102,7 +111,7 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
     of_model = (title.partition(" of ")[2] and f" of {title.partition(' of ')[2]}") or ""
     [family, *others] = families
     if others:
-        own = "Site"
+        own = "Head" if all(site.head for site in known) else "Site"
     elif all(site.head for site in known):
         own = HEAD_TITLES.get(family, "Head")
     else:
@@ -134,8 +143,7 @@ def heads_in_block(names: tuple[str, ...]) -> int:
     sites = [parse_site(name) for name in names]
     if not sites or not all(site is not None and site.head for site in sites):
         return 0
-    first = sites[0]
-    return sum(1 for site in sites if site is not None and first is not None and site[:3] == first[:3])
+    return sum(1 for site in sites if site is not None and sites[0] is not None and site[:3] == sites[0][:3])
 
 
 def _family(site: SiteParts) -> str:
@@ -147,6 +155,8 @@ def _tick_label(site: SiteParts, several: bool) -> str:
         return f"L{site.block}H{site.head}" + (f" {site.place[-1]}" if several else "")
     if site.place == "hook_resid_pre":
         return "embed" if site.block == "0" else f"into {site.block}"
+    if not site.block:
+        return "final norm"
     name = site.place.removesuffix(".hook_normalized").split(".")[-1].removeprefix("hook_")
     return f"{site.block} {name}" if several else site.block
 

@@ -1,0 +1,261 @@
+"""Sites: every analyzer, at every family of hook points, of every source, and the places that their names stand for.
+
+Analyzers are discovered, and families come from the model's own table: a new one of either is under these laws without an edit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers import Analyzer, find_analyzers
+from tl_layersim.core import LayerCurve
+from tl_layersim.models.site_map import HEAD_FAMILIES, SITE_NAMES
+
+from ..models.helpers import bridge, hooked_transformer, nnsight, transformers_model
+from ..site_hooks import D_HEAD, MODELS, head_part, read_sites
+from ..tiny_models import random_tokens, tiny_llama
+
+SOURCES = {
+    "NNsight": lambda make, tmp: (nnsight(make()), {}),
+    "NNsight remote=local": lambda make, tmp: (nnsight(make()), {"remote": "local"}),
+    "TransformersModel": lambda make, tmp: (transformers_model(make(), tmp), {}),
+    "TransformerBridge": lambda make, tmp: (bridge(make()), {}),
+    "NNsight(TransformerBridge)": lambda make, tmp: (nnsight(bridge(make())), {}),
+    "HookedTransformer": lambda make, tmp: (hooked_transformer(make()), {}),
+}
+ANALYZERS = find_analyzers()
+HEADS, KEY_HEADS = 4, {"llama": 2}
+# A trace of a bridge, or one that is sent, takes a tenth of a second.
+SLOW = ("NNsight remote=local", "NNsight(TransformerBridge)")
+each_model = pytest.mark.parametrize("name", MODELS)
+each_source = pytest.mark.parametrize("source", SOURCES)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated"),
+    pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Projection(Analyzer):
+    """One number for each site, which changes if a token, a dimension or a head is another one: a fixed linear function.
+
+    The sums differ from each other for all tensors of a model, where statistics that are invariant to rotations do not.
+    """
+
+    name: ClassVar[str] = "projection"
+
+    def kernel(self, first):
+        return projection_kernel
+
+    def compute(self, sums, run):
+        return LayerCurve(values=sums["sum"], layers=run.layers, provenance=run.provenance)
+
+
+def projection_kernel(view):
+    tokens = torch.cos(1.0 + view.column.double() + 7.0 * view.row.double())
+    dimensions = torch.cos(1.7 * torch.arange(view.activations.shape[-1], dtype=torch.float64))
+    return {"sum": torch.einsum("snd,n,d->s", view.activations.double(), tokens.to(view.activations.device), dimensions)}
+
+
+def project(hidden: torch.Tensor, mask: torch.Tensor) -> float:
+    """The same from a whole tensor `batch pos width`, with loops."""
+    dimensions = np.cos(1.7 * np.arange(hidden.shape[-1]))
+    total = 0.0
+    for row, position in mask.nonzero().tolist():
+        total += np.cos(1.0 + position + 7.0 * row) * float(hidden[row, position].double().numpy() @ dimensions)
+    return total
+
+
+@pytest.fixture(scope="module")
+def data():
+    mask = torch.ones(4, 10, dtype=torch.int64)
+    mask[1, 6:] = 0
+    mask[3, :4] = 0
+    return {"input_ids": random_tokens(4, 10), "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """The tables of sites of the Hugging Face models."""
+    return {name: lsim.sites(make()) for name, make in MODELS.items()}
+
+
+def everything(table) -> list[str]:
+    return list(dict.fromkeys(table.family))
+
+
+def heads_of(table) -> list[str]:
+    return [f"{row.name}[{head}]" for row in table.itertuples(index=False) for head in range(row.heads)]
+
+
+@each_model
+def test_axis_names_are_verified_by_hooks_of_the_test(name, data, tables):
+    model, table, mask = MODELS[name](), tables[name], data["attention_mask"]
+    tensors = read_sites(model, table, data)
+    found = lsim.analyze(model, data, Projection(), at=everything(table))["projection"]
+    assert found.layers == tuple(table.name)
+    expected = {site: project(tensor, mask) for site, tensor in tensors.items()}
+    np.testing.assert_allclose(found.values, [expected[site] for site in found.layers], rtol=1e-5, atol=1e-5)
+    # No two names can be exchanged: only the input of a block has the number of another site, the output of the block before.
+    assert len({round(value, 9) for value in expected.values()}) == len(expected) - 2
+
+    divided = table[table.heads > 0]
+    by_head = lsim.analyze(model, data, Projection(), at=list(HEAD_FAMILIES), per_head=True)["projection"]
+    assert set(divided.family) == set(HEAD_FAMILIES)
+    assert by_head.layers == tuple(heads_of(divided))
+    for site, value in zip(by_head.layers, by_head.values, strict=True):
+        stem = site.split("[")[0]
+        count = KEY_HEADS.get(name, HEADS) if stem[-1] in "kv" else HEADS
+        assert tensors[stem].shape[-1] == count * D_HEAD
+        assert float(value) == pytest.approx(project(head_part(tensors[stem], site), mask), rel=1e-5, abs=1e-4), site
+
+
+@each_model
+@each_source
+def test_every_source_reads_the_same_tensors_under_the_same_names(name, source, data, tables, tmp_path):
+    model, options = opened(name, source, tmp_path)
+    table = lsim.sites(model)
+    assert list(table.name) == list(tables[name].name)
+    assert list(table.heads) == list(tables[name].heads)
+    for asked in ({"at": everything(table)}, {"at": list(HEAD_FAMILIES), "per_head": True}):
+        expected = lsim.analyze(MODELS[name](), data, Projection(), **asked)["projection"]
+        found = lsim.analyze(model, data, Projection(), **asked, **options)["projection"]
+        assert found.layers == expected.layers
+        np.testing.assert_allclose(found.values, expected.values, rtol=2e-5, atol=2e-5)
+        assert found.provenance.data == expected.provenance.data
+
+
+def opened(name, source, tmp_path):
+    """The model in a source, or a skip."""
+    if source == "HookedTransformer" and name != "gpt2":
+        pytest.skip("the weights of one model are converted for HookedTransformer in these tests: GPT-2's")
+    return SOURCES[source](MODELS[name], tmp_path)
+
+
+def takes(cls, families: list[str], family: str) -> bool:
+    """Whether an analyzer reads a family by what its class declares."""
+    if cls.families:
+        return True
+    if cls.needs_sites in ("stream", "every_block"):
+        return family == "resid_post" or (family == "resid_mid" and cls.reads_mid and family in families)
+    return family in families
+
+
+def refuses_model(model, data, cls, **options) -> bool:
+    """Whether the analyzer refuses the model itself, as some refuse post-norm blocks."""
+    try:
+        lsim.analyze(model, data, cls(), **options)
+    except lsim.LayersimError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def answers(data, tables):
+    """Results of the Hugging Face models, by model and family, of all analyzers that take the family together."""
+    found: dict[str, dict[str, lsim.Report]] = {}
+    for name, make in MODELS.items():
+        model, families = make(), everything(tables[name])
+        usable = {key: cls for key, cls in ANALYZERS.items() if not refuses_model(model, data, cls)}
+        found[name] = {}
+        for one in families:
+            taking = [cls() for cls in usable.values() if takes(cls, families, one)]
+            found[name][one] = lsim.analyze(model, data, taking, at=one)
+    return found
+
+
+@each_model
+@pytest.mark.parametrize("key", ANALYZERS)
+def test_an_analyzer_takes_a_family_or_refuses_it_by_name(name, key, data, tables, answers):
+    model, table, cls = MODELS[name](), tables[name], ANALYZERS[key]
+    families, refused = everything(table), refuses_model(model, data, cls)
+    for one in SITE_NAMES:
+        if takes(cls, families, one) and not refused:
+            result = answers[name].get(one, lsim.Report({})).get(key) or lsim.analyze(model, data, cls(), at=one)[key]
+            assert repr(result)
+            own = tuple(table.name[table.family == one])
+            if cls.needs_sites in ("any", "equal_width") and not cls.families:
+                first = tuple(table.name)[:1] if one == "resid_post" else ()
+                assert result.layers == first + own
+                assert result.provenance.options["at"] == one
+            continue
+        with pytest.raises(lsim.LayersimError) as error:
+            lsim.analyze(model, data, cls(), at=one)
+        assert "`at`" in str(error.value) or refused, str(error.value)
+        if one not in families and not cls.families and cls.needs_sites in ("any", "equal_width"):
+            assert families[0] in str(error.value), "the refusal lists what the model has"
+
+
+@each_model
+@each_source
+def test_every_analyzer_gives_one_answer_at_every_family_of_every_source(name, source, data, tables, answers, tmp_path):
+    model, options = opened(name, source, tmp_path)
+    families = everything(tables[name])
+    usable = [key for key in answers[name]["resid_post"] if not refuses_model(model, data, ANALYZERS[key], **options)]
+    # What differs between families is compared above.
+    for one in families if source not in SLOW else ["resid_post", "z", "mlp_post"]:
+        expected = answers[name][one]
+        # Analyzers with families of their own read the same at all.
+        asked = [ANALYZERS[key]() for key in usable if key in expected and (one == "z" or not ANALYZERS[key].families)]
+        found = lsim.analyze(model, data, asked, at=one, **options)
+        for key, result in found.items():
+            assert result.layers == expected[key].layers
+            np.testing.assert_allclose(result.values, expected[key].values, rtol=1e-4, atol=1e-4, err_msg=f"{key} at {one}")
+
+
+@each_source
+def test_every_source_refuses_what_the_model_lacks(source, data, tmp_path):
+    name = "gpt2" if source == "HookedTransformer" else "neox"
+    lacking = "cross_attn_out" if source == "HookedTransformer" else "resid_mid"
+    model, options = opened(name, source, tmp_path)
+    for cls in ANALYZERS.values():
+        if cls.families:
+            continue
+        with pytest.raises(lsim.LayersimError, match="`at`"):
+            lsim.analyze(model, data, cls(), at=lacking, **options)
+    with pytest.raises(lsim.LayersimError, match=r"`per_head` requires hook points that are divided into heads"):
+        lsim.analyze(model, data, "cka", at="attn_out", per_head=True, **options)
+
+
+@pytest.mark.parametrize("key", ANALYZERS)
+def test_a_class_declares_nothing_that_analyzers_do_not_have(key):
+    cls = ANALYZERS[key]
+    declared = {name for name, kind in cls.__annotations__.items() if str(kind).startswith("ClassVar")}
+    assert declared <= set(Analyzer.__annotations__), "a misspelt class attribute changes nothing"
+
+
+SOURCES_HERE = {"Hugging Face": lambda make: (make(), {})} | {
+    key: lambda make, key=key: SOURCES[key](make, None) for key in ("NNsight", "NNsight remote=local", "TransformerBridge")
+}
+
+
+@pytest.mark.parametrize("source", SOURCES_HERE)
+@pytest.mark.parametrize("wrong", ["attn_out", "resid_mid", "mlp_out"])
+def test_a_mislabelled_hook_point_is_caught_on_the_first_row(source, wrong, data, monkeypatch):
+    from tl_layersim.models import hook_points
+
+    plain = hook_points.site_map
+
+    def mislabelled(module, blocks):
+        """Block 1's site is read at block 0."""
+        known = plain(module, blocks)
+        places = {site.block: site.point for site in known.sites if site.family == wrong}
+
+        def moved(point):
+            return replace(places[0], name=point.name) if point.name == places[1].name else point
+
+        sites = tuple(replace(site, point=moved(site.point)) for site in known.sites)
+        sums = tuple(replace(one, total=moved(one.total), terms=tuple(map(moved, one.terms))) for one in known.sums)
+        return replace(known, sites=sites, sums=sums)
+
+    model, options = SOURCES_HERE[source](tiny_llama)
+    lsim.analyze(model, data, Projection(), at=wrong, **options)
+    monkeypatch.setattr(hook_points, "site_map", mislabelled)
+    with pytest.raises(lsim.LayersimError, match=r"do not add up to its residual stream(.|\n)*blocks\.1\."):
+        lsim.analyze(model, data, Projection(), at=wrong, **options)
