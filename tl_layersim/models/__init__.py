@@ -4,7 +4,8 @@ Other packages may import from these modules:
 
 - `source`, `view`, `model_info`: `Source` runs a model, `View` holds the activations of one batch, `Model` describes a model.
 - `hooked`, `nnsight`, `reading`: sources of models in this process, and the forward passes that they record.
-- `site_buffer`, `firing_order`: the activations that a forward pass has at its sites, and the order in which it reaches them.
+- `site_buffer`, `firing_order`, `trace_steps`: the activations that a forward pass has at its sites, the order in which it
+    reaches them, and the reading of them in a trace.
 - `stream_sums_check`: the check that sublayer outputs add up to the residual stream.
 - `hugging_face_check`: the check that a TransformerLens model has the residual stream of its Hugging Face model.
 - `open`, `transformer_lens`: tests of the type of a model.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
 from ..data.batches import Batch
-from .block_call import first_tensor, record_call
+from .block_call import first_tensor
 from .firing_order import firing_order
 from .head_layout import head_dtype
 from .hook_point import HookPoint, residual_points
@@ -28,6 +28,7 @@ from .model_inputs import forward_arguments
 from .point_source import PointSource, SitesRead
 from .site_buffer import SiteBuffer
 from .source import positions_of
+from .trace_steps import TraceStep, block_events, read_step, residual_order
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 
@@ -71,7 +72,7 @@ class NNsightSource(PointSource):
         self._envoys = {id(envoy._module): envoy for envoy in self.envoy.modules()}
         self.blocks = [self._envoy_at(path) for path in self.paths]
         self._unembed = self._open_head()
-        self._start_reading(residual_points(self._model.layers, self.paths), _residual_order(len(self.paths)))
+        self._start_reading(residual_points(self._model.layers, self.paths), residual_order(len(self.paths)))
 
     def _envoy_at(self, path: str) -> Any:
         """The envoy of the module at a path, also where nnsight renames it, as it does modules with the name `output`."""
@@ -114,7 +115,7 @@ class NNsightSource(PointSource):
             self._model = settled(self._model, self.module, self.paths, self._named, strangers)
         if self._reading.order is None:
             points = self._reading.points
-            order, widths = self._find_order((*points, *_block_events(self.paths)), row)
+            order, widths = self._find_order((*points, *block_events(self.paths)), row)
             self._reading = SitesRead(points, order, widths[: len(points)])
 
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -133,7 +134,7 @@ class NNsightSource(PointSource):
         """What a trace reads, in the order of the forward pass."""
         points, order = self._reading.points, self._reading.order
         assert order is not None
-        events = (*points, *_block_events(self.paths))
+        events = (*points, *block_events(self.paths))
         steps: list[TraceStep] = []
         for number in order:
             point = events[number]
@@ -222,62 +223,6 @@ def shippable(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
             )
         nnsight.register(function.__module__.split(".")[0])
     return dict(kernels)
-
-
-@dataclass
-class TraceStep:
-    """The input or output of one module, which a trace reads.
-
-    Attributes:
-        path: of the module.
-        envoy: of the module.
-        incoming: whether the input is read; else the output.
-        is_block: whether the module is a block, whose calls views may carry.
-        sites: number and hook point of each site that is a part of it.
-    """
-
-    path: str
-    envoy: Any
-    incoming: bool
-    is_block: bool
-    sites: list[tuple[int, HookPoint]] = field(default_factory=list)
-
-
-def _block_events(paths: list[str]) -> tuple[HookPoint, ...]:
-    """The input and the output of each block."""
-    return tuple(HookPoint(path, path, incoming) for path in paths for incoming in (True, False))
-
-
-def _residual_order(blocks: int) -> tuple[int, ...]:
-    """Order of the residual layers, and of the inputs and outputs of blocks that are numbered after them."""
-    order = [0]
-    for block in range(blocks):
-        start = blocks + 1 + 2 * block
-        order += [start, block + 1, start + 1]
-    return tuple(order)
-
-
-def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls: list[Any] | None) -> None:
-    """Read the sites of one step inside a trace, and record the call of a block.
-
-    Args:
-        step: the step.
-        buffer: for the activations.
-        given: arguments of the blocks that were entered, by path; changed in place.
-        calls: for the block calls, changed in place; None where no analyzer needs them.
-    """
-    if step.incoming:
-        args, kwargs = step.envoy.inputs
-        if step.is_block:
-            given[step.path] = (args, kwargs)
-        value: Any = (*args, *kwargs.values())
-    else:
-        value = step.envoy.output
-        if calls is not None and step.is_block:
-            args, kwargs = given[step.path]
-            calls.append(record_call(step.envoy, args, kwargs, value))
-    for site, point in step.sites:
-        buffer.put(site, first_tensor(value), point.part)
 
 
 def kept_of(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

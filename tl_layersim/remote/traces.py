@@ -15,9 +15,9 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import push
 from ..models.block_call import first_tensor
-from ..models.nnsight import TraceStep, read_step
 from ..models.site_buffer import SiteBuffer
 from ..models.source import PartialSums
+from ..models.trace_steps import TraceStep, read_step
 from ..models.unembed import Unembed, tensor_of, unembed_gap
 from ..models.view import Kernel, View, reduce
 
