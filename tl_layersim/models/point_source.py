@@ -85,8 +85,12 @@ class PointSource(Source):
     def stream_sums(self) -> tuple[StreamSum, ...]:
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
 
+    @property
+    def has_two_stacks(self) -> bool:
+        return bool(encoder_and_decoder(self.module))
+
     def in_stack(self, at: Any) -> Any:
-        if not encoder_and_decoder(self.module):
+        if not self.has_two_stacks:
             return at
         paths, at = choose_stack(self.module, self._home, self._named, at)
         if paths != self.paths:

@@ -133,6 +133,11 @@ class Source(ABC):
         """
         raise self._no_hook_points(f"at={at!r}")
 
+    @property
+    def has_two_stacks(self) -> bool:
+        """Whether the model has an encoder and a decoder, of which one is read."""
+        return False
+
     def in_stack(self, at: Any) -> Any:
         """Read the stack of an encoder-decoder that `at` names, and return `at` without its name.
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
-from ..data.inputs import TOKEN_IDS
 from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.nnsight import NNsightSource
@@ -53,7 +52,7 @@ def open_source(
         source = RemoteSource(model, layers, unembed, remote, tokens_per_request)
     else:
         source = open_local(model, layers=layers, unembed=unembed, remote=remote)
-    if not either_stack and layers is None and source.model.token_input != TOKEN_IDS:
+    if not either_stack and layers is None and source.has_two_stacks:
         raise LayersimError(
             f"{source.model.name} is an encoder-decoder: only analyze, compare and attach choose one of its two stacks.",
             given=source.model.source,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..models.block_lists import encoder_and_decoder
 from ..models.firing_order import firing_order
 from ..models.hook_point import HookPoint
 from ..models.hook_points import site_map
@@ -77,8 +78,8 @@ def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
     """Run the module on arguments that are moved to the device of its weights."""
     device = next(module.parameters()).device
     args, options = arguments
-    # Masks are computed from values, which meta tensors do not have.
-    given = {name: value for name, value in options.items() if not name.endswith("attention_mask")}
+    # Masks are computed from values, which meta tensors do not have. Masks of four axes are in their final form.
+    given = {name: value for name, value in options.items() if not name.endswith("attention_mask") or value.dim() == 4}
     given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
     return module(*(value.to(device) for value in args), **given)
 
@@ -86,8 +87,11 @@ def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
 def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
     """Forward passes of token ids, without a mask and with one in its final form: most decoders compute it from values."""
     tokens, mask = torch.zeros(1, POSITIONS, dtype=torch.long), torch.zeros(1, 1, POSITIONS, POSITIONS)
-    options = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
-    return [partial(_on_device, module, ((tokens,), options | more)) for more in ({}, {"attention_mask": mask})]
+    options: dict[str, Any] = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
+    name = "attention_mask"
+    if encoder_and_decoder(module):
+        options, name = options | {"decoder_input_ids": tokens}, "decoder_attention_mask"
+    return [partial(_on_device, module, ((tokens,), options | more)) for more in ({}, {name: mask})]
 
 
 def _listed_order(

@@ -18,7 +18,6 @@ from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, warn
 from ..core.pairwise_summation import BLOCK
 from ..core.server_addresses import shown
 from ..data.batches import Batch
-from ..models.block_lists import encoder_and_decoder
 from ..models.hook_point import HookPoint
 from ..models.model_info import ServerOffer
 from ..models.model_inputs import forward_arguments, smallest_arguments
@@ -71,7 +70,6 @@ class RemoteSource(NNsightSource):
         self._warned: set[str] = set()
         self._frozen = ShippedSource()
         self._keeps = "logits_to_keep" in inspect.signature(type(self.module).forward).parameters
-        self._decodes = bool(encoder_and_decoder(self.module))
         self.offer = self._ask_offer()
         # Weights on a server have no hash. Instead, the record holds their revision and the names of requested adapters.
         revision = json.loads(self.ndif.model_key.partition(":")[2]).get("revision")
@@ -92,7 +90,7 @@ class RemoteSource(NNsightSource):
     def _ask_offer(self) -> ServerOffer:
         """The server's offer for this model, from the server's status and from a request with one row."""
         status = self.ndif.status
-        arguments = smallest_arguments(self.module, self._model, self._decodes)
+        arguments = smallest_arguments(self.module, self._model, self.has_two_stacks)
         facts = self.ndif.request(lambda backend: probe(self.envoy, self.blocks, arguments, backend), patient=False)
         return ServerOffer(
             server=self.ndif.name,
