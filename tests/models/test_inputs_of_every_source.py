@@ -20,8 +20,8 @@ from ..input_models import (
     states,
     vit_blocks,
 )
-from ..tiny_models import random_tokens, tiny_llama
-from .helpers import bridge, nnsight
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from .helpers import bridge, hooked_transformer, nnsight
 
 STEPS = ["steps.0", "steps.1", "steps.2"]
 EVERY = {"positions": "all"}
@@ -165,3 +165,14 @@ def test_what_the_model_does_not_take_is_refused_or_named():
         lsim.analyze(image_vit(), random_tokens(), "cosine")
     with pytest.raises(lsim.LayersimError, match=r"no unambiguous column"):
         lsim.analyze(tiny_llama(), {"pixel_values": pixels()}, "cosine")
+
+
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+def test_a_hooked_transformer_takes_tokens_alone(caplog):
+    model, tokens = hooked_transformer(tiny_gpt2()), random_tokens(4, 9)
+    data = {"input_ids": tokens, "token_type_ids": torch.ones_like(tokens)}
+    found = lsim.analyze(model, data, "cosine")["cosine"]
+    assert "not read: token_type_ids" in caplog.text
+    assert torch.equal(found.values, lsim.analyze(model, tokens, "cosine")["cosine"].values)
+    with pytest.raises(lsim.LayersimError, match="no unambiguous column of texts or token ids"):
+        lsim.analyze(model, {"inputs_embeds": torch.randn(4, 9, 32)}, "cosine")
