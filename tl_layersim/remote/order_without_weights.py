@@ -41,7 +41,10 @@ def order_without_weights(
         LayersimError: a module runs more than once in a forward pass, or never; or no forward pass can run here, and a point is
             not a listed site.
     """
-    found = _shown_by(module, points, [partial(_on_device, module, arguments), *_token_passes(module)])
+    args, options = arguments
+    # Masks of the data are tested for their values, which meta tensors do not have.
+    unmasked = {name: value for name, value in options.items() if not name.endswith("attention_mask")}
+    found = _shown_by(module, points, [partial(_on_device, module, (args, unmasked)), *_token_passes(module)])
     return (_listed_order(module, blocks, points, found), ()) if isinstance(found, Exception) else found
 
 
@@ -77,9 +80,7 @@ def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
     """Run the module on arguments that are moved to the device of its weights."""
     device = next(module.parameters()).device
     args, options = arguments
-    # Masks are computed from values, which meta tensors do not have.
-    given = {name: value for name, value in options.items() if not name.endswith("attention_mask")}
-    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
     return module(*(value.to(device) for value in args), **given)
 
 
