@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative, sample_colorscale
 
 from .labels import axis_title
-from .site_labels import heads_in_block, short_names
+from .site_labels import short_names
 from .style import BLUE, FAINT, GREEN, ORANGE, SHADES, SOLID, layer_axis, styled, turn_labels
 
 # Axes of a result whose labels are layers.
@@ -56,9 +56,9 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
     from_zero = bool((np.nan_to_num(np.stack([values for _, values, _ in series])) >= 0).all()) and len(series) < 4
     fig.update_yaxes(title=quantity, rangemode="tozero" if from_zero else "normal")
     styled(fig, title, height=420, width=620).update_layout(showlegend=len(series) > 1)
-    if axis in LAYER_AXES and (heads_in_block(names) or any(len(label) > len("embed") for label in short_names(names))):
-        # Labels of heads and families are upright or slanted, and longer than numbers of blocks.
-        fig.update_layout(height=460, legend_y=-0.32)
+    if fig.layout.xaxis.tickangle:
+        # Turned labels would reach into the legend.
+        fig.update_layout(height=460, legend_y=-0.36)
     return fig
 
 

@@ -57,10 +57,8 @@ def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: 
         step = heads * max(1, -(-len(names) // (heads * MOST_TICKS)))
     labels = short_names(names)
     at = list(range(0, len(names), step))
-    ticks: dict[str, Any] = {"tickmode": "array", "tickvals": at, "ticktext": [labels[i] for i in at]}
     size = {"tickfont": {"size": 9}} if heads else {}
-    # Otherwise plotly hides the last label where it is slanted and longer than the margin.
-    update(title=site_axis_title(names, title), automargin=True, ticklabeloverflow="allow", **ticks, **size)
+    update(title=site_axis_title(names, title), tickmode="array", tickvals=at, ticktext=[labels[i] for i in at], **size)
 
 
 def turn_labels(fig: go.Figure, names: tuple[str, ...]) -> None:
