@@ -72,5 +72,5 @@ def test_post_norm_blocks_that_no_name_tells():
     small = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 24, "vocab_size": 100}
     model = BartForCausalLM(BartConfig(**small)).eval()
     for method in ("dense", "finite-difference"):
-        with pytest.raises(lsim.LayersimError, match="does not add its input"):
+        with pytest.raises(lsim.LayersimError, match="have no residual branch"):
             lsim.analyze(model, random_tokens(2, 9), lsim.BlockCoupling(k=4, method=method))
