@@ -44,7 +44,8 @@ ARCHITECTURES = {
     "T5": ["t5", "t5 gated"],
     "XLM-RoBERTa": ["xlm-roberta"],
 }
-MODULE_FAMILIES = ("z", "attn_out", "resid_mid", "mlp_post", "mlp_out")
+# Families by column: whether the input of the module is read, None where architectures differ, so that a cell says which.
+MODULE_FAMILIES = {"attn_out": False, "resid_mid": None, "mlp_post": True, "mlp_out": False}
 
 
 def keys_of(architecture: str) -> list[str]:
@@ -88,7 +89,9 @@ def modules_of(keys: list[str]) -> tuple[str, ...]:
             if site.family in found:
                 [block] = [path for path in blocks if site.point.module.startswith(f"{path}.")]
                 path = site.point.module.removeprefix(f"{block}.")
-                found[site.family].append(f"`{path}`" + (" (input)" if site.point.incoming else ""))
+                incoming = MODULE_FAMILIES[site.family]
+                assert incoming in (None, site.point.incoming)
+                found[site.family].append(f"`{path}`" + (" (input)" if incoming is None and site.point.incoming else ""))
     return tuple(", ".join(dict.fromkeys(names)) or "–" for names in found.values())
 
 
@@ -108,8 +111,7 @@ def test_the_table_of_families_has_every_family_with_its_name_and_module():
     assert sorted(rows) == sorted(SITE_NAMES)
     sites = {site.family: site for site in map_of("llama")[0].sites if site.block != 1}
     for family, row in rows.items():
-        prefix = "" if family == "ln_final" else "blocks.{i}."
-        assert row["name in block i"] == f"`{prefix}{SITE_NAMES[family]}`"
+        assert row["name after `blocks.{i}.`"].removesuffix(", without a block") == f"`{SITE_NAMES[family]}`"
         module = row["module of a Llama block"]
         if family not in sites:
             assert module == "none"
@@ -142,7 +144,7 @@ def test_every_layout_is_on_the_page():
 
 
 def test_the_table_of_modules_is_what_is_read():
-    found = [f"| {' | '.join(row.values())} |" for row in table("architecture | `z`")]
+    found = [f"| {' | '.join(row.values())} |" for row in table("architecture | output: `attn_out`")]
     assert found == rows_of_modules(), "python -m tests.docs.test_hook_points_table prints the rows"
 
 
@@ -150,7 +152,7 @@ def test_the_table_that_sites_prints_is_the_page():
     shown = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)
     assert shown
     found = lsim.sites(lsim.demo_model())
-    assert shown[1].split() == found[found.block == 0].to_string(index=False).split()
+    assert shown[1].rstrip() == found[found.block == 0].drop(columns="block").to_string(index=False)
 
 
 def sites_in_words(cls) -> str:
