@@ -325,6 +325,36 @@ def test_another_rule_does_not_resume_a_checkpoint(tmp_path):
     assert torch.equal(run(lambda tokens: tokens > 50).values, first.values)
 
 
+def test_other_marks_of_the_data_do_not_resume_a_checkpoint(tmp_path):
+    path = tmp_path / "x.ckpt"
+    tokens = random_tokens(4, 12)
+
+    def run(marks):
+        data = {"input_ids": tokens, "chosen": marks}
+        return lsim.analyze(tiny_llama(), data, lsim.Cosine(center="none"), positions="chosen", checkpoint=path)["cosine"]
+
+    marks = torch.zeros_like(tokens)
+    marks[:, 3:7] = 1
+    first = run(marks)
+    with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
+        run(marks.roll(1, 1))
+    assert torch.equal(run(marks).values, first.values)
+
+
+def test_labels_by_position_are_refused_for_means_of_rows():
+    tokens = random_tokens(8, 12)
+    collapse = lsim.NeuralCollapse(labels="data", classes=2, level="sequence")
+    data = {"input_ids": tokens, "labels": tokens % 2}
+    with pytest.raises(lsim.LayersimError, match="differ within a row"):
+        lsim.analyze(tiny_llama(), data, collapse, positions="mean")
+    assert (
+        lsim.analyze(tiny_llama(), data | {"labels": torch.arange(8) % 2}, collapse, positions="mean")[
+            "neural_collapse"
+        ].values.numel()
+        == 4
+    )
+
+
 def vision():
     from ..training.helpers import vit
 

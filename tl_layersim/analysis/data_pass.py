@@ -135,9 +135,9 @@ class PassReader:
     deal: Deal = ALONE
 
     def __iter__(self) -> Iterator[Batch]:
-        held, digest, number = self.state.tally, new_digest(), 0
+        held, digest, number, marked = self.state.tally, new_digest(), 0, self.batches.options.selection.marked
         for number, batch in enumerate(self.batches, start=1):
-            fingerprint(digest, batch)
+            fingerprint(digest, batch, marked)
             self._settle(batch)
             if number < held.batches:
                 continue

@@ -11,10 +11,18 @@ from .batches import Batch
 from .other_stack import cut_to_longest
 
 
-def fingerprint(digest: Any, batch: Batch) -> None:
-    """Add a batch's rows, without padding, to a running hash: equal data gives equal digests in any batch size."""
+def fingerprint(digest: Any, batch: Batch, marked: bool = False) -> None:
+    """Add a batch's rows, without padding, to a running hash: equal data gives equal digests in any batch size.
+
+    Args:
+        digest: the hash.
+        batch: the rows.
+        marked: whether the data marks the counted positions, which then are a part of it.
+    """
     for number in range(len(batch.tokens)):
         digest.update(row_bytes(batch, number))
+        if marked:
+            digest.update(batch.counted[number][batch.attention[number]].numpy().tobytes() + b"|")
 
 
 def row_bytes(batch: Batch, number: int) -> bytes:

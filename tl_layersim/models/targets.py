@@ -118,6 +118,15 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
     else:
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
+    if batch.pooled and any(
+        len(set(row[kept].tolist())) > 1 for row, kept in zip(own_labels.cpu(), batch.counted, strict=True)
+    ):
+        raise LayersimError(
+            "`labels` differ within a row, and with positions='mean' a row is one sample.",
+            given="positions='mean' and labels by position",
+            expected="one class for each row",
+            do="labels of shape (row,); or positions='all'",
+        )
     if model is not None and model.head is not None and model.head.reads == "every" and model.head.parts[-1] not in CLASSIFIERS:
         # One token cannot be the target at every position of a row.
         classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
