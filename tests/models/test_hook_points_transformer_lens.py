@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 
+import tl_layersim as lsim
 from tl_layersim import LayersimError
 from tl_layersim.models.hook_points import find_points, site_map, stream_sums
 
@@ -164,6 +165,8 @@ def test_a_hooked_transformer_of_attention_alone_has_no_mlp():
         find_points(model, [], "mlp_out")
     [one] = stream_sums(model, [], ["attn_out"])
     assert (one.total.name, len(one.terms)) == ("blocks.0.hook_resid_post", 2)
-    # A norm without weights is its own normalized output.
+    # The norm runs for queries, keys and values each; attention, which reads its output, runs once.
     [point] = find_points(model, [], "blocks.0.ln1.hook_normalized")
-    assert point.module == "blocks.0.ln1.hook_normalized"
+    assert (point.module, point.incoming) == ("blocks.0.attn", True)
+    found = lsim.analyze(model, torch.arange(16).view(2, 8), lsim.CKA(), at="ln1")["cka"]
+    assert found.layers == ("blocks.0.ln1.hook_normalized",)

@@ -21,6 +21,8 @@ from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum, separ
 
 ABSENT = "this model has no such hook point"
 TWO_STACKS = "a bridge of an encoder-decoder has other names: pass the Hugging Face model itself, before it is bridged"
+# Norms of a HookedTransformer whose hook point `hook_normalized` is before the weights.
+WITH_WEIGHTS = ("LN", "RMS")
 # TransformerLens' architectures with norms after the sublayers alone, in both majors.
 NORMS_AFTER_ALONE = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 
@@ -97,7 +99,10 @@ class _SitesOf:
         cfg = self.model.cfg
         if family in self.lacks:
             return None
-        if family in ("ln1", "ln2", "ln_final") and name in self.hooks and cfg.normalization_type in ("LN", "RMS"):
+        if family == "ln1" and name in self.hooks:
+            # The norm runs once for each of queries, keys and values.
+            return HookPoint(name, name.replace(SITE_NAMES["ln1"], "attn"), incoming=True)
+        if family in ("ln2", "ln_final") and name in self.hooks and cfg.normalization_type in WITH_WEIGHTS:
             # The hook point is before the weights of the norm.
             return HookPoint(name, name.removesuffix(".hook_normalized"))
         return self._hook(name, name)
@@ -170,6 +175,9 @@ class _SitesOf:
                 expected="activations `batch pos ...`",
                 do="at='z', what the heads give; or model.run_with_cache for patterns",
             )
+        plain = self.wrapped is None and self.model.cfg.normalization_type not in WITH_WEIGHTS
+        if plain and name in self.hooks and name.endswith(SITE_NAMES["ln1"]):
+            return self._hooked_transformer_point("ln1", name)
         return self._hook(name, name) or point_at(self.model, name)
 
 
