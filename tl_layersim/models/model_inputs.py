@@ -108,24 +108,26 @@ def smallest_arguments(module: torch.nn.Module, model: Model, decodes: bool) -> 
     """
     token = torch.zeros(1, 1, dtype=torch.long)
     more = {"decoder_input_ids": token} if decodes else {}
-    if model.main_input not in ROW_AXES:
+    # A decoder that is read has tokens for its main input; what the model as a whole takes is what its encoder takes.
+    main = getattr(module, "main_input_name", model.main_input) if decodes else model.main_input
+    if main not in ROW_AXES:
         return (token,), more
     config = getattr(module, "config", None)
     size, bins = getattr(config, "image_size", None), getattr(config, "num_mel_bins", None)
     length = getattr(config, "max_source_positions", None)
     shape: tuple[int, ...] | None = None
-    if model.main_input == PIXELS and size is not None:
+    if main == PIXELS and size is not None:
         shape = (1, getattr(config, "num_channels", 3), *(size if isinstance(size, list | tuple) else (size, size)))
-    elif model.main_input == "input_features" and bins is not None and length is not None:
+    elif main == "input_features" and bins is not None and length is not None:
         shape = (1, bins, 2 * length)
     if shape is None:
         raise LayersimError(
-            f"`remote` needs a model whose inputs have a known size, and that of `{model.main_input}` is not known.",
+            f"`remote` needs a model whose inputs have a known size, and that of `{main}` is not known.",
             given=model.name,
             expected="a configuration with image_size, or with num_mel_bins and max_source_positions",
             do="remote=False, with the model loaded in this process",
         )
-    return (), {model.main_input: _in_dtype(torch.zeros(shape), model)} | more
+    return (), {main: _in_dtype(torch.zeros(shape), model)} | more
 
 
 def shared_positions(sources: Sequence[Source], batch: Batch) -> int:
