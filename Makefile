@@ -48,8 +48,11 @@ check: $(VENV)/dev ## Check style, types, structure and the laws that every anal
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/architecture tests/contract
 
-test-tl3: $(VENV_TL3)/test ## Run the tests with TransformerLens 3.9, which still has HookedTransformer
-	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) tests
+# No test of the other folders runs a TransformerLens model: they would run the same code twice.
+TL3_TESTS := $(addprefix tests/,analysis contract data docs early_exit jacobians models real_models stitching training)
+
+test-tl3: $(VENV_TL3)/test ## Run the tests of TransformerLens models with 3.9, which still has HookedTransformer
+	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) $(TL3_TESTS)
 
 # The lowest version of each requirement that pyproject.toml declares; pip cannot resolve downwards, uv can.
 $(VENV_OLDEST)/test: pyproject.toml
