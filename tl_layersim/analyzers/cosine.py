@@ -57,19 +57,19 @@ class CosineResult(LayerMatrix):
         Picture(
             "values",
             "Cosine similarity between layers",
-            "Mean over tokens of the cosine between a token's residuals at two layers. A plateau of high values at the end "
+            "Mean over tokens of the cosine between a token's activations at two layers. A plateau of high values at the end "
             "marks layers that change the residual little (Jiang, Zhou and Zhu 2024, section 2.1, figure 2 c-d).",
         ),
         Picture(
             "to_last",
             "Cosine similarity to the last layer",
-            "Cosine between a token's residual at each layer and at the last layer, as quantiles over tokens. Theorem 2.1 "
+            "Cosine between a token's activations at each layer and at the last layer, as quantiles over tokens. Theorem 2.1 "
             "predicts a rise with depth (Jiang, Zhou and Zhu 2024, figure 2 a-b).",
         ),
         Picture(
             "adjacent",
             "Cosine of adjacent layers",
-            "Cosine between a token's residuals before and after each block, as quantiles over tokens "
+            "Cosine between a token's activations at a layer and at the layer before it, as quantiles over tokens "
             "(Jiang, Zhou and Zhu 2024, appendix, figure 11 left).",
         ),
         Picture(

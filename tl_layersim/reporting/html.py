@@ -36,7 +36,7 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
                 "meaning": p.meaning,
             }
             for p in result.pictures
-            if result.to_frame(p.field).size
+            if _has_values(result, p.field)
         ]
         provenance = {key: value for key, value in vars(result.provenance).items() if value is not None}
         provenance["seconds"] = round(result.provenance.seconds, 2)
@@ -59,6 +59,13 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
     with replacing(path) as file:
         file.write(html.encode())
     return Path(path)
+
+
+def _has_values(result: Result, field: str) -> bool:
+    """Whether a field has an entry that is defined: the norm ratio of blocks has none at sites inside blocks."""
+    table = result.to_frame(field)
+    values = getattr(result, field) if field in result.tensor_fields() else result.values
+    return bool(table.size) and not bool(values.isnan().all())
 
 
 def _sites(result: Result) -> str:
