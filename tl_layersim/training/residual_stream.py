@@ -162,9 +162,7 @@ class ResidualStream:
             )
         return found
 
-    def at_targets(
-        self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool
-    ) -> tuple[dict[int, Tensor], Tensor]:
+    def at_targets(self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool) -> tuple[dict[int, Tensor], Tensor]:
         """What the head reads of each layer where it has a target, `sample width`, after the final norm; and the targets.
 
         Args:
