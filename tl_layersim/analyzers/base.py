@@ -106,6 +106,11 @@ class Analyzer(ABC):
         return False
 
     @property
+    def reads_head(self) -> bool:
+        """Whether the kernel reads the positions of a row that the model's head reads."""
+        return self.needs_unembed
+
+    @property
     def needs_positions(self) -> bool:
         """Whether samples must be single positions of rows, because the mean of a row has no lens, next token or block call."""
         return self.needs_unembed or self.needs_calls

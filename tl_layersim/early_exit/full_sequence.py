@@ -145,7 +145,7 @@ class FullSequence:
         return hidden[:, : self.length][running]
 
     def _head_input(self, hidden: Tensor, x: Tensor) -> tuple[Tensor, bool]:
-        """The arguments of `Unembed` for residuals `x` of the running positions: vectors, and whether it is to apply the norm."""
+        """The vectors from which `Unembed` computes logits, and whether it is to apply the final norm to them."""
         return (x, True) if self.unembed.pool is None else (self.unembed.pooled(hidden, self._attended(hidden)), False)
 
     def _attended(self, hidden: Tensor) -> Tensor:
@@ -153,9 +153,7 @@ class FullSequence:
         attended = self.inputs.attended
         return torch.ones_like(hidden[..., 0], dtype=torch.bool) if attended is None else attended[self.rows]
 
-    def _decide(
-        self, number: int, hidden: Tensor, x: Tensor, before: Tensor, index: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _decide(self, number: int, hidden: Tensor, x: Tensor, before: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
         """Which tokens exit, and their logits where the check computed them."""
         if self.forced is not None:
             return (self.forced.flatten()[index] == number), None
