@@ -12,6 +12,8 @@ from .unembed import CLASSIFIERS, Head
 
 # Names of the unembedding in models without get_output_embeddings.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
+# The class head of a DETR, which reads every object query.
+OF_QUERIES = "class_labels_classifier"
 
 
 def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
@@ -35,9 +37,23 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     norm = norms[-1] if norms else ""
     # The 350M OPT projects the residual back to the width of its embedding.
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
-    before = [project] if project in names else []
+    before = [project] if project in names else [norm] if norm and norms_between_layers(module) else []
     parts, reads = _classifier(module, blocks, names)
     return _scaled(Head(norm, (*before, *parts), reads), module) if parts else None
+
+
+def norms_between_layers(module: torch.nn.Module) -> bool:
+    """Whether a DETR applies its decoder's norm to the output of each layer, and once more to that of the last.
+
+    transformers does so where `config.auxiliary_loss` is set, also without labels.
+    """
+    config = getattr(module, "config", None)
+    return is_detr(config) and bool(config.auxiliary_loss)
+
+
+def is_detr(config: Any) -> bool:
+    """Whether a configuration is that of a DETR, whose heads read the output of its decoder alone."""
+    return getattr(config, "model_type", None) == "detr"
 
 
 def _scaled(head: Head, module: torch.nn.Module) -> Head:
@@ -59,6 +75,8 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
         # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
         top = path.split(".")[0]
         return [path if blocks[0].startswith(f"{top}.") else top], "every"
+    if is_detr(getattr(module, "config", None)):
+        return [name for name in names if name.split(".")[-1] == OF_QUERIES][:1], "every"
     if "TokenClassification" in type(module).__name__:
         return ["score" if "score" in names else "classifier"], "every"
     if "score" in names:

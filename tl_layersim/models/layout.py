@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .block_layout import NO_FINAL
 from .block_layouts import layout_of
 from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, side_of
 from .model_info import Model, block_sites, layer_names, module_sites
@@ -19,6 +18,7 @@ from .model_info import Model, block_sites, layer_names, module_sites
 PRE_NORM = "raw weights, before the final norm"
 MODULES = "raw weights; what the named modules give"
 POST_NORM = "raw weights; post-norm: each block's output is after its layer norm"
+NORMS_BETWEEN = ", and the decoder's norm follows it before the next block (config.auxiliary_loss)"
 FAMILIES = (
     "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
     "RoBERTa, DistilBERT, ELECTRA, MPNet, ViT, DeiT, DINOv2, T5 and BART layouts by themselves; "
@@ -223,7 +223,7 @@ def is_post_norm(module: torch.nn.Module, path: str) -> bool:
     block, config = module.get_submodule(path), nearest_config(module, path)
     layout = layout_of(block, config)
     if layout is not None:
-        return layout.lacks.get("ln_final") == NO_FINAL
+        return bool(layout.sums) and all(total != "resid_post" for total, _ in layout.sums)
     # Blocks with the modules of BERT's, and those of the first GPT, end in a layer norm. Other models have norms before
     # attention and feed-forward, or inside the branch.
     first_gpt = getattr(config, "model_type", None) == "openai-gpt"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 HeadModule = Callable[[Tensor], Any]
 # Names of heads that give classes, not tokens.
-CLASSIFIERS = ("score", "classifier")
+CLASSIFIERS = ("score", "classifier", "class_labels_classifier")
 
 
 @dataclass(frozen=True)
