@@ -76,7 +76,7 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
         top = path.split(".")[0]
         return [path if blocks[0].startswith(f"{top}.") else top], "every"
     if is_detr(getattr(module, "config", None)):
-        return [name for name in names if name.split(".")[-1] == OF_QUERIES][:1], "every"
+        return [OF_QUERIES] if OF_QUERIES in names else [], "every"
     if "TokenClassification" in type(module).__name__:
         return ["score" if "score" in names else "classifier"], "every"
     if "score" in names:

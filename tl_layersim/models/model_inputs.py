@@ -67,7 +67,7 @@ def _refuse_masked_positions(batch: Batch, model: Model) -> None:
     if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
         hidden = int((batch.inputs[mask] == 0).sum())
         raise LayersimError(
-            f"`{mask}` hides positions of the stack that is read, and the positions of these rows are not known before it runs.",
+            f"`{mask}` hides positions of the stack that is read, which are known only inside a forward pass.",
             given=f"{mask} {tuple(batch.inputs[mask].shape)} with {hidden} zeros, and {model.layers[0]}",
             expected=f"a {mask} of ones, or no {mask}",
             do="images without padding, with batch_size=1 if their sizes differ; or lsim.attach, which reads the inner mask",
