@@ -144,7 +144,7 @@ def _image_sums(logits: Tensor, boxes: Tensor, objects: Objects, weights: Detect
     matched = torch.zeros(len(logits), dtype=torch.bool)
     matched[queries] = True
     best = logits.argmax(-1)
-    importance = torch.where(matched, 1.0, weights.no_object).double()
+    importance = torch.full((len(logits),), weights.no_object, dtype=torch.float64).masked_fill(matched, 1.0)
     log_prob = logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
     return {
         "correct": (best == target)[matched].sum(),
