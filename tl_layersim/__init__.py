@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .analysis.api import analyze, compare
     from .analysis.attach import attach
     from .analysis.coupling_across_models import plot_adjacency, plot_sweep, relate
+    from .analysis.detection import detection_by_layer
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
     from .analysis.server_capabilities import capabilities
@@ -54,6 +55,7 @@ _HOME = {
     "analysis.api": ("analyze", "compare"),
     "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
+    "analysis.detection": ("detection_by_layer",),
     "analysis.coupling_across_models": ("plot_adjacency", "plot_sweep", "relate"),
     "analysis.submitted_run": ("load_run",),
     "analyzers": ("find_analyzers",),
@@ -111,6 +113,7 @@ __all__ = [
     "coupling_matrices",
     "demo_model",
     "demo_text",
+    "detection_by_layer",
     "eval_mode",
     "evaluate_layers",
     "find_analyzers",

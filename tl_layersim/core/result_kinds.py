@@ -21,6 +21,7 @@ KINDS = {
     "trajectory": ("analyzers.trajectory.TrajectoryResult", "analyzers.trajectory.TrajectoryResult"),
     "skip_effect": ("analyzers.skip_effect.SkipEffectResult", "analyzers.skip_effect.SkipEffectResult"),
     "contribution": ("analyzers.contribution.ContributionResult", "analyzers.contribution.ContributionResult"),
+    "detection": ("analysis.detection_results.DetectionResult", "analysis.detection_results.DetectionResult"),
     "prediction_grid": ("analysis.one_prompt_figures.PredictionGrid", "prompt.PredictionGrid"),
     "trajectory_pca": ("analysis.one_prompt_figures.TrajectoryPCA", "prompt.TrajectoryPCA"),
     "block_jacobians": ("analysis.one_prompt_jacobian_results.BlockJacobians", "blocks.BlockJacobians"),

@@ -6,6 +6,7 @@ Other packages may import from these modules:
 * `positions`: `Positions`, the rule that selects the positions that are measured
 * `row`: `Row`; `inputs`: names of further inputs
 * `labels`: `NO_LABEL`, classes of tokens and rows; `missing_mask`: masks from padding ids
+* `annotations`: classes and boxes of the objects in images
 * `digest`: the SHA-256 of rows, and their bytes
 """
 

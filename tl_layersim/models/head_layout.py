@@ -13,6 +13,8 @@ from .unembed import Head
 
 # Names of the unembedding in models without get_output_embeddings.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
+# The class head of a DETR, which reads every object query.
+OF_QUERIES = "class_labels_classifier"
 
 
 def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
@@ -37,7 +39,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     norm = _final_norm(module, blocks, names)
     # The 350M OPT projects the residual back to the width of its embedding.
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
-    before = [project] if project in names else []
+    before = [project] if project in names else [norm] if norm and norms_between_layers(module) else []
     parts, reads = _classifier(module, blocks, names)
     return _scaled(Head(norm, (*before, *parts), reads), module) if parts else None
 
@@ -54,12 +56,26 @@ def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.n
 
 def _final_norm(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
     """Path of the norm beside the list of blocks; "" where there is none."""
-    if is_post_norm(module, blocks[0]):
+    if is_post_norm(module, blocks[0]) and not is_detr(getattr(module, "config", None)):
         # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.
         return ""
     norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
     # The final norm is registered last.
     return norms[-1] if norms else ""
+
+
+def norms_between_layers(module: torch.nn.Module) -> bool:
+    """Whether a DETR applies its decoder's norm to the output of each layer, and once more to that of the last.
+
+    transformers does so where `config.auxiliary_loss` is set, also without labels.
+    """
+    config = getattr(module, "config", None)
+    return is_detr(config) and bool(config.auxiliary_loss)
+
+
+def is_detr(config: Any) -> bool:
+    """Whether a configuration is that of a DETR, whose heads read the output of its decoder alone."""
+    return getattr(config, "model_type", None) == "detr"
 
 
 def _scaled(head: Head, module: torch.nn.Module) -> Head:
@@ -81,6 +97,8 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
         # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
         top = path.split(".")[0]
         return [path if blocks[0].startswith(f"{top}.") else top], "every"
+    if is_detr(getattr(module, "config", None)):
+        return [OF_QUERIES] if OF_QUERIES in names else [], "every"
     if "TokenClassification" in type(module).__name__:
         return ["score" if "score" in names else "classifier"], "every"
     if "score" in names:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .block_lists import in_both_stacks, side_of
-from .head_layout import find_head
-from .layout import MODULES, POST_NORM, PRE_NORM, is_post_norm, locate
+from .head_layout import find_head, norms_between_layers
+from .layout import MODULES, NORMS_BETWEEN, POST_NORM, PRE_NORM, is_post_norm, locate
 from .model_info import Model
 
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
@@ -65,6 +65,7 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
         raise in_both_stacks(module)
     names, stream = locate(module, blocks, named)
     basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
+    basis += NORMS_BETWEEN if side == "decoder" and norms_between_layers(module) else ""
     return data_fields(module, blocks[0]) | {
         "basis": basis if names[0].endswith(".hook_resid_pre") else MODULES,
         "layers": names,

@@ -25,6 +25,8 @@ def targets(view: View, labels: str | Tensor) -> Tensor:
     if labels == "data":
         assert view.labels is not None
         return view.labels
+    if labels == "none":
+        return torch.full_like(view.tokens, NO_LABEL)
     if view.next_token is not None:
         return view.next_token
     # A source without next tokens: the next counted token, where it is the next position of the same row.
@@ -115,6 +117,13 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
         own_labels = batch.labels
     else:
+        if labels == "next_token" and model is not None and not batch.has_tokens:
+            raise LayersimError(
+                "`labels='next_token'` needs rows of token ids, and these rows have none.",
+                given=f"rows of {', '.join(batch.inputs)}",
+                expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
+                do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
+            )
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
     reads_rows = model is not None and model.head is not None and model.head.reads == "rows"

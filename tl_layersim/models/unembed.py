@@ -15,7 +15,7 @@ from torch import Tensor
 
 HeadModule = Callable[[Tensor], Any]
 # Names of heads that give classes, not tokens.
-CLASSIFIERS = ("score", "classifier")
+CLASSIFIERS = ("score", "classifier", "class_labels_classifier")
 
 
 # Functions between the modules of a head, by the names that stand for them among its parts.

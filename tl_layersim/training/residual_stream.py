@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..core.errors import LayersimError
 from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
 from ..models.block_call import first_tensor
+from ..models.head_layout import is_detr
 from ..models.hooked import HookedSource
 from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
 from ..models.layout import classes_with_head
@@ -299,6 +300,13 @@ def open_residual_stream(model: Any, layers: list[str] | None, unembed: list[str
     Raises:
         LayersimError: the model cannot be trained, because its weights are not modules of this process.
     """
+    if is_detr(getattr(model, "config", None)):
+        raise LayersimError(
+            "`model` is a DETR, whose aligned training is transformers' auxiliary loss, with equal weights of all layers.",
+            given=type(model).__name__,
+            expected="a model with one residual stream",
+            do="model.config.auxiliary_loss = True, and model(**inputs, labels=labels).loss in a Trainer; docs/detection.md",
+        )
     source = open_source(model, layers=layers, unembed=unembed)
     if not (source.can_hook and source.is_single_model):
         raise LayersimError(
