@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .call_without_hooks import Quiet
 from .layout import existing_paths
-from .unembed import CLASSIFIERS, Head
+from .unembed import CLASSIFIERS, Head, Unembed, plain_linear
 
 # Names of the unembedding in models without get_output_embeddings.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
@@ -106,3 +107,28 @@ def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:
     """The dtype of a head's weights, None where it has none that are floats (as with 8-bit integers)."""
     first = next((p for part in parts for p in part.parameters()), None)
     return first.dtype if first is not None and first.is_floating_point() else None
+
+
+def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Unembed]:
+    """The module that gives logits (before scale and soft-cap), and the logit lens.
+
+    Args:
+        module: the model.
+        head: paths of its modules.
+    """
+    parts = [module.get_submodule(path) for path in head.parts]
+    norm = module.get_submodule(head.norm) if head.norm else None
+    # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
+    weight = next(parts[-1].parameters(), None)
+    return parts[-1], Unembed(
+        norm=None if norm is None else Quiet(norm),
+        parts=tuple(Quiet(part) for part in parts),
+        reads=head.reads,
+        scale=head.scale,
+        soft_cap=head.soft_cap,
+        scales_input=head.scales_input,
+        dtype=head_dtype(parts),
+        device=None if weight is None or weight.is_meta else weight.device,
+        linear=plain_linear(parts[-1]),
+        norm_dtype=None if norm is None else head_dtype([norm]),
+    )
