@@ -86,13 +86,13 @@ class TowerComparison(Analyzer):
         own = Sums({name.removeprefix(OF_CKA): value for name, value in sums.fields.items() if name.startswith(OF_CKA)})
         if int(own["samples"]):
             return self._cka().compute(own, run).values
-        warn("CKA needs four pairs in one batch, and no batch had that many: `cka` is NaN. Pass more data, or a larger batch_size=.")
+        warn(
+            "CKA needs four pairs in one batch, and no batch had that many: `cka` is NaN. Pass more data, or a larger batch_size=."
+        )
         return torch.full_like(sums["matched"], math.nan)
 
 
-def tower_kernel(
-    vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None, cka: Kernel
-) -> dict[str, Tensor]:
+def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None, cka: Kernel) -> dict[str, Tensor]:
     """Sums over pairs of the cosines between all layers, of unit vectors, and of the HSIC of residuals.
 
     Args:
@@ -224,7 +224,9 @@ def _projections(
     same = widths[0] == widths[1]
     if projected:
         alone = "tower_similarity(clip, data, projected=False), as both towers have one width" if same else ""
-        refuse_no_projection(clip, tuple(towers), alone or "load the model with both projections: CLIPModel.from_pretrained(name)")
+        refuse_no_projection(
+            clip, tuple(towers), alone or "load the model with both projections: CLIPModel.from_pretrained(name)"
+        )
         return sources[0].projected(), sources[1].projected()
     if not same:
         raise LayersimError(

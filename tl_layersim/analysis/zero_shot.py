@@ -196,7 +196,9 @@ def _as_list(prompts: Any) -> list[Any]:
     """The prompts of one class: a text, a row of token ids, or several of these."""
     if isinstance(prompts, Tensor):
         return list(prompts) if prompts.dim() == 2 else [prompts]
-    alone = isinstance(prompts, str | Mapping) or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int))
+    alone = isinstance(prompts, str | Mapping) or (
+        isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)
+    )
     return [prompts] if alone else list(prompts)
 
 

@@ -67,7 +67,7 @@ def find_towers(model: Any) -> tuple[Tower, Tower]:
         LayersimError: the model is of another kind.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    whole = isinstance(model, torch.nn.Module) and hasattr(model, "vision_model") and hasattr(model, "text_model")
+    whole = isinstance(model, torch.nn.Module) and has_both_towers(model)
     towers = TOWERS.get(str(kind)) if whole else None
     if towers is not None:
         return towers
@@ -83,6 +83,48 @@ def find_towers(model: Any) -> tuple[Tower, Tower]:
         given=type(model).__name__,
         expected=CLASSES,
         do="CLIPModel.from_pretrained(name); lsim.analyze(model, data, analyzers) for a model of one tower",
+    )
+
+
+def has_both_towers(module: torch.nn.Module) -> bool:
+    """Whether a model has a vision and a text tower, as CLIP and SigLIP have."""
+    return hasattr(module, "vision_model") and hasattr(module, "text_model")
+
+
+def blocks_of_tower(module: torch.nn.Module, paths: list[str]) -> tuple[str, list[int]] | None:
+    """The name of the tower in which modules are blocks, and their numbers; None for any other modules.
+
+    Args:
+        module: the model.
+        paths: of its modules.
+
+    Raises:
+        LayersimError: the modules lie in both towers.
+    """
+    if not has_both_towers(module):
+        return None
+    inside = [name for name in ("vision", "text") if any(path.startswith(f"{name}_model.") for path in paths)]
+    if len(inside) == 2:
+        raise two_towers(module, "`layers` with modules of both towers")
+    parents = {path.rpartition(".")[0] for path in paths}
+    numbers = [path.rpartition(".")[2] for path in paths]
+    if not inside or len(parents) > 1 or not all(number.isdecimal() for number in numbers):
+        return None
+    return inside[0], [int(number) for number in numbers]
+
+
+def two_towers(module: torch.nn.Module, given: str) -> LayersimError:
+    """The error for a model of two towers of which one is to be read.
+
+    Args:
+        module: the model.
+        given: what leaves the tower open.
+    """
+    return LayersimError(
+        f"{type(module).__name__} has a vision and a text tower, with inputs and positions of their own, and a call reads one.",
+        given=given,
+        expected="model.vision_model or model.text_model; or layers= with the blocks of one tower, to run the whole model",
+        do="lsim.analyze(model.vision_model, pixels, analyzers); lsim.tower_similarity(model, pairs), for both towers of a CLIP",
     )
 
 
