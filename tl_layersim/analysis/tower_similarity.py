@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -18,6 +19,9 @@ from ..core.errors import LayersimError, warn
 from ..core.results import Report
 from ..core.sums import Sums
 from ..data.batches import Batches
+from ..data.columns import is_floats, is_image
+from ..data.inputs import PIXELS
+from ..data.labels import LABELS
 from ..data.options import Column, DataOptions
 from ..models.tower_source import TowerSource, open_towers, pair_model, unit, verify_projections
 from ..models.towers import refuse_no_projection, text_position
@@ -86,9 +90,7 @@ class TowerComparison(Analyzer):
         own = Sums({name.removeprefix(OF_CKA): value for name, value in sums.fields.items() if name.startswith(OF_CKA)})
         if int(own["samples"]):
             return self._cka().compute(own, run).values
-        warn(
-            "CKA needs four pairs in one batch, and no batch had that many: `cka` is NaN. Pass more data, or a larger batch_size=."
-        )
+        warn("CKA needs four pairs in one batch, and no batch had them: `cka` is NaN. Pass more data, or a larger batch_size=.")
         return torch.full_like(sums["matched"], math.nan)
 
 
@@ -199,6 +201,7 @@ def tower_similarity(
         (torch.Size([3, 3]), 8)
     """
     sources = open_towers(clip)
+    _refuse_images_alone(data)
     projections = _projections(clip, sources, projected)
     chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections)}
     if projected:
@@ -210,6 +213,23 @@ def tower_similarity(
     assert isinstance(report, Report)
     found: TowerSimilarity = report[TowerComparison.name]
     return found
+
+
+def _refuse_images_alone(data: Any) -> None:
+    """Refuse images without texts.
+
+    Raises:
+        LayersimError: the data are images or pixels alone.
+    """
+    first = data[0] if isinstance(data, list | tuple) and data else data
+    alone = is_image(first) or is_floats(first) or (isinstance(first, Mapping) and {*first} <= {PIXELS, *LABELS})
+    if alone:
+        raise LayersimError(
+            "`data` has images without texts.",
+            given=f"{', '.join(first)} alone" if isinstance(first, Mapping) else type(first).__name__,
+            expected=f"`input_ids` beside `{PIXELS}`, or a column of texts beside the images, with tokenizer=processor",
+            do=f"data={{'{PIXELS}': pixels, 'input_ids': tokens, 'attention_mask': mask}}, with one text for each image",
+        )
 
 
 def _projections(
@@ -224,9 +244,7 @@ def _projections(
     same = widths[0] == widths[1]
     if projected:
         alone = "tower_similarity(clip, data, projected=False), as both towers have one width" if same else ""
-        refuse_no_projection(
-            clip, tuple(towers), alone or "load the model with both projections: CLIPModel.from_pretrained(name)"
-        )
+        refuse_no_projection(clip, tuple(towers), alone or "CLIPModel.from_pretrained(name), which has both projections")
         return sources[0].projected(), sources[1].projected()
     if not same:
         raise LayersimError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.results import Picture, Result, axes
 
-JIANG = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
+OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
 
 
 @typed
@@ -59,31 +59,31 @@ class TowerSimilarity(Result):
         Picture(
             "values",
             "Cosine similarity between the towers",
-            "Mean over pairs of the cosine between an image at a vision layer and its text at a text layer, each through the final "
-            "norm and the projection of its tower " + JIANG.format("23 c"),
+            "Mean over pairs of the cosine between an image at a vision layer and its text at a text layer, each through the "
+            "final norm and the projection of its tower " + OF_FIGURE.format("23 c"),
         ),
         Picture(
             "mismatched",
             "Cosine similarity between the towers, other pairs",
             "The same between an image and the text of another pair. Only what exceeds these values is due to the pairs.",
         ),
-        Picture("vision", "Cosine similarity within the vision tower", "Mean over images " + JIANG.format("23 a")),
-        Picture("text", "Cosine similarity within the text tower", "Mean over texts " + JIANG.format("23 b")),
+        Picture("vision", "Cosine similarity within the vision tower", "Mean over images " + OF_FIGURE.format("23 a")),
+        Picture("text", "Cosine similarity within the text tower", "Mean over texts " + OF_FIGURE.format("23 b")),
         Picture(
             "vision_to_last",
             "Vision layers and the last layers",
-            "Cosine of each vision layer with the last layer of either tower " + JIANG.format(22),
+            "Cosine of each vision layer with the last layer of either tower " + OF_FIGURE.format(22),
         ),
         Picture(
             "text_to_last",
             "Text layers and the last layers",
-            "Cosine of each text layer with the last layer of either tower " + JIANG.format(22),
+            "Cosine of each text layer with the last layer of either tower " + OF_FIGURE.format(22),
         ),
         Picture(
             "cka",
             "Linear CKA between the towers",
-            "Similarity of the geometry of images and of their texts, without projections, up to rotation and scale: 1 for equal, "
-            "0 for unrelated (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012).",
+            "Similarity of the geometry of images and of their texts, without projections, up to rotation and scale: 1 for "
+            "equal, 0 for unrelated (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012).",
         ),
     )
 

@@ -15,6 +15,7 @@ from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.wording import brief
 from ..data.batches import Batches
+from ..data.columns import is_text
 from ..data.options import Column, DataOptions
 from ..models.hooks import eval_mode
 from ..models.tower_source import TowerSource, open_towers, unit
@@ -89,6 +90,14 @@ def zero_shot(
         (torch.Size([2]), 1.0)
     """
     model = zero_shot_classifier(clip, class_names, template=template, prompts=prompts, tokenizer=tokenizer)
+    first = images[0] if isinstance(images, list | tuple) and images else images
+    if is_text(first):
+        raise LayersimError(
+            "`images` must be images, not texts.",
+            given=brief(first),
+            expected="images with tokenizer=processor, or `pixel_values`",
+            do="zero_shot(clip, images, class_names), where prompts are made of class_names",
+        )
     if top_k is None:
         top_k = (1, 5) if len(model.class_names) > 5 else (1,)
     lens = LogitLens(labels=labels, top_k=top_k)
@@ -140,7 +149,7 @@ def zero_shot_classifier(
         ['saturation', 'exit_curve']
     """
     vision, text = open_towers(clip)
-    from_hub = "load the model with both projections: CLIPModel.from_pretrained(name)"
+    from_hub = "CLIPModel.from_pretrained(name), which has both projections"
     refuse_no_projection(clip, (vision.tower, text.tower), from_hub)
     names, by_class = _prompts_by_class(class_names, template, prompts)
     tokens, vectors = _read_prompts(text, [prompt for each in by_class for prompt in each], tokenizer)
@@ -196,10 +205,8 @@ def _as_list(prompts: Any) -> list[Any]:
     """The prompts of one class: a text, a row of token ids, or several of these."""
     if isinstance(prompts, Tensor):
         return list(prompts) if prompts.dim() == 2 else [prompts]
-    alone = isinstance(prompts, str | Mapping) or (
-        isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)
-    )
-    return [prompts] if alone else list(prompts)
+    ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
+    return [torch.tensor(prompts)] if ids else [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
 
 
 def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:

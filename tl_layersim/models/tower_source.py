@@ -112,7 +112,7 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
         LayersimError: they differ by more than rounding.
     """
     row, clip = batch.first_row, sources[0].clip
-    device, dtype = next(((p.device, p.dtype) for p in clip.parameters()))
+    device, dtype = next((p.device, p.dtype) for p in clip.parameters())
     own = [unit(source.projected()(source.collect(row).activations[-1])) for source in sources]
     inputs = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in row.inputs.items()}
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """The two towers of a CLIP: their modules from the residual stream to the space that both share, and the position of a text.
 
-A new kind of model is one entry in the table `TOWERS`.
+A new kind of model is one entry in the table `TOWERS_BY_TYPE`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _text(blocks: str, norm: str, *parts: str, end_of_text: bool = False) -> Tow
     return Tower("text", "text_model", blocks, Head(norm, (*parts, "text_projection"), reads="first"), end_of_text)
 
 
-_CLIP = (_vision(), _text("encoder.layers", "text_model.final_layer_norm", end_of_text=True))
+_CLIP_TOWERS = (_vision(), _text("encoder.layers", "text_model.final_layer_norm", end_of_text=True))
 # Vision and text tower, by the `model_type` of the configuration.
-TOWERS = {
-    "clip": _CLIP,
-    "metaclip_2": _CLIP,
+TOWERS_BY_TYPE = {
+    "clip": _CLIP_TOWERS,
+    "metaclip_2": _CLIP_TOWERS,
     # A BERT, whose blocks end in a norm.
     "chinese_clip": (_vision(), _text("encoder.layer", "")),
     "altclip": (_vision(), _text("roberta.encoder.layer", "text_model.pre_LN", "text_model.transformation")),
@@ -68,13 +68,13 @@ def find_towers(model: Any) -> tuple[Tower, Tower]:
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     whole = isinstance(model, torch.nn.Module) and has_both_towers(model)
-    towers = TOWERS.get(str(kind)) if whole else None
+    towers = TOWERS_BY_TYPE.get(str(kind)) if whole else None
     if towers is not None:
         return towers
     if whole and str(kind).startswith("siglip"):
         raise LayersimError(
             "`clip` must read each image at one position, and a SigLIP pools all of its positions by attention.",
-            given=f"{type(model).__name__}: a layer has no single vector that its head reads, and texts are read at their padding",
+            given=f"{type(model).__name__}, whose layers have no single vector of an image",
             expected=CLASSES,
             do="lsim.analyze(model.vision_model, pixels, [lsim.Cosine(), lsim.CKA()]), which compares the layers of one tower",
         )
@@ -124,7 +124,7 @@ def two_towers(module: torch.nn.Module, given: str) -> LayersimError:
         f"{type(module).__name__} has a vision and a text tower, with inputs and positions of their own, and a call reads one.",
         given=given,
         expected="model.vision_model or model.text_model; or layers= with the blocks of one tower, to run the whole model",
-        do="lsim.analyze(model.vision_model, pixels, analyzers); lsim.tower_similarity(model, pairs), for both towers of a CLIP",
+        do="lsim.analyze(model.vision_model, pixels, analyzers); lsim.tower_similarity(clip, pairs), for both towers",
     )
 
 
@@ -188,8 +188,9 @@ def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
         raise LayersimError(
             "`data` has a text without the end-of-text token at which the text tower is read.",
             given=f"{len(tokens)} tokens, none of them {eos}",
-            expected=f"token {eos} in each text",
-            do="the texts themselves with tokenizer=processor; or tokenizer(texts, padding=True, truncation=True)",
+            expected=f"token {eos} in each text, within the context of the text tower",
+            do="texts with tokenizer=processor, which ends each with it; tokenizer(texts, padding=True, truncation=True) keeps "
+            "it where it cuts a longer text",
         )
     return found[0]
 
