@@ -108,7 +108,7 @@ def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembe
         for number, view in enumerate((vision, text))
     )
     known = [x.isfinite().all(-1) for x in (images, texts)]
-    images, texts = images.nan_to_num(), texts.nan_to_num()
+    images, texts = images.nan_to_num(), texts.nan_to_num().to(images.device)
     cosine = torch.einsum("vnd,tnd->nvt", images, texts)
     return {
         "count": torch.tensor(images.shape[1]),

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.batches import Batch
-from ..data.inputs import PIXELS
+from ..data.inputs import PIXELS, refuse_integers
 from ..data.positions import Positions
 from .head_layout import open_head
 from .hooked import HookedSource
 from .layout import POST_NORM, PRE_NORM, is_post_norm
-from .model_description import hash_config, hash_weights
+from .model_description import hash_config, hash_weights, processor_of
 from .model_info import Model, layer_names
 from .towers import Tower, find_towers, text_starts_anew
 from .unembed import Unembed, rounding
@@ -41,6 +41,8 @@ class TowerSource(HookedSource):
         super()._open(layers, unembed)
         config: Any = self.clip.config
         own = self._model
+        # A model may carry its tokenizer, or the processor of both.
+        carrier = self.clip if hasattr(self.clip, "tokenizer") else getattr(self.clip, "processor", None)
         self._model = replace(
             own,
             name=f"{getattr(config, '_name_or_path', '') or type(self.clip).__name__}, {self.tower.name} tower",
@@ -50,7 +52,8 @@ class TowerSource(HookedSource):
             layers=tuple(f"{self.tower.name}.{name}" for name in layer_names(len(self.paths))),
             stream="whole",
             d_model=getattr(getattr(self.module, "config", None), "hidden_size", own.d_model),
-            processor=getattr(self.clip, "processor", None),
+            tokenizer=getattr(carrier, "tokenizer", None),
+            processor=processor_of(self.clip),
         )
 
     def collect(self, batch: Batch) -> View:
@@ -74,6 +77,7 @@ class TowerSource(HookedSource):
                 expected=f"`{PIXELS}` beside `input_ids`, or a column of images beside the texts, with tokenizer=processor",
                 do=f"data={{'{PIXELS}': pixels, 'input_ids': tokens, 'attention_mask': mask}}, with one text for each image",
             )
+        refuse_integers(PIXELS, pixels)
         rows = torch.zeros(len(pixels), 1, dtype=torch.int64)
         alone = Batch(rows, rows == 0, rows == 0, batch.first, None, batch.origins, inputs={PIXELS: pixels}, has_tokens=False)
         key = tuple(pixels.shape[1:])
@@ -118,7 +122,8 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
     with torch.no_grad():
         output: Any = clip(input_ids=row.tokens.to(device), **inputs)
     for source, ours, name in zip(sources, own, ("image_embeds", "text_embeds"), strict=True):
-        gap = float((ours - unit(getattr(output, name))).norm())
+        # Vectors that are zero on both sides are refused with the result.
+        gap = float((ours.nan_to_num() - unit(getattr(output, name)).nan_to_num()).norm())
         if not gap <= rounding(dtype):
             raise LayersimError(
                 f"The last layer of the {source.tower.name} tower, projected, differs from the model's own `{name}`.",

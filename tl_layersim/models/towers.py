@@ -52,7 +52,7 @@ TOWERS_BY_TYPE = {
     "metaclip_2": _CLIP_TOWERS,
     # A BERT, whose blocks end in a norm.
     "chinese_clip": (_vision(), _text("encoder.layer", "")),
-    "altclip": (_vision(), _text("roberta.encoder.layer", "text_model.pre_LN", "text_model.transformation")),
+    "altclip": (_vision(), _text("roberta.encoder.layers", "text_model.pre_LN", "text_model.transformation")),
 }
 CLASSES = "CLIPModel, MetaClip2Model, ChineseCLIPModel or AltCLIPModel of transformers"
 

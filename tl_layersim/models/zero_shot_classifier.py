@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from .hooked import HookedSource
 from .layout import PRE_NORM
+from .model_description import processor_of
 from .model_info import layer_names
 from .towers import Tower
 from .unembed import Head, tensor_of
@@ -42,7 +43,7 @@ class ZeroShotClassifier(torch.nn.Module):
         super().__init__()
         self.config: Any = clip.config.vision_config  # type: ignore[union-attr]  # a configuration
         self.clip_name = getattr(clip.config, "_name_or_path", "") or type(clip).__name__
-        self.processor: Any = getattr(clip, "processor", None)
+        self.processor: Any = processor_of(clip)
         self.class_names = class_names
         for path in (tower.path, *tower.head.parts):
             self.add_module(path, clip.get_submodule(path))
@@ -51,7 +52,7 @@ class ZeroShotClassifier(torch.nn.Module):
         self.classifier = torch.nn.Linear(weight.shape[1], len(weight), bias=False, device=weight.device, dtype=weight.dtype)
         self.classifier.weight = torch.nn.Parameter(weight, requires_grad=False)
         self._tower = tower
-        self.eval()
+        self.training = clip.training
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Logits `batch class`: cosines of images and classes, times the model's scale.
