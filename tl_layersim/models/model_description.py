@@ -94,7 +94,8 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
         main = own[0]
     tower = blocks_of_tower(module, [block])
     if tower is not None and tower[0] == "vision":
-        main = PIXELS
+        # An attention mask beside the pixels is that of the other tower's texts.
+        main, own = PIXELS, (own[0], "")
     inputs = {name: zeros if name == "token_type_ids" else None for name in names if name not in own}
     pads, ends = _ids(config, text, "pad_token_id"), [*_ids(config, text, "bos_token_id"), *_ids(config, text, "eos_token_id")]
     more = {"pads": tuple(pads), "ends": tuple(dict.fromkeys(ends)), "processor": processor_of(module)}
