@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
     from .analysis.server_capabilities import capabilities
     from .analysis.submitted_run import load_run
+    from .analysis.tower_similarity import tower_similarity
+    from .analysis.zero_shot import zero_shot, zero_shot_classifier
     from .analyzers import find_analyzers
     from .analyzers.block_coupling import BlockCoupling
     from .analyzers.cka import CKA
@@ -58,6 +60,8 @@ _HOME = {
     "analysis.detection": ("detection_by_layer",),
     "analysis.coupling_across_models": ("plot_adjacency", "plot_sweep", "relate"),
     "analysis.submitted_run": ("load_run",),
+    "analysis.tower_similarity": ("tower_similarity",),
+    "analysis.zero_shot": ("zero_shot", "zero_shot_classifier"),
     "analyzers": ("find_analyzers",),
     "core.errors": ("LayersimError", "LayersimWarning"),
     "core.results": ("Report", "Result", "load", "load_report"),
@@ -129,9 +133,12 @@ __all__ = [
     "sites",
     "stitch",
     "stitch_grid",
+    "tower_similarity",
     "train_adapters",
     "trajectory_pca",
     "truncate",
+    "zero_shot",
+    "zero_shot_classifier",
 ]
 
 

@@ -31,6 +31,10 @@ KINDS = {
     "aligned_adapters": ("training.adapters.AlignedAdapters", "training.adapters.AlignedAdapters"),
     "layer_change": ("training.layer_evaluation_results.LayerChange", "training.evaluation.LayerChange"),
     "generation_quality": ("training.layer_evaluation_results.GenerationQuality", "training.evaluation.GenerationQuality"),
+    "tower_similarity": (
+        "analysis.tower_similarity_result.TowerSimilarity",
+        "analysis.tower_similarity_result.TowerSimilarity",
+    ),
     "aligned_training": ("training.results.AlignedResult", "training.results.AlignedResult"),
 }
 

@@ -19,6 +19,8 @@ Other packages may import from these modules:
 - `named_model`: Hugging Face models by their folder or hub name, for the command line.
 - `firing_order`: the order in which a forward pass reaches hook points.
 - `module_sites`, `block_lists`: the blocks of models with one stack or two.
+- `towers`, `tower_source`, `zero_shot_classifier`: the towers of a CLIP, the source of each, and a classifier with classes made
+    of texts.
 - `block_call`: repeated calls of a block.
 - `split_model`: models that are split at a layer.
 """

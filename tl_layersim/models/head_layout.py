@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from .call_without_hooks import Quiet
 from .head_layouts import known_head
 from .layout import existing_paths, is_post_norm
-from .unembed import Head
+from .unembed import Head, Unembed, head_parts, plain_linear
 
 # Names of the unembedding in models without get_output_embeddings.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
@@ -146,3 +147,29 @@ def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:
     """The dtype of a head's weights, None where it has none that are floats (as with 8-bit integers)."""
     first = next((p for part in parts for p in part.parameters()), None)
     return first.dtype if first is not None and first.is_floating_point() else None
+
+
+def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Unembed]:
+    """The module that gives logits (before scale and soft-cap), and the logit lens.
+
+    Args:
+        module: the model.
+        head: paths of its modules.
+    """
+    parts = [module.get_submodule(path) for path in head.modules]
+    norm = module.get_submodule(head.norm) if head.norm else None
+    # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
+    weight = next(parts[-1].parameters(), None)
+    return parts[-1], Unembed(
+        norm=None if norm is None else Quiet(norm),
+        parts=head_parts(head, lambda path: Quiet(module.get_submodule(path))),
+        reads=head.reads,
+        scale=head.scale,
+        soft_cap=head.soft_cap,
+        scales_input=head.scales_input,
+        dtype=head_dtype(parts),
+        device=None if weight is None or weight.is_meta else weight.device,
+        linear=plain_linear(parts[-1]) if head.parts[-1] == head.modules[-1] else None,
+        norm_dtype=None if norm is None else head_dtype([norm]),
+        pool=head.pool,
+    )

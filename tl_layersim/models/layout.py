@@ -14,6 +14,7 @@ from ..core.errors import LayersimError
 from .block_layouts import layout_of
 from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, side_of
 from .model_info import Model, block_sites, layer_names, module_sites
+from .towers import blocks_of_tower, has_both_towers, two_towers
 
 PRE_NORM = "raw weights, before the final norm"
 MODULES = "raw weights; what the named modules give"
@@ -72,6 +73,10 @@ def locate(
         paths: of its modules, as `find_blocks` gives them.
         named: whether the user named them.
     """
+    tower = blocks_of_tower(module, paths)
+    if tower is not None:
+        consecutive = tower[1] == list(range(tower[1][0], tower[1][0] + len(tower[1])))
+        return _prefixed(f"{tower[0]}.", block_sites(tower[1])), "whole" if consecutive else "parts"
     side = side_of(module, paths)
     prefix = f"{side}." if side else ""
     if not named:
@@ -150,6 +155,8 @@ def _known(module: torch.nn.Module, side: str = "") -> list[str]:
 
 
 def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
+    if has_both_towers(module):
+        return two_towers(module, f"{type(module).__name__} without layers=")
     lists = [name for name, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub) > 1][:3]
     # A detector inside a model of segments, for example.
     inner = [f"model.{name}" for name, part in module.named_children() if lists_by_side(part)][:1]

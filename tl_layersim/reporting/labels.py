@@ -6,6 +6,10 @@ from __future__ import annotations
 QUANTITIES = {
     "CosineResult.values": "Cosine similarity",
     "CKAResult.values": "Linear CKA",
+    "TowerSimilarity.values": "Cosine similarity",
+    "TowerSimilarity.std": "Standard deviation of the cosine",
+    "TowerSimilarity.vision": "Cosine similarity",
+    "TowerSimilarity.text": "Cosine similarity",
     "ExitCurveResult.exits": "Positions",
     "ContributionResult.cosine": "Cosine similarity",
     "ContributionResult.cosine_std": "Standard deviation of the cosine",
@@ -21,6 +25,7 @@ QUANTITIES = {
     "box_l1": "Box L1 (fraction of the image)",
     "by_k": "Mis-coupling",
     "by_length": "Coupling",
+    "cka": "Linear CKA",
     "coherence": "Cosine similarity",
     "column_effective_samples": "Effective samples",
     "cosine_to_last": "Cosine similarity",
@@ -51,6 +56,7 @@ QUANTITIES = {
     "lss_quantiles": "Line-shape score",
     "miscoupling": "Mis-coupling",
     "nc1": "NC1",
+    "mismatched": "Cosine similarity",
     "no_object": "Queries (fraction)",
     "norm": "Norm of the residual",
     "norm_quantiles": "Norm of the residual",
@@ -68,12 +74,14 @@ QUANTITIES = {
     "singular_values_std": "Standard deviation of the singular value",
     "speedup": "Blocks of the model / blocks run",
     "target_probability": "Probability",
+    "text_to_last": "Cosine similarity",
     "to_last": "Cosine similarity",
     "top_k_accuracy": "Accuracy (fraction)",
     "update_norm": "Norm of the update",
     "update_norm_quantiles": "Norm of the update",
     "update_norm_std": "Standard deviation of the norm",
     "windowed_lss": "Line-shape score",
+    "vision_to_last": "Cosine similarity",
     "within": "Variance within classes",
 }
 AXES = {
@@ -85,10 +93,14 @@ AXES = {
     "layer": "Block",
     "length": "Prompt length (tokens)",
     "look": "Evaluation",
+    "other_text_layer": "After block of the text tower",
+    "other_vision_layer": "After block of the vision tower",
     "residual": "After block",
     "skipped": "Skipped block",
     "step": "Training step",
+    "text_layer": "After block of the text tower",
     "threshold": "Threshold of the top probability",
+    "vision_layer": "After block of the vision tower",
 }
 
 
