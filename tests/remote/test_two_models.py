@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis.remote_comparison import exchanges
+from tl_layersim.analysis.cross_model_statistics import exchanges
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.options import DataOptions
 from tl_layersim.remote.open import open_source
