@@ -88,10 +88,10 @@ class GroupComparison(Result):
 
     def headline(self) -> dict[str, float]:
         return {
-            "mean distance within groups": float(self.values[0]),
-            "mean distance between groups": float(self.values[1]),
+            "mean within groups": float(self.values[0]),
+            "mean between groups": float(self.values[1]),
             "difference": self.difference,
-            f"p of {self.relabelings} {'relabelings' if self.exact else 'random relabelings'}": self.p_value,
+            f"p ({self.relabelings:,} {'relabelings' if self.exact else 'random relabelings'})": self.p_value,
             "  smallest possible p": self.smallest_p,
         }
 
@@ -108,7 +108,7 @@ class GroupComparison(Result):
         members = pairs_by_groups(self.distances, self.groups)
         series = {name: self.distances[tuple(index)].numpy() for name, index in members.items()}
         of = "relabelings" if self.exact else "random relabelings"
-        test = f"difference of means {self.difference:.3g}, p = {self.p_value:.2g} of {self.relabelings:,} {of}"
+        test = f"difference of means {self.difference:.3g}, p = {self.p_value:.2g} ({self.relabelings:,} {of})"
         return group_distances(series, [name.startswith("within ") for name in series], self.quantity, test)
 
 

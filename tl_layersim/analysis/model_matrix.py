@@ -50,7 +50,8 @@ class ModelMatrix(Result):
     def clusters(self) -> Any:
         """The hierarchical clustering of the models, `merge 4`, as `scipy.cluster.hierarchy.linkage` returns it.
 
-        Average linkage on the mean of both directions; the order of leaves puts similar models side by side.
+        Average linkage on the mean of both directions, with a negative mean (a penalty below 0) taken as 0; the order of leaves
+        puts similar models side by side.
 
         Raises:
             LayersimError: a distance is not a number.
@@ -160,6 +161,6 @@ class ModelMatrix(Result):
         return [(self.models[a], self.models[b]) for a, b in self.values.isnan().nonzero().tolist() if a != b]
 
     def _both_directions(self) -> Tensor:
-        """Mean distance over both directions of each pair, `pair`, in the order of scipy's condensed matrices."""
+        """Mean distance over both directions of each pair, at least 0, `pair`, in the order of scipy's condensed matrices."""
         rows, columns = torch.triu_indices(len(self.models), len(self.models), 1)
-        return ((self.values + self.values.T) / 2)[rows, columns]
+        return ((self.values + self.values.T) / 2)[rows, columns].clamp(min=0)

@@ -29,6 +29,7 @@ KINDS = {
     "coupling_matrices": ("analysis.one_prompt_jacobian_results.CouplingMatrices", "blocks.CouplingMatrices"),
     "stitch": ("stitching.results.StitchResult", "stitching.results.StitchResult"),
     "stitch_grid": ("stitching.results.StitchGrid", "stitching.results.StitchGrid"),
+    "stitch_penalties": ("stitching.penalties.Penalties", "stitching.penalties.Penalties"),
     "aligned_adapters": ("training.adapters.AlignedAdapters", "training.adapters.AlignedAdapters"),
     "layer_change": ("training.layer_evaluation_results.LayerChange", "training.evaluation.LayerChange"),
     "generation_quality": ("training.layer_evaluation_results.GenerationQuality", "training.evaluation.GenerationQuality"),

@@ -32,7 +32,7 @@ def model_heatmap(
         sides: titles of the rows and of the columns.
     """
     low = min(0.0, float(np.nan_to_num(values).min()))
-    numbers: dict[str, Any] = {"texttemplate": "%{z:.2f}"} if len(names) <= MOST_NUMBERS else {}
+    numbers: dict[str, Any] = {"texttemplate": "%{z:.3~g}"} if len(names) <= MOST_NUMBERS else {}
     heat = go.Heatmap(
         z=values,
         zmin=low,
@@ -74,7 +74,10 @@ def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: 
     fig.update_xaxes(
         title="Model", ticktext=_coloured(*shown), tickangle=_angle(names), ticks="", showline=False, automargin=True
     )
+    # Leaves stand at 5, 15, 25, ...
+    fig.update_xaxes(range=[0, 10 * len(names)])
     fig.update_yaxes(title=quantity, rangemode="tozero", showline=False, ticks="", showgrid=True, automargin=True)
+    fig.update_layout(showlegend=len(groups) > 0)
     _legend_of_groups(fig, groups)
     return _with_room(styled(fig, title, height=440, width=max(560, CELL * len(names) + 160)), names, groups)
 
@@ -96,7 +99,9 @@ def group_distances(series: Mapping[str, Any], inside: Sequence[bool], quantity:
             name=html.escape(name),
             boxpoints="all",
             jitter=0.4,
-            pointpos=-1.6,
+            pointpos=0,
+            line={"width": 1.5},
+            fillcolor="rgba(0, 0, 0, 0)",
             marker={"color": BLUE if within else ORANGE, "size": 5},
             legendgroup=str(within),
             showlegend=False,
@@ -111,7 +116,7 @@ def group_distances(series: Mapping[str, Any], inside: Sequence[bool], quantity:
     fig.update_xaxes(title="Groups of the two models", automargin=True, tickangle=_angle(list(series)))
     low = min((float(np.min(values)) for values in series.values() if len(values)), default=0.0)
     fig.update_yaxes(title=quantity, rangemode="tozero" if low >= 0 else "normal")
-    title = f"Distances within and between groups<br><sub>{html.escape(test)}</sub>"
+    title = f"{quantity.partition(' (')[0]} within and between groups<br><sub>{html.escape(test)}</sub>"
     fig = styled(fig, title, height=480, width=max(620, 130 * len(series) + 120))
     return _with_room(fig.update_layout(margin_t=80), list(series), ["shown"])
 
