@@ -147,7 +147,11 @@ class AllPairs(Analyzer):
         options = _without_identity(run.provenance.options)
         provenance = replace(run.provenance, options=options, **record_of_models(models))
         about = (provenance, self._first(run.first, pair), models[0].head, models[0].stream, tuple(models))
-        return self.measure.compute(sums_of_pair(sums, pair), Run(models[0].layers, models[1].layers, *about))
+        try:
+            return self.measure.compute(sums_of_pair(sums, pair), Run(models[0].layers, models[1].layers, *about))
+        except LayersimError as error:
+            names = " and ".join(self.models[number] for number in pair)
+            raise LayersimError(error.what, given=f"{names}: {error.given}", expected=error.expected, do=error.do) from error
 
     def _number(self, result: Any) -> float:
         number = result.distance() if self.distance is None else self.distance(result)

@@ -20,8 +20,8 @@ from ..core.wording import brief
 if TYPE_CHECKING:
     import plotly.graph_objects
 
-# Relabelings that are evaluated at once.
-CHUNK = 4096
+# Number of relabelings that are evaluated at once.
+AT_ONCE = 4096
 
 
 @typed
@@ -257,12 +257,12 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
         count //= math.factorial(sizes.count(size))
     exact = count <= most
     given = torch.tensor([names.index(label) for label in labels])
-    [difference] = _differences(distances, given[None], len(names)).tolist()
+    [difference] = _mean_differences(distances, given[None], len(names)).tolist()
     # Sums of the same distances in another order differ by rounding.
     least = difference - 1e-10 * float(distances.abs().max())
     larger = 0
     for drawn in _all_relabelings(sizes) if exact else _random_relabelings(given, most, seed):
-        larger += int((_differences(distances, drawn, len(names)) >= least).sum())
+        larger += int((_mean_differences(distances, drawn, len(names)) >= least).sum())
     number = count if exact else most
     return Permutations(
         difference,
@@ -273,7 +273,7 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
     )
 
 
-def _differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
+def _mean_differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
     """Mean distance between groups minus mean distance within groups, for each row of labels."""
     apart = distances.clone().fill_diagonal_(0)
     members = torch.nn.functional.one_hot(labels, groups).to(apart)
@@ -288,7 +288,7 @@ def _differences(distances: Tensor, labels: Tensor, groups: int) -> Tensor:
 def _all_relabelings(sizes: list[int]) -> Iterator[Tensor]:
     """All divisions of models into groups of these sizes, each once, as rows of labels, some at a time."""
     rows = _divisions(tuple(range(sum(sizes))), tuple(sizes))
-    while chunk := list(islice(rows, CHUNK)):
+    while chunk := list(islice(rows, AT_ONCE)):
         yield torch.tensor(chunk)
 
 
@@ -311,6 +311,6 @@ def _divisions(models: tuple[int, ...], sizes: tuple[int, ...], group: int = 0) 
 def _random_relabelings(labels: Tensor, number: int, seed: int) -> Iterator[Tensor]:
     """Random permutations of the labels, as rows, some at a time."""
     generator = torch.Generator().manual_seed(seed)
-    for start in range(0, number, CHUNK):
-        order = torch.rand(min(CHUNK, number - start), len(labels), generator=generator).argsort(1)
+    for start in range(0, number, AT_ONCE):
+        order = torch.rand(min(AT_ONCE, number - start), len(labels), generator=generator).argsort(1)
         yield labels[order]

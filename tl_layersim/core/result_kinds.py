@@ -23,6 +23,7 @@ KINDS = {
     "contribution": ("analyzers.contribution.ContributionResult", "analyzers.contribution.ContributionResult"),
     "prediction_grid": ("analysis.one_prompt_figures.PredictionGrid", "prompt.PredictionGrid"),
     "trajectory_pca": ("analysis.one_prompt_figures.TrajectoryPCA", "prompt.TrajectoryPCA"),
+    "model_matrix": ("analysis.model_matrix.ModelMatrix", "analysis.model_matrix.ModelMatrix"),
     "model_grid": ("analysis.model_grid.ModelGrid", "analysis.model_grid.ModelGrid"),
     "group_comparison": ("analysis.model_groups.GroupComparison", "analysis.model_groups.GroupComparison"),
     "block_jacobians": ("analysis.one_prompt_jacobian_results.BlockJacobians", "blocks.BlockJacobians"),
