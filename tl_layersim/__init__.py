@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .analysis.attach import attach
     from .analysis.coupling_across_models import plot_adjacency, plot_sweep, relate
     from .analysis.detection import detection_by_layer
+    from .analysis.grid_api import compare_grid
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
     from .analysis.server_capabilities import capabilities
@@ -55,6 +56,7 @@ _HOME = {
     "analysis.attach": ("attach",),
     "analysis.server_capabilities": ("capabilities",),
     "analysis.api": ("analyze", "compare"),
+    "analysis.grid_api": ("compare_grid",),
     "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
     "analysis.detection": ("detection_by_layer",),
@@ -114,6 +116,7 @@ __all__ = [
     "block_jacobians",
     "capabilities",
     "compare",
+    "compare_grid",
     "coupling_matrices",
     "demo_model",
     "demo_text",
