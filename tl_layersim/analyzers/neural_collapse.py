@@ -91,7 +91,7 @@ class NeuralCollapse(Analyzer):
             their ids.
         level: a sample is each "token" or each row ("sequence"); "auto" is "token" for next tokens, else "sequence".
         pool: for level="sequence", the row's "last" counted token, its "first", or the "mean" of all; "head" for the vector
-            that a classifier reads of a row, before the final norm: [CLS], the mean of the patches, or both one after the other.
+            that a classifier reads of a row, before the final norm: [CLS], the mean of the patches, or both, concatenated.
         max_memory_gb: limit for the second moments, layers x d_model^2 numbers; a larger requirement is refused before the
             run.
 
