@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
@@ -18,6 +19,8 @@ from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_key, label_source, warn_of_unused
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import bad_logits, read_lens, read_positions
+from ..models.exit_heads import ExitHeads, as_heads, plain_heads
+from ..models.layer_heads import LayerHeads
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
@@ -44,7 +47,7 @@ class LogitLensResult(Result):
         ks: the k of `top_k_accuracy`.
         positions: number of positions.
         targets: number of positions with a target.
-        unembedding: the map from the residual x to logits; with `norm="none"`, the map below the last layer.
+        unembedding: the map from the residual x to logits; with `norm="none"` or `heads`, the map below the last layer.
     """
 
     values_name: ClassVar[str] = "cross_entropy"
@@ -187,10 +190,12 @@ class LogitLens(Analyzer):
     top_k: int | tuple[int, ...] | list[int] = (1, 5)
     labels: Any = "next_token"
     lens_memory_mb: int | float = 128
+    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", as_labels(self.labels))
         check_memory(self.lens_memory_mb)
+        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
@@ -206,7 +211,7 @@ class LogitLens(Analyzer):
         return label_source(self.labels)
 
     def check(self, *models: Model) -> None:
-        need_head(models[0], "LogitLens", targets=True, own_labels=bool(self.label_source))
+        need_head(models[0], "LogitLens", targets=True, own_labels=bool(self.label_source), heads=self.heads)
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch, model)
@@ -218,6 +223,7 @@ class LogitLens(Analyzer):
             ks=self._ks(),
             labels=self.labels,
             memory_mb=float(self.lens_memory_mb),
+            heads=plain_heads(self.heads),
         )
 
     def _ks(self) -> tuple[int, ...]:
@@ -243,24 +249,36 @@ class LogitLens(Analyzer):
             ks=self._ks(),
             positions=count,
             targets=targets,
-            unembedding=unembedding(run, self.norm),
+            unembedding=unembedding(run, self.norm, self.heads is not None),
             layers=run.layers,
             provenance=run.provenance,
         )
 
 
-def unembedding(run: Run, norm: str) -> str:
+def unembedding(run: Run, norm: str, has_heads: bool = False) -> str:
     """The map from the residual x to logits, written as text.
 
     Args:
         run: the finished run.
         norm: "final" or "none".
+        has_heads: whether layers below the last are read by heads of their own.
     """
-    text = str(run.head) if run.head is not None else ""
+    head = run.head
+    if head is not None and has_heads:
+        head = replace(head, parts=(*head.parts[:-1], "heads[layer]"))
+    text = str(head) if head is not None else ""
     return text.replace(f"{run.head.norm}(x)", "x") if run.head and run.head.norm and norm == "none" else text
 
 
-def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | Tensor, memory_mb: float) -> dict[str, Tensor]:
+def lens_kernel(
+    view: View,
+    *,
+    normed: bool,
+    ks: tuple[int, ...],
+    labels: str | Tensor,
+    memory_mb: float,
+    heads: LayerHeads | None = None,
+) -> dict[str, Tensor]:
     """Sums over positions of the loss, ranks and entropy of every layer's predictions.
 
     Args:
@@ -269,9 +287,10 @@ def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | 
         ks: of top-k accuracy.
         labels: the targets.
         memory_mb: megabytes for logits.
+        heads: of the layers below the last; None for the model's own at every layer.
     """
     target = with_labels(view, labels, read_positions(view))
-    lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels))
+    lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads)
     known = target != NO_LABEL
     log_prob, before = lens["target_log_prob"][:, known], lens["before"][:, known]
     return {

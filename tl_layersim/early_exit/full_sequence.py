@@ -13,9 +13,9 @@ from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.hooks import ForwardRun, on_leave
 from ..models.split_model import LocalSplitModel
-from ..models.unembed import Unembed
 from .decoding import Counts, entered
 from .exit_check import ExitCheck
+from .exit_lens import ExitLens
 from .rules.base import ExitRule
 from .supported_models import no_cache
 
@@ -45,7 +45,7 @@ class FullSequence:
 
     Args:
         split_model: the model.
-        unembed: its final norm and head.
+        lens: the predictions of its layers.
         ends: numbers of blocks after which positions may exit; the last is the number of all blocks.
         rule: the exit rule; None where `forced` gives all exits or `ends` has no check.
         forced: `row pos`, the index in `ends` at which each position exits, for verification.
@@ -54,12 +54,12 @@ class FullSequence:
     def __init__(
         self,
         split_model: LocalSplitModel,
-        unembed: Unembed,
+        lens: ExitLens,
         ends: tuple[int, ...],
         rule: ExitRule | None = None,
         forced: Tensor | None = None,
     ) -> None:
-        self.split_model, self.unembed, self.ends, self.rule, self.forced = split_model, unembed, ends, rule, forced
+        self.split_model, self.lens, self.ends, self.rule, self.forced = split_model, lens, ends, rule, forced
         self.counts = Counts()
         self.forward = ForwardRun()
 
@@ -69,7 +69,7 @@ class FullSequence:
         self.running = rows.positions.clone()
         self.exits = torch.zeros(self.running.shape, dtype=torch.int64)
         self.logits: Tensor | None = None
-        self.check = None if self.rule is None else ExitCheck(self.rule, self.unembed, self.running.numel())
+        self.check = None if self.rule is None else ExitCheck(self.rule, self.lens, self.running.numel())
         self.first_tokens = 0
         self.rows, self.length = torch.arange(len(self.running), device=self.running.device), self.running.shape[1]
         self.segment, self.hidden = 0, torch.empty(0)
@@ -129,7 +129,8 @@ class FullSequence:
         else:
             self.counts.checks += len(x)
             exits, logits = self._decide(number, x, entering[:, : self.length][running], index)
-        self._exit(self.ends[number], index[exits], self.unembed(x[exits]) if logits is None else logits[exits])
+        logits = self.lens(x[exits], self.ends[number]) if logits is None else logits[exits]
+        self._exit(self.ends[number], index[exits], logits)
         if last:
             self.rows, self.stopped = self.rows[:0], True
             self.forward.stop()
@@ -140,7 +141,7 @@ class FullSequence:
         if self.forced is not None:
             return (self.forced.flatten()[index] == number), None
         assert self.check is not None
-        return self.check(x, entering, index)
+        return self.check(self.ends[number], x, entering, index)
 
     def _exit(self, layer: int, index: Tensor, logits: Tensor) -> None:
         """Store the logits and the exit of the positions that exit."""
