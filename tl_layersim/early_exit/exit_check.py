@@ -27,14 +27,14 @@ class ExitCheck:
         """Discard the rule's state, and begin with `count` new tokens."""
         self.state = self.rule.new_state(count)
 
-    def __call__(self, layer: int, leaving: Tensor, entering: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, leaving: Tensor, entering: Tensor, index: Tensor, layer: int) -> tuple[Tensor, Tensor | None]:
         """Which tokens exit at a layer.
 
         Args:
-            layer: number of blocks that have run.
             leaving: `token d_model`, the residual that left the last block.
             entering: `token d_model`, the residual that entered it.
             index: `token`, the position of each token in the rule's state.
+            layer: number of blocks that have run.
 
         Returns:
             `token`, bool; and logits `token vocabulary`, None where the check did not compute all of them.

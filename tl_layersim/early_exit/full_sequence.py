@@ -141,7 +141,7 @@ class FullSequence:
         if self.forced is not None:
             return (self.forced.flatten()[index] == number), None
         assert self.check is not None
-        return self.check(self.ends[number], x, entering, index)
+        return self.check(x, entering, index, self.ends[number])
 
     def _exit(self, layer: int, index: Tensor, logits: Tensor) -> None:
         """Store the logits and the exit of the positions that exit."""

@@ -73,7 +73,7 @@ class GenerationLoop:
             self._exit(layer, rows, self.check.lens(x, layer))
             return []
         self.state.counts.checks += len(rows)
-        exits, logits = self.check(layer, x, entering, torch.tensor(rows))
+        exits, logits = self.check(x, entering, torch.tensor(rows), layer)
         flags = exits.tolist()
         exiting = [row for row, flag in zip(rows, flags, strict=True) if flag]
         if not exiting:

@@ -127,8 +127,8 @@ class _Timer:
             [
                 lambda: seconds_of(lambda: self.unembed(x).argmax(-1).tolist(), self.clock),
                 lambda: seconds_of(lambda: self.unembed(x[:1]).argmax(-1).tolist(), self.clock),
-                lambda: seconds_of(lambda: self.check(low, x, entering, index)[0].tolist(), self.clock),
-                lambda: seconds_of(lambda: self.check(low, x[:1], entering[:1], index[:1])[0].tolist(), self.clock),
+                lambda: seconds_of(lambda: self.check(x, entering, index, low)[0].tolist(), self.clock),
+                lambda: seconds_of(lambda: self.check(x[:1], entering[:1], index[:1], low)[0].tolist(), self.clock),
             ],
             repeats,
         )
@@ -152,7 +152,7 @@ class _Timer:
 
         def decide(layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
             if checked and layer == low:
-                self.check(low, x, entering, self.index)[0].tolist()
+                self.check(x, entering, self.index, low)[0].tolist()
             if unembedded and layer == blocks:
                 self.unembed(x).argmax(-1).tolist()
             # An alternating round ends with fewer rows.

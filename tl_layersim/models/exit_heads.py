@@ -21,7 +21,6 @@ from .model_info import Model
 KIND = "heads"
 
 
-@typed
 class ExitHeads:
     """Heads of the layers of a multi-exit model: a linear head for each layer below the last, which keeps the model's own.
 
@@ -57,6 +56,7 @@ class ExitHeads:
         True
     """
 
+    @typed
     def __init__(
         self,
         weight: Tensor,
@@ -116,6 +116,11 @@ class ExitHeads:
         return checksum(self.norm, tensors)
 
     @property
+    def nbytes(self) -> int:
+        """Size of weights and biases in bytes."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
     def plain(self) -> LayerHeads:
         """The heads as kernels carry them, also to a server."""
         return LayerHeads(self.weight, self.bias, self.digest)
@@ -126,9 +131,12 @@ class ExitHeads:
         Args:
             to: a device or a dtype.
         """
+        if self.weight.to(to) is self.weight:
+            return self
         bias = None if self.bias is None else self.bias.to(to)
         return ExitHeads(self.weight.to(to), bias, norm=self.norm, layers=self.layers, weights_hash=self.weights_hash)
 
+    @typed
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the heads to one safetensors file, without pickle.
 
@@ -139,6 +147,7 @@ class ExitHeads:
         return write_file(path, KIND, header, {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias}))
 
     @staticmethod
+    @typed
     def load(path: str | os.PathLike[str]) -> ExitHeads:
         """Read heads that `save` wrote, or `heads.safetensors` in the folder that `AlignedTraining(save_to=)` names.
 
