@@ -130,8 +130,7 @@ def test_rows_of_a_classifier(name):
 
 
 def test_half_precision_models_take_wider_heads():
-    model = deep().to(torch.bfloat16)
-    wide = near_heads(model).to(torch.float32)
+    model, wide = deep().to(torch.bfloat16), near_heads(deep())
     found = EarlyExit(model, 0.5, at=AT, heads=wide)
     assert found.logits(random_tokens(2, 9)).logits.dtype == torch.float32
     tokens, mask = ragged([6, 9])

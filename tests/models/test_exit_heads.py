@@ -45,6 +45,7 @@ def test_names_of_layers_and_size():
 @pytest.mark.parametrize(
     ("arguments", "options", "says"),
     [
+        ((torch.tensor(1.0),), {}, "must have shapes"),
         ((torch.zeros(5, 3),), {}, "must have shapes"),
         ((torch.zeros(0, 5, 3),), {}, "must have shapes"),
         ((torch.zeros(2, 5, 3), torch.zeros(2, 3)), {}, "must have shapes"),

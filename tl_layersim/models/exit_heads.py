@@ -66,7 +66,6 @@ class ExitHeads:
         layers: tuple[str, ...] | list[str] | None = None,
         weights_hash: str = "",
     ) -> None:
-        names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
         if weight.dim() != 3 or not len(weight) or (bias is not None and bias.shape != weight.shape[:2]):
             raise LayersimError(
                 "`weight` and `bias` must have shapes `layer vocabulary d_model` and `layer vocabulary`.",
@@ -74,6 +73,7 @@ class ExitHeads:
                 expected="one matrix, and one row of biases, for each layer below the last",
                 do="ExitHeads(torch.stack(weights), torch.stack(biases))",
             )
+        names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
         if len(names) != len(weight):
             raise LayersimError(
                 "`layers` must name each layer that has a head.",
