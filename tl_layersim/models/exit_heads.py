@@ -226,7 +226,9 @@ def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
     """
     if heads is None:
         return None
-    if not isinstance(heads, ExitHeads):
+    if isinstance(heads, ExitHeads):
+        found: ExitHeads = heads
+    else:
         if not Path(heads).is_file():
             raise LayersimError(
                 "`heads` names a file that does not exist.",
@@ -234,15 +236,15 @@ def as_heads(heads: Any, norm: str = "") -> ExitHeads | None:
                 expected="ExitHeads, or the file that ExitHeads.save wrote",
                 do="result.heads of finetune_aligned(objective='multi-head'), or ExitHeads.load(path)",
             )
-        heads = ExitHeads.load(heads)
-    if norm and heads.norm != norm:
+        found = ExitHeads.load(heads)
+    if norm and found.norm != norm:
         raise LayersimError(
             "`norm` must be that with which the heads were trained.",
-            given=f"norm={norm!r}, and heads that were trained with norm={heads.norm!r}",
-            expected=f"norm={heads.norm!r}",
-            do=f"norm={heads.norm!r} beside heads=",
+            given=f"norm={norm!r}, and heads that were trained with norm={found.norm!r}",
+            expected=f"norm={found.norm!r}",
+            do=f"norm={found.norm!r} beside heads=",
         )
-    return heads
+    return found
 
 
 def plain_heads(heads: Any) -> LayerHeads | None:

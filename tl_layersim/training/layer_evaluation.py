@@ -244,8 +244,8 @@ def _quality(
             for layer in range(depth):
                 # At threshold 0 everything exits at the first check; the last layer is the whole model.
                 threshold, at = (0.0, (layer + 1,)) if layer + 1 < depth else (1.0, ())
-                paths = {name: options.get(name) for name in ("layers", "unembed")}
-                early = EarlyExit(model, threshold, at=at, heads=heads[number], **paths)
+                blocks, unembed = options.get("layers"), options.get("unembed")
+                early = EarlyExit(model, threshold, at=at, layers=blocks, unembed=unembed, heads=heads[number])
                 written = early.generate(
                     prompts,
                     max_new_tokens=new_tokens,

@@ -76,8 +76,9 @@ class MultiHeadObjective(Objective):
 
 def _copy_of(linear: nn.Linear) -> nn.Linear:
     """A linear layer with the same weights, all of which are trained, and without hooks."""
-    weight, has_bias = linear.weight, linear.bias is not None
-    shape = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": has_bias}
-    copy: nn.Linear = nn.utils.skip_init(nn.Linear, **shape, device=weight.device, dtype=weight.dtype)
-    copy.load_state_dict(linear.state_dict())
+    # On the meta device, so that no random numbers are drawn.
+    copy = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    copy.weight = nn.Parameter(linear.weight.detach().clone())
+    if linear.bias is not None:
+        copy.bias = nn.Parameter(linear.bias.detach().clone())
     return copy
