@@ -2,9 +2,9 @@
 
     python benchmarks/real_aligned.py --model FOLDER --train FILE --test FILE --out FOLDER
 
-Standard training, aligned training by turns with standard, aligned training at each step, and multi-exit training, in which each
-layer has a head of its own; with each seed the rows come in another order. Each run is written as it ends, and a second call goes on with what is missing. Prints tables of means with the
-standard deviation over seeds.
+Standard training, aligned training by turns with standard, aligned training at each step, and multi-exit training, in which
+each layer has a head of its own; with each seed the rows come in another order. Each run is written as it ends, and a second
+call goes on with what is missing. Prints tables of means with the standard deviation over seeds.
 """
 
 from __future__ import annotations
