@@ -18,8 +18,6 @@ from ..core.storage import write as write_file
 from .layer_heads import LayerHeads
 from .model_info import Model
 
-KIND = "heads"
-
 
 class ExitHeads:
     """Heads of the layers of a multi-exit model: a linear head for each layer below the last, which keeps the model's own.
@@ -144,7 +142,7 @@ class ExitHeads:
             path: of the file.
         """
         header = {"norm": self.norm, "layers": self.layers, "weights_hash": self.weights_hash}
-        return write_file(path, KIND, header, {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias}))
+        return write_file(path, "heads", header, {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias}))
 
     @staticmethod
     @typed
@@ -158,7 +156,7 @@ class ExitHeads:
             FileNotFoundError: the file does not exist.
             LayersimError: the file is malformed, of another kind, or does not say how the heads were trained.
         """
-        header, tensors = read_file(path, (KIND,))
+        header, tensors = read_file(path, ("heads",))
         with reading(path, "a whole file of heads", "copy the file again, or train again"):
             if "norm" not in header:
                 raise LayersimError(

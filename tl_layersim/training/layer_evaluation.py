@@ -146,7 +146,8 @@ def evaluate_layers(
     results: dict[str, Result] = {"layers": change}
     results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
     if prompts is not None:
-        results["generation"] = _quality(models, list(prompts), new_tokens, float(top_p), embed, seed, change, options, own)
+        read_by_own = tuple(zip(models, own, strict=True))
+        results["generation"] = _quality(read_by_own, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
     return Report(results)
 
 
@@ -226,7 +227,7 @@ def _change(
 
 
 def _quality(
-    models: tuple[Any, Any],
+    models: tuple[tuple[Any, ExitHeads | None], ...],
     prompts: list[str],
     new_tokens: int,
     top_p: float,
@@ -234,18 +235,17 @@ def _quality(
     seed: int,
     like: LayerChange,
     options: dict[str, Any],
-    heads: list[ExitHeads | None],
 ) -> GenerationQuality:
-    """Diversity and coherence of continuations from each layer."""
+    """Diversity and coherence of continuations from each layer of two models, each with the heads of its layers."""
     depth = like.values.shape[1]
     varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))
     with tqdm(total=2 * depth, desc="generating", unit="layer", disable=None) as bar:
-        for number, model in enumerate(models):
+        for number, (model, heads) in enumerate(models):
             for layer in range(depth):
                 # At threshold 0 everything exits at the first check; the last layer is the whole model.
                 threshold, at = (0.0, (layer + 1,)) if layer + 1 < depth else (1.0, ())
                 blocks, unembed = options.get("layers"), options.get("unembed")
-                early = EarlyExit(model, threshold, at=at, layers=blocks, unembed=unembed, heads=heads[number])
+                early = EarlyExit(model, threshold, at=at, layers=blocks, unembed=unembed, heads=heads)
                 written = early.generate(
                     prompts,
                     max_new_tokens=new_tokens,
