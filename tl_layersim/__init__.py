@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .analysis.api import analyze, compare
     from .analysis.attach import attach
     from .analysis.coupling_across_models import plot_adjacency, plot_sweep, relate
+    from .analysis.linear_probes import linear_probe
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
     from .analysis.server_capabilities import capabilities
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .analyzers.contribution import Contribution
     from .analyzers.cosine import Cosine
     from .analyzers.exit_curve import ExitCurve
+    from .analyzers.linear_probe import LinearProbe
     from .analyzers.logit_lens import LogitLens
     from .analyzers.neural_collapse import NeuralCollapse
     from .analyzers.saturation import Saturation
@@ -52,6 +54,7 @@ _HOME = {
     "analysis.attach": ("attach",),
     "analysis.server_capabilities": ("capabilities",),
     "analysis.api": ("analyze", "compare"),
+    "analysis.linear_probes": ("linear_probe",),
     "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
     "analysis.coupling_across_models": ("plot_adjacency", "plot_sweep", "relate"),
@@ -94,6 +97,7 @@ __all__ = [
     "ExitCurve",
     "LayersimError",
     "LayersimWarning",
+    "LinearProbe",
     "LogitLens",
     "NeuralCollapse",
     "Report",
@@ -116,6 +120,7 @@ __all__ = [
     "find_analyzers",
     "finetune_aligned",
     "frequent_tokens",
+    "linear_probe",
     "load",
     "load_report",
     "load_run",

@@ -11,6 +11,7 @@ from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, n
 from .contribution import oracle_contribution, sublayer_outputs
 from .cosine import oracle_cosine
 from .exit_curve import oracle_exit_curve
+from .linear_probe import ROWS_OF, held_out_rows, oracle_linear_probe, ridge_scores
 from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
 from .saturation import oracle_saturation
@@ -20,10 +21,12 @@ from .trajectory import line_shape_score, oracle_trajectory
 __all__ = [
     "HEAD",
     "LEVELS",
+    "ROWS_OF",
     "WORDS",
     "arccos_distance",
     "cosine_of",
     "coupling_matrix",
+    "held_out_rows",
     "hsic_0",
     "hsic_1",
     "layer_norm",
@@ -36,6 +39,7 @@ __all__ = [
     "oracle_contribution",
     "oracle_cosine",
     "oracle_exit_curve",
+    "oracle_linear_probe",
     "oracle_logit_lens",
     "oracle_neural_collapse",
     "oracle_saturation",
@@ -43,6 +47,7 @@ __all__ = [
     "oracle_trajectory",
     "own_jacobian",
     "random_frames",
+    "ridge_scores",
     "say",
     "softmax",
     "sublayer_outputs",
