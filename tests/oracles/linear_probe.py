@@ -31,7 +31,7 @@ def oracle_linear_probe(
     batches: list[np.ndarray],
     labels: list[int | None] | None = None,
     rows: list[int] | None = None,
-    ridge: float = 0.01,
+    ridge: float = 0.1,
 ) -> dict[str, np.ndarray]:
     x = np.concatenate(batches, axis=1)
     labels = labels or next_of(batches)

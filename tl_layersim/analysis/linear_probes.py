@@ -59,7 +59,7 @@ def linear_probe(
         method: "ridge" fits in closed form from sums (`LinearProbe`), in two passes over the data, and runs on servers.
             "logistic" keeps the activations in memory, standardises each dimension by the training samples, and fits
             scikit-learn's `LogisticRegression`; for models in this process.
-        ridge: of "ridge", see `LinearProbe`; 0.01 by default.
+        ridge: of "ridge", see `LinearProbe`; 0.1 by default.
         C: of "logistic", the inverse strength of the L2 penalty; 1 by default.
         max_iter: of "logistic", most iterations; 1000 by default. A fit that stops there is named in a warning.
         max_classes: of "ridge", a number above every class of the data's own column; 100 by default.

@@ -179,7 +179,8 @@ class LinearProbe(ProbeAnalyzer):
         seed: of the choice of held-out rows.
         max_memory_gb: limit for the sums, sites x width x (width + classes) numbers; a larger requirement is refused before
             the run.
-        ridge: strength of the penalty relative to the mean eigenvalue of the covariance, above 0.
+        ridge: strength of the penalty relative to the mean eigenvalue of the covariance, above 0. The default is
+            measured in docs/probes.md.
         max_classes: a number above every class of "data" and "next_token", which sets the size of the sums.
 
     Source:
@@ -200,14 +201,14 @@ class LinearProbe(ProbeAnalyzer):
     name: ClassVar[str] = "linear_probe"
     one_pass: ClassVar[str] = "analyze(model, data, [LinearProbe(...)]), which reads the data twice"
 
-    ridge: int | float = 0.01
+    ridge: int | float = 0.1
     max_classes: int = 100
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.ridge < math.inf:
             raise LayersimError(
-                "`ridge` must be above 0.", given=f"ridge={self.ridge}", expected="a finite number", do="ridge=0.01"
+                "`ridge` must be above 0.", given=f"ridge={self.ridge}", expected="a finite number", do="ridge=0.1"
             )
         if self.max_classes < 2:
             raise LayersimError(
@@ -360,7 +361,8 @@ def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, width: int, ridge
     Raises:
         LayersimError: the penalty is within the rounding error of the sums.
     """
-    n = counts.sum()
+    # Whole numbers divide to float32.
+    n = counts.sum().double()
     mean, share = total.sum(0) / n, counts / n
     weight = torch.zeros(total.shape[1], len(counts), dtype=torch.float64)
     if _varies(second / n, mean):
