@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .analyzers.neural_collapse import NeuralCollapse
     from .analyzers.saturation import Saturation
     from .analyzers.skip_effect import SkipEffect
+    from .analyzers.task_metrics import TaskMetrics
     from .analyzers.trajectory import Trajectory
     from .core.errors import LayersimError, LayersimWarning
     from .core.results import Report, Result, load, load_report
@@ -105,6 +106,7 @@ __all__ = [
     "Saturation",
     "SkipEffect",
     "StitchTraining",
+    "TaskMetrics",
     "Trajectory",
     "aligned_loss",
     "analyze",

@@ -16,6 +16,7 @@ from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
 from .saturation import oracle_saturation
 from .skip_effect import oracle_skip_effect
+from .task_metrics import classification_metrics, oracle_task_metrics
 from .trajectory import line_shape_score, oracle_trajectory
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ROWS_OF",
     "WORDS",
     "arccos_distance",
+    "classification_metrics",
     "cosine_of",
     "coupling_matrix",
     "held_out_rows",
@@ -44,6 +46,7 @@ __all__ = [
     "oracle_neural_collapse",
     "oracle_saturation",
     "oracle_skip_effect",
+    "oracle_task_metrics",
     "oracle_trajectory",
     "own_jacobian",
     "random_frames",

@@ -18,15 +18,16 @@ from ..analyzers.exit_curve import THRESHOLDS, ExitCurve
 from ..analyzers.logit_lens import LogitLens
 from ..analyzers.neural_collapse import NeuralCollapse
 from ..analyzers.saturation import Saturation
+from ..analyzers.task_metrics import TaskMetrics
 from ..core.argument_checks import typed
 from ..core.argument_names import refuse_keywords
 from ..core.errors import LayersimError, as_fraction, warn
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
 from ..early_exit.api import EarlyExit
-from ..models.targets import usual_labels
+from ..models.targets import gives_classes, usual_labels
 from ..remote.open import open_source
-from .layer_evaluation_results import GenerationQuality, LayerChange, coherence, diversity
+from .layer_evaluation_results import GenerationQuality, LayerChange, MetricChange, coherence, diversity
 
 SHORTEST = 4
 
@@ -69,8 +70,9 @@ def evaluate_layers(
         **options: further options of `analyze`: `batch_size`, `seq_len`, `pack`, `max_tokens`, `tokenizer`, ...
 
     Returns:
-        A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"`, and `"generation"`
-        (`GenerationQuality`) where prompts are given. `to_html` writes the page.
+        A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"`, `"task_metrics"`
+        (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) where prompts are given. `to_html` writes the
+        page.
 
     Raises:
         LayersimError: the models differ in depth, or read different tokens.
@@ -115,6 +117,7 @@ def evaluate_layers(
         Saturation(),
         Cosine(center=center),
         ExitCurve(thresholds=tuple(sorted({*THRESHOLDS, float(threshold)})), labels=targets),
+        *([TaskMetrics(labels=targets)] if gives_classes(pair[0]) else []),
     ]
     reports = [analyze(model, data, analyzers, **options) for model in models]
     runs = [report["logit_lens"].provenance for report in reports]
@@ -132,6 +135,8 @@ def evaluate_layers(
     change = _change(reports, collapse, both, names, float(threshold), float(eps), center)
     results: dict[str, Result] = {"layers": change}
     results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
+    if "task_metrics" in reports[0]:
+        results["task_metrics"] = _metric_change(reports, change)
     if prompts is not None:
         results["generation"] = _quality(models, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
     return Report(results)
@@ -191,6 +196,18 @@ def _change(
         center=center,
         layers=lenses[0].layers,
         provenance=run,
+    )
+
+
+def _metric_change(reports: list[Report], like: LayerChange) -> MetricChange:
+    """The task metrics of both models."""
+    metrics = [report["task_metrics"] for report in reports]
+    return MetricChange(
+        values=torch.stack([one.f1 for one in metrics]),
+        mcc=torch.stack([one.mcc for one in metrics]),
+        models=like.models,
+        layers=like.layers,
+        provenance=like.provenance,
     )
 
 
