@@ -56,7 +56,9 @@ KINDS = {
     "rows of different lengths": lambda rows, labels: [row.tolist() for row in rows],
     "a generator": lambda rows, labels: (row for row in rows),
     "a mapping": lambda rows, labels: {"input_ids": rows, "attention_mask": torch.ones_like(rows)},
-    "examples": lambda rows, labels: [{"input_ids": row.tolist(), "label": int(y)} for row, y in zip(rows, labels, strict=True)],
+    "examples": lambda rows, labels: [
+        {"input_ids": row.tolist(), "label": int(y)} for row, y in zip(rows, labels, strict=True)
+    ],
     "texts": lambda rows, labels: texts(rows),
     "texts with labels": lambda rows, labels: {"text": texts(rows), "label": labels.tolist()},
 }
@@ -164,7 +166,11 @@ REFUSED = {
     r"`C` is an option of the other method(.|\n)*ridge, max_classes": {"C": 1.0},
     r"`ridge` is an option of the other method(.|\n)*C, max_iter": {"ridge": 1.0, "method": "logistic"},
     r"`test_labels` are labels of `test_data`": {"test_labels": [1]},
-    r"`test_fraction` cannot be combined with `test_data`": {"test_fraction": 0.1, "test_data": [[3, 4]], "labels": "next_token"},
+    r"`test_fraction` cannot be combined with `test_data`": {
+        "test_fraction": 0.1,
+        "test_data": [[3, 4]],
+        "labels": "next_token",
+    },
     r"`labels` and `test_labels` must have one entry(.|\n)*labels \(42,\) for 42 rows, and test_labels nothing for 1 rows": {
         "test_data": [[3, 4]]
     },

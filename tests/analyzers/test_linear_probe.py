@@ -8,7 +8,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers._probe_kernels import held_out
-from tl_layersim.analyzers.linear_probe import LinearProbeResult, ridge_probe
+from tl_layersim.analyzers._ridge_probe import ridge_probe
+from tl_layersim.analyzers.linear_probe import LinearProbeResult
 from tl_layersim.models import View
 
 from .. import oracles

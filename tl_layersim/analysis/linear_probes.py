@@ -36,7 +36,7 @@ def linear_probe(
     test_fraction: int | float | None = None,
     method: Literal["ridge", "logistic"] = "ridge",
     ridge: int | float | None = None,
-    C: int | float | None = None,  # noqa: N803 (scikit-learn's name)
+    C: int | float | None = None,
     max_iter: int | None = None,
     max_classes: int | None = None,
     seed: int = 0,
@@ -89,7 +89,7 @@ def linear_probe(
     refuse_keywords("linear_probe", options, linear_probe, analyze)
     _refuse_options(method, {"ridge": ridge, "max_classes": max_classes}, {"C": C, "max_iter": max_iter}, options)
     given = {"ridge": ridge, "max_classes": max_classes, "C": C, "max_iter": max_iter, "test_fraction": test_fraction}
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     classes = as_labels(labels)
     if test_data is None:
         if test_labels is not None:
@@ -103,7 +103,7 @@ def linear_probe(
         # An iterator would be gone after its rows are counted.
         data, test_data = (list(part) if isinstance(part, Iterator) else part for part in (data, test_data))
         count, test_count = _counts(model, (data, test_data), options)
-        classes = _joined(classes, test_labels, count, test_count)
+        classes = _labels_of_both(classes, test_labels, count, test_count)
         data, settings["first_test_row"] = [data, test_data], count
         if test_fraction is not None:
             raise LayersimError(
@@ -113,7 +113,7 @@ def linear_probe(
                 do="leave out test_fraction: the probes are fitted on all of data",
             )
     kind: type[ProbeAnalyzer] = LinearProbe if method == "ridge" else LogisticProbe
-    probe = kind(labels=classes, seed=seed, max_memory_gb=max_memory_gb, **settings)  # type: ignore[call-arg]  # of its kind
+    probe = kind(labels=classes, seed=seed, max_memory_gb=max_memory_gb, **settings)
     result: LinearProbeResult = analyze(model, data, [probe], **options)["linear_probe"]
     return result
 
@@ -161,7 +161,7 @@ def _counts(model: Any, parts: tuple[Any, Any], options: dict[str, Any]) -> tupl
     return first, second
 
 
-def _joined(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:
+def _labels_of_both(labels: str | Tensor, test_labels: Any, count: int, test_count: int) -> str | Tensor:
     """The labels of both data sets, the held-out rows after the others."""
     if isinstance(labels, str):
         if test_labels is not None:
@@ -173,7 +173,11 @@ def _joined(labels: str | Tensor, test_labels: Any, count: int, test_count: int)
             )
         return labels
     held_out = as_labels(test_labels) if test_labels is not None else None
-    if not isinstance(held_out, Tensor) or held_out.dim() != labels.dim() or [count, test_count] != [len(labels), len(held_out)]:
+    if (
+        not isinstance(held_out, Tensor)
+        or held_out.dim() != labels.dim()
+        or [count, test_count] != [len(labels), len(held_out)]
+    ):
         given = "nothing" if held_out is None else f"{tuple(held_out.shape)}" if isinstance(held_out, Tensor) else held_out
         raise LayersimError(
             "`labels` and `test_labels` must have one entry for each row of `data` and of `test_data`.",

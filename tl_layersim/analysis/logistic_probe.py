@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from ..analyzers.base import Run
 from ..analyzers.linear_probe import LinearProbeResult, ProbeAnalyzer, need_samples, probe_result, warn_of_constant
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
-from ..core.provenance import Provenance
 from ..core.sums import Sums
 from ..data.labels import warn_of_unused
 from ..models.view import Kernel, View

@@ -60,7 +60,7 @@ def probe_sums_kernel(
     target, train, test = labelled(view, labels, split)
     device, width = view.activations.device, view.activations.shape[-1]
     # The classes of this batch alone, of which there are few.
-    own = target[train].unique()
+    own: Tensor = torch.unique(target[train])
     member = (target[train][:, None] == own).double().to(device)
     total = torch.zeros(len(view.activations), classes, width, dtype=torch.float64, device=device)
     second = []

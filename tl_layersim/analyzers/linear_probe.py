@@ -21,10 +21,8 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, tokens_alone
 from ._probe_kernels import labelled, probe_counts_kernel, probe_sums_kernel
+from ._ridge_probe import ridge_probe, samples_differ
 from .base import Analyzer, Run
-
-# A spread below this multiple of the rounding error of its sums is none.
-ROUNDING = 1e4 * torch.finfo(torch.float64).eps
 
 
 @typed
@@ -162,14 +160,14 @@ class LinearProbe(ProbeAnalyzer):
     r"""Accuracy of a linear classifier (ridge regression on one-hot labels) on frozen activations, at each site.
 
     $$\hat W = (\Sigma + \lambda I)^{-1} \, \frac{1}{n} \sum_i (x_i - \bar x)(y_i - \bar y)', \qquad
-    \Sigma = \frac{1}{n} \sum_i (x_i - \bar x)(x_i - \bar x)', \qquad \lambda = \mathrm{ridge} \cdot \frac{\mathrm{tr} \Sigma}{d}$$
+    \Sigma = \frac{1}{n} \sum_i (x_i - \bar x)(x_i - \bar x)', \quad \lambda = \mathrm{ridge} \, \frac{\mathrm{tr} \Sigma}{d}$$
 
     with the activations x of the n training samples, their one-hot labels y and the width d of the site. The prediction is the
     class with the largest entry of $\hat W'(x - \bar x) + \bar y$: the intercept is not penalised. A first pass over the data
     sums over training samples, and a second pass counts predictions on held-out samples, so no activation is kept.
 
-    Rows of the data are held out, never single positions of a row: positions of one row are not independent. The number of a row
-    decides alone, so the choice does not depend on batches.
+    Rows of the data are held out, never single positions of a row: positions of one row are not independent. The number of a
+    row decides alone, so the choice does not depend on batches.
 
     Args:
         labels: the classes, whole numbers from 0. "next_token" takes the following token as the class of a position; "data" the
@@ -273,7 +271,7 @@ class LinearProbe(ProbeAnalyzer):
         constant = [
             name
             for name, moments, mean in zip(run.layers, second, total / train.sum(), strict=True)
-            if not _varies(moments / train.sum(), mean)
+            if not samples_differ(moments / train.sum(), mean)
         ]
         warn_of_constant(constant)
         return probe_result(sums["confusion"], sums["train_correct"], train, test, run, "ridge")
@@ -346,48 +344,6 @@ def warn_of_constant(sites: list[str]) -> None:
             f"All training samples are equal at {', '.join(sites[:4])}{' and other sites' if len(sites) > 4 else ''}, as [CLS] "
             "tokens are before the first attention: a probe predicts the most frequent class there."
         )
-
-
-def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, width: int, ridge: float) -> tuple[Tensor, Tensor]:
-    """Weights `width class` and offsets `class` of the ridge regression of one-hot labels on the activations of a site.
-
-    Args:
-        second: `width width`, sum of x x' over training samples.
-        total: `class width`, sums of x over the training samples of each class.
-        counts: `class`, number of training samples.
-        width: of the site; further columns are padding.
-        ridge: penalty relative to the mean eigenvalue of the covariance.
-
-    Raises:
-        LayersimError: the penalty is within the rounding error of the sums.
-    """
-    # Whole numbers divide to float32.
-    n = counts.sum().double()
-    mean, share = total.sum(0) / n, counts / n
-    weight = torch.zeros(total.shape[1], len(counts), dtype=torch.float64)
-    if _varies(second / n, mean):
-        covariance = second / n - torch.outer(mean, mean)
-        cross = (total / n - torch.outer(share, mean)).T
-        penalty = ridge * covariance.diagonal().sum() / width
-        least = 100 * torch.finfo(torch.float64).eps * second.diagonal().sum() / n
-        if penalty < least:
-            raise LayersimError(
-                "`ridge` is within the rounding error of the sums, because the mean of the activations is large.",
-                given=f"ridge={ridge:g}",
-                expected=f"at least {float(ridge * least / penalty):.1g}",
-                do=f"ridge={float(2 * ridge * least / penalty):.1g}",
-            )
-        factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(covariance), dtype=torch.float64))
-        weight = torch.cholesky_solve(cross, factor)
-    # A class without training samples is never predicted.
-    offset = (share - mean @ weight).masked_fill(counts == 0, -torch.inf)
-    return weight, offset
-
-
-def _varies(second: Tensor, mean: Tensor) -> bool:
-    """Whether samples differ by more than the rounding error, from their mean second moments and their mean."""
-    power = second.diagonal().sum()
-    return bool(power - mean @ mean > ROUNDING * power)
 
 
 def _check_classes(labels: Tensor, limit: int | None) -> None:

@@ -18,12 +18,12 @@ from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
-from ..data.labels import NO_LABEL, as_labels, label_key, label_source, warn_of_unused
+from ..data.labels import as_labels, label_source, warn_of_unused
 from ..models.activation_checks import refuse_bad_logits
-from ..models.chunked_logit_lens import bad_logits, lens_residual, read_lens, read_positions
 from ..models.model_info import Model
-from ..models.targets import check_batch_labels, gives_classes, with_labels
-from ..models.view import Kernel, View
+from ..models.targets import check_batch_labels, gives_classes
+from ..models.view import Kernel
+from ._task_metric_kernels import confusion_kernel, refuse_large_sums, scores_kernel
 from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 
 
@@ -56,7 +56,7 @@ class TaskMetricsResult(Result):
         Picture(
             "f1",
             "Macro F1 of each layer's prediction",
-            "Mean over classes of the harmonic mean of precision and recall, with the model's own head applied after that block "
+            "Mean over classes of the harmonic mean of precision and recall, with the model's head applied after that block "
             "(Jiang, Zhou and Zhu 2024, figures 8 and 21, show the accuracy).",
         ),
         Picture(
@@ -140,8 +140,8 @@ class TaskMetrics(Analyzer):
     $$F_1^{(l)}(a) = \frac{2 C^{(l)}_{aa}}{\sum_b (C^{(l)}_{ab} + C^{(l)}_{ba})}, \qquad
     \mathrm{MCC}^{(l)} = \frac{n \, \mathrm{tr} C^{(l)} - t' p}{\sqrt{(n^2 - t't)(n^2 - p'p)}}$$
 
-    where t and p are the sums of rows and columns and n of all entries. scikit-learn computes both from the confusion matrix, and
-    SciPy computes the correlations of regression heads (one output, as of sentence similarity), from a table of the predictions
+    where t and p are the sums of rows and columns and n of all entries. scikit-learn computes both from the confusion matrix.
+    SciPy computes the correlations of regression heads (one output, as of sentence similarity) from a table of the predictions
     of all rows.
 
     Args:
@@ -193,9 +193,9 @@ class TaskMetrics(Analyzer):
     def check(self, *models: Model) -> None:
         model = models[0]
         need_head(model, "TaskMetrics", targets=True, own_labels=bool(self.label_source))
-        # The number of classes of other heads is known when they have run.
-        predicts_tokens = not gives_classes(model) and model.vocabulary
-        size = len(self.labels) if self.is_regression else model.vocabulary**2 if predicts_tokens else 0
+        # The number of classes of a classifier is known when it has run.
+        classes = 0 if gives_classes(model) else model.vocabulary or 0
+        size = len(self.labels) if self.is_regression else classes**2
         refuse_large_sums(len(model.layers) - 1, size, float(self.max_memory_gb))
 
     def check_batch(self, batch: Batch, model: Model) -> None:
@@ -205,8 +205,13 @@ class TaskMetrics(Analyzer):
         normed = self.norm == "final"
         if self.is_regression:
             return partial(scores_kernel, rows=torch.arange(len(self.labels)), normed=normed)
-        memory = {"memory_mb": float(self.lens_memory_mb), "max_memory_gb": float(self.max_memory_gb)}
-        return partial(confusion_kernel, labels=self.labels, normed=normed, **memory)
+        return partial(
+            confusion_kernel,
+            labels=self.labels,
+            normed=normed,
+            memory_mb=float(self.lens_memory_mb),
+            max_memory_gb=float(self.max_memory_gb),
+        )
 
     def compute(self, sums: Sums, run: Run) -> Result:
         warn_of_unused(self.labels, run.provenance)
@@ -316,91 +321,3 @@ def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> Re
     if equal:
         warn(f"All predictions are equal at {', '.join(equal[:4])}: no correlation is defined there, and it is NaN.")
     return result
-
-
-def refuse_large_sums(layers: int, size: int, max_memory_gb: float) -> None:
-    """Refuse sums that need more memory than the limit.
-
-    Args:
-        layers: number of layers.
-        size: numbers for each layer.
-        max_memory_gb: the limit.
-
-    Raises:
-        LayersimError: they need more.
-    """
-    # The batch's table, the running sum, and the new sum while the two are added.
-    need = 3 * 8 * layers * size / 1e9
-    if not need <= max_memory_gb:
-        raise LayersimError(
-            "The sums of TaskMetrics need more memory than `max_memory_gb`.",
-            given=f"{layers} layers x {size} numbers: {need:.1f} GB",
-            expected=f"at most max_memory_gb={max_memory_gb:g}",
-            do=f"TaskMetrics(max_memory_gb={math.ceil(need)}); LogitLens for the predictions of a language model",
-        )
-
-
-def confusion_kernel(
-    view: View, *, labels: str | Tensor, normed: bool, memory_mb: float, max_memory_gb: float
-) -> dict[str, Tensor]:
-    """Confusion matrices `layer class class` of the lens predictions of a classifier.
-
-    Args:
-        view: activations of one batch.
-        labels: the classes.
-        normed: whether the final norm is applied to every layer.
-        memory_mb: megabytes for logits.
-        max_memory_gb: limit for the sums.
-
-    Raises:
-        LayersimError: the head has one output, or so many that the sums exceed the limit.
-    """
-    assert view.unembed is not None
-    target = with_labels(view, labels, read_positions(view))
-    x = lens_residual(view)
-    classes = view.unembed(view.activations[-1:, :1]).shape[-1]
-    if classes == 1:
-        raise LayersimError(
-            "`labels` are classes, and the head has one output: it is a regression head.",
-            given="whole numbers as labels",
-            expected="one score for each row, as floats",
-            do="TaskMetrics(labels=labels.float())",
-        )
-    refuse_large_sums(len(x), classes**2, max_memory_gb)
-    lens = read_lens(view, target, normed, memory_mb, 1, label_key(labels))
-    known = target != NO_LABEL
-    cells = target[known].to(x.device) * classes + lens["best"][:, known]
-    counts = [torch.bincount(row, minlength=classes**2).view(classes, classes) for row in cells]
-    return {"confusion": torch.stack(counts), "bad": bad_logits(lens)}
-
-
-def scores_kernel(view: View, *, rows: Tensor, normed: bool) -> dict[str, Tensor]:
-    """Lens predictions of a regression head as a table `layer row`, zero for rows of other batches.
-
-    Args:
-        view: activations of one batch.
-        rows: the numbers of all rows of the data.
-        normed: whether the final norm is applied to every layer; at the last layer it always is.
-
-    Raises:
-        LayersimError: the head has several outputs.
-    """
-    assert view.unembed is not None
-    row = with_labels(view, rows, read_positions(view))
-    x = lens_residual(view)
-    last = view.unembed(x[-1:])
-    if last.shape[-1] != 1:
-        raise LayersimError(
-            "`labels` are floats, and the head has several outputs: it is a classifier.",
-            given=f"scores, and {last.shape[-1]} outputs",
-            expected="whole numbers, the classes of the head",
-            do="TaskMetrics(labels=labels.long()), of classes; floats are for num_labels=1",
-        )
-    z = torch.cat([view.unembed(x[:-1], normed), last])[..., 0].to(x.device).double()
-    scores = torch.zeros(len(x), len(rows), dtype=torch.float64, device=x.device)
-    scores.index_add_(1, row.to(x.device), z)
-    return {
-        "scores": scores,
-        "count": torch.bincount(row, minlength=len(rows)),
-        "bad": (~z.isfinite()).sum(1),
-    }

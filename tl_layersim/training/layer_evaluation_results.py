@@ -119,7 +119,9 @@ class MetricChange(Result):
     models: tuple[str, ...]
 
     pictures = (
-        Picture("f1", "Macro F1 of each layer", "Mean over classes of the F1 of the lens predictions" + SOURCE.format("figure 8")),
+        Picture(
+            "f1", "Macro F1 of each layer", "Mean over classes of the F1 of the lens predictions" + SOURCE.format("figure 8")
+        ),
         Picture("mcc", "Matthews correlation of each layer", "Of the lens predictions with the labels (Matthews 1975)."),
     )
 
