@@ -151,12 +151,14 @@ class NeuralCollapse(Analyzer):
         model = models[0]
         if model.widest is None:
             return
+        pool = model.head.pool if self.reads_head and model.head is not None else None
+        width = model.widest * (1 if pool is None else pool.vectors)
         # The batch's second moments, the running sum, and the new sum while the two are added.
-        need = 3 * 8 * len(model.layers) * model.widest**2 / 1e9
+        need = 3 * 8 * len(model.layers) * width**2 / 1e9
         if not need <= self.max_memory_gb:
             raise LayersimError(
                 "The second moments of all layers need more memory than `max_memory_gb`.",
-                given=f"{len(model.layers)} layers x {model.widest}^2 numbers: {need:.1f} GB",
+                given=f"{len(model.layers)} layers x {width}^2 numbers: {need:.1f} GB",
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f"NeuralCollapse(max_memory_gb={math.ceil(need)})",
             )
