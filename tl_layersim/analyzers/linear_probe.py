@@ -177,8 +177,7 @@ class LinearProbe(ProbeAnalyzer):
         seed: of the choice of held-out rows.
         max_memory_gb: limit for the sums, sites x width x (width + classes) numbers; a larger requirement is refused before
             the run.
-        ridge: strength of the penalty relative to the mean eigenvalue of the covariance, above 0. The default is
-            measured in docs/probes.md.
+        ridge: strength of the penalty relative to the mean eigenvalue of the covariance, above 0; docs/probes.md compares some.
         max_classes: a number above every class of "data" and "next_token", which sets the size of the sums.
 
     Source:
