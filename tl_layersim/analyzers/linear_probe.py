@@ -196,7 +196,6 @@ class LinearProbe(ProbeAnalyzer):
     """
 
     name: ClassVar[str] = "linear_probe"
-    one_pass: ClassVar[str] = "analyze(model, data, [LinearProbe(...)]), which reads the data twice"
 
     ridge: int | float = 0.1
     max_classes: int = 100
