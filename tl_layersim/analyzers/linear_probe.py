@@ -111,6 +111,13 @@ class ProbeAnalyzer(Analyzer):
         object.__setattr__(self, "labels", labels)
         if isinstance(labels, Tensor):
             _check_classes(labels, None)
+            if len(set(labels[labels != NO_LABEL].tolist())) < 2:
+                raise LayersimError(
+                    "`labels` of a linear probe must have two classes.",
+                    given=f"{labels.numel()} labels: {sorted(set(labels.flatten().tolist()))}",
+                    expected=f"at least two different whole numbers beside {NO_LABEL}",
+                    do="check the labels",
+                )
         if not 0 < self.test_fraction < 1:
             raise LayersimError(
                 "`test_fraction` must be between 0 and 1.",
