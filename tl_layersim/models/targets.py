@@ -119,12 +119,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         own_labels = batch.labels
     else:
         if labels == "next_token" and model is not None and not batch.has_tokens:
-            raise LayersimError(
-                "`labels='next_token'` needs rows of token ids, and these rows have none.",
-                given=f"rows of {', '.join(batch.inputs)}",
-                expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
-                do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
-            )
+            raise _no_next_tokens(batch)
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
     if batch.pooled and any(
@@ -154,6 +149,15 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             "shifted",
             do=f"labels='next_token'; or labels[:, 1:] with a last column of {NO_LABEL}",
         )
+
+
+def _no_next_tokens(batch: Batch) -> LayersimError:
+    return LayersimError(
+        "`labels='next_token'` needs rows of token ids, and these rows have none.",
+        given=f"rows of {', '.join(batch.inputs)}",
+        expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
+        do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
+    )
 
 
 def with_labels(view: View, labels: str | Tensor, index: Tensor | None) -> Tensor:
