@@ -118,8 +118,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
         own_labels = batch.labels
     else:
-        if labels == "next_token" and model is not None and not batch.has_tokens:
-            raise _no_next_tokens(batch)
+        _refuse_no_next_tokens(labels, batch, model)
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
     if batch.pooled and any(
@@ -151,13 +150,15 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         )
 
 
-def _no_next_tokens(batch: Batch) -> LayersimError:
-    return LayersimError(
-        "`labels='next_token'` needs rows of token ids, and these rows have none.",
-        given=f"rows of {', '.join(batch.inputs)}",
-        expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
-        do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
-    )
+def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> None:
+    """Refuse next tokens as targets of a head in rows that have no tokens."""
+    if labels == "next_token" and model is not None and not batch.has_tokens:
+        raise LayersimError(
+            "`labels='next_token'` needs rows of token ids, and these rows have none.",
+            given=f"rows of {', '.join(batch.inputs)}",
+            expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
+            do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
+        )
 
 
 def with_labels(view: View, labels: str | Tensor, index: Tensor | None) -> Tensor:
