@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from .block_layout import NO_FINAL
 from .block_layouts import layout_of
-from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, side_of
+from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, lists_by_stage, stack_of
 from .model_info import Model, block_sites, layer_names, module_sites
 
 PRE_NORM = "raw weights, before the final norm"
@@ -21,7 +21,8 @@ MODULES = "raw weights; what the named modules give"
 POST_NORM = "raw weights; post-norm: each block's output is after its layer norm"
 FAMILIES = (
     "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
-    "RoBERTa, DistilBERT, ELECTRA, MPNet, ViT, DeiT, DINOv2, T5 and BART layouts by themselves; "
+    "RoBERTa, DistilBERT, ELECTRA, DeBERTa, ModernBERT, MPNet, ViT, DeiT, DINOv2, BEiT, Swin, one tower of CLIP or SigLIP, T5 "
+    "and BART layouts by themselves; "
     "any other decoder or encoder by layers=[paths of its blocks]"
 )
 
@@ -72,17 +73,19 @@ def locate(
         paths: of its modules, as `find_blocks` gives them.
         named: whether the user named them.
     """
-    side = side_of(module, paths)
-    prefix = f"{side}." if side else ""
+    stack = stack_of(module, paths)
+    prefix = f"{stack}." if stack else ""
     if not named:
         # A list called `layers` holds the blocks of a Hugging Face model; in another model it may hold anything.
-        return _prefixed(prefix, layer_names(len(paths))), "whole" if hasattr(module, "base_model_prefix") else "unknown"
+        trusted = hasattr(module, "base_model_prefix")
+        whole = not _has_convolution_between(module, paths)
+        return _prefixed(prefix, layer_names(len(paths))), ("whole" if whole else "parts") if trusted else "unknown"
     numbers = _numbers(module, paths)
     if numbers is not None:
-        whole = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        whole = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and not _has_convolution_between(module, paths)
         trusted = hasattr(module, "base_model_prefix")
         return _prefixed(prefix, block_sites(numbers)), ("whole" if whole else "parts") if trusted else "unknown"
-    inside = any(path.startswith(f"{block}.") for path in paths for block in _known_or_none(module, side))
+    inside = any(path.startswith(f"{block}.") for path in paths for block in _known_or_none(module, stack))
     # The input and the output of a single module cannot show a stream.
     return module_sites(paths), "none" if inside or len(paths) < 2 else "unknown"
 
@@ -121,29 +124,38 @@ def _prefixed(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
     """Block numbers of the modules at these paths; None if a module is not a block, or the layout is not known."""
-    blocks = _known_or_none(module, side_of(module, paths))
+    blocks = _known_or_none(module, stack_of(module, paths))
     return [blocks.index(path) for path in paths] if set(paths) <= set(blocks) else None
 
 
-def _known_or_none(module: torch.nn.Module, side: str) -> list[str]:
+def _has_convolution_between(module: torch.nn.Module, paths: list[str]) -> bool:
+    """Whether a convolution follows block 0, as in the largest DeBERTa-v2: block 1 does not receive what block 0 returns."""
+    blocks, _, number = paths[0].rpartition(".")
+    beside = module.get_submodule(blocks.rpartition(".")[0]) if blocks else module
+    is_first = number == "0" and len(paths) > 1
+    return is_first and type(getattr(beside, "conv", None)).__name__ == "ConvLayer"
+
+
+def _known_or_none(module: torch.nn.Module, stack: str) -> list[str]:
     try:
-        return _known(module, side)
+        return _known(module, stack)
     except LayersimError:
         return []
 
 
-def _known(module: torch.nn.Module, side: str = "") -> list[str]:
-    """Paths of all blocks, of one side in a model with encoder and decoder.
+def _known(module: torch.nn.Module, stack: str = "") -> list[str]:
+    """Paths of all blocks; in a model of several stacks of one of them, by default of the decoder or of the last stage.
 
     Raises:
         LayersimError: the layout is not known.
     """
     if encoder_and_decoder(module):
-        path = lists_by_side(module).get(side or "decoder")
+        path = lists_by_side(module).get(stack or "decoder")
         if path is None:
             raise _unsupported(module, "an encoder-decoder whose decoder has no known list of blocks")
         return blocks_in(module, path)
-    path = block_list(module)
+    stages = lists_by_stage(module)
+    path = stages[stack or list(stages)[-1]] if stages else block_list(module)
     if path is not None:
         return blocks_in(module, path)
     raise _unsupported(module, f"modules {[name for name, _ in module.named_children()][:6]}")

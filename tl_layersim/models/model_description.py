@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .block_lists import in_both_stacks, side_of
+from .block_lists import in_both_stacks, is_last_stack, side_of
 from .head_layout import find_head
 from .layout import MODULES, POST_NORM, PRE_NORM, is_post_norm, locate
 from .model_info import Model
@@ -69,8 +69,8 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
         "basis": basis if names[0].endswith(".hook_resid_pre") else MODULES,
         "layers": names,
         "stream": stream,
-        # The logits are computed from the decoder.
-        "head": None if side == "encoder" else find_head(module, blocks, unembed),
+        # The logits are computed from the decoder, or from the last stage.
+        "head": find_head(module, blocks, unembed) if is_last_stack(module, blocks) else None,
     }
 
 

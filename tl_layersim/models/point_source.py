@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from .block_lists import encoder_and_decoder
+from .block_lists import encoder_and_decoder, lists_by_stack, lists_by_stage
 from .hook_point import HookPoint
 from .hook_points import find_points, stream_sums
 from .model_description import stack_fields
 from .model_info import Model
+from .module_sites import find_stacks
 from .site_map import StreamSum
 from .source import Source
 from .stack_choice import choose_stack
@@ -80,7 +81,11 @@ class PointSource(Source):
         return self._residual.points
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        return find_points(self.module, self.paths, at, per_head)
+        items = [at] if isinstance(at, str) or callable(at) else at
+        # Names with a stage may lie in other stages than the one whose residual stream is read.
+        stages = lists_by_stage(self.module)
+        several = any(isinstance(item, str) and item.startswith(f"{stage}.") for item in items for stage in stages)
+        return find_points(self.module, find_stacks(self.module, None) if several else self.paths, at, per_head)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
@@ -90,7 +95,7 @@ class PointSource(Source):
         return bool(encoder_and_decoder(self.module))
 
     def in_stack(self, at: Any) -> Any:
-        if not self.has_two_stacks:
+        if not lists_by_stack(self.module) and not self.has_two_stacks:
             return at
         paths, at = choose_stack(self.module, self._home, self._named, at)
         if paths != self.paths:
