@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-import transformers
 
 WORDS, CLASSES, SIDE = 60, 3, 8
 TEXT = {
@@ -108,9 +104,7 @@ CASES: dict[str, Case] = {
     "clip vision projected": Case("CLIPVisionModelWithProjection", IMAGE | {"projection_dim": 8}, side=SIDE),
     "clip text": Case("CLIPTextModel", TEXT),
     "clip text projected": Case("CLIPTextModelWithProjection", TEXT | {"projection_dim": 8}),
-    "clip classes": Case(
-        "CLIPForImageClassification", {"vision_config": IMAGE, "num_labels": CLASSES}, "classes", SIDE
-    ),
+    "clip classes": Case("CLIPForImageClassification", {"vision_config": IMAGE, "num_labels": CLASSES}, "classes", SIDE),
     "t5": Case("T5ForConditionalGeneration", T5, "tokens"),
     "t5 encoder": Case("T5EncoderModel", T5),
     "bart": Case("BartForConditionalGeneration", BART, "tokens"),

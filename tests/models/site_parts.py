@@ -168,9 +168,7 @@ STACKS = (
     Parts("beit", "beit.layers", **VIT | {"without": {"attn_out", "mlp_out"} | FINAL}),
     Parts("beit unscaled", "beit.layers", final="beit.layernorm", **VIT),
     Parts("swin", "swin.encoder.layers.0.blocks", prefix="stages.0.", **VIT | {"without": ATTENTION | FINAL}),
-    Parts(
-        "swin", "swin.encoder.layers.1.blocks", prefix="stages.1.", final="swin.layernorm", **VIT | {"without": ATTENTION}
-    ),
+    Parts("swin", "swin.encoder.layers.1.blocks", prefix="stages.1.", final="swin.layernorm", **VIT | {"without": ATTENTION}),
     Parts("vit", "vit.layers", final="vit.layernorm", **VIT),
     Parts("deit", "deit.layers", final="deit.layernorm", **VIT),
     Parts("dinov2", "dinov2.encoder.layer", **DINO),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import inspect
 from dataclasses import replace
 from typing import Any, Literal
@@ -58,6 +59,27 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
             do=f"layers={[path for _, path in sorted(zip(numbers, paths, strict=True))]}",
         )
     return paths
+
+
+def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | None:
+    """Paths of the modules that `at` names in a model whose blocks are not known; None where they are, or `at` names others.
+
+    Args:
+        module: the model.
+        at: as in `find_points`.
+    """
+    if block_list(module) is not None or encoder_and_decoder(module) or callable(at):
+        return None
+    own = [
+        name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
+    ]
+    found: list[str] = []
+    for item in [at] if isinstance(at, str) else at:
+        matches = [name for name in own if fnmatch.fnmatchcase(name, item.removesuffix(".input"))]
+        if not matches:
+            return None
+        found += matches
+    return list(dict.fromkeys(found))
 
 
 def locate(

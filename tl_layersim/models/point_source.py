@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .block_lists import encoder_and_decoder, lists_by_stack, lists_by_stage
+from .feature_maps import channels_at
 from .hook_point import HookPoint
 from .hook_points import find_points, stream_sums
 from .model_description import stack_fields
@@ -19,6 +20,7 @@ from .module_sites import find_stacks
 from .site_map import StreamSum
 from .source import Source
 from .stack_choice import choose_stack
+from .transformer_lens import is_transformer_lens
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class PointSource(Source):
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
         """Read the residual layers, whose order is known."""
-        self._residual = self._reading = SitesRead(points, order)
+        self._residual = self._reading = SitesRead(self._with_channels(points), order)
 
     @property
     def reads_residual(self) -> bool:
@@ -85,7 +87,14 @@ class PointSource(Source):
         # Names with a stage may lie in other stages than the one whose residual stream is read.
         stages = lists_by_stage(self.module)
         several = any(isinstance(item, str) and item.startswith(f"{stage}.") for item in items for stage in stages)
-        return find_points(self.module, find_stacks(self.module, None) if several else self.paths, at, per_head)
+        blocks = find_stacks(self.module, None) if several else self.paths
+        return self._with_channels(find_points(self.module, blocks, at, per_head))
+
+    def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
+        """The hook points with what is known of the axis of their channels, in a model with convolutions."""
+        if is_transformer_lens(self.module):
+            return points
+        return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
