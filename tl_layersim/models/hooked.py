@@ -309,7 +309,7 @@ class HookedSource(PointSource):
         except (LayersimError, torch.OutOfMemoryError, StopForward):
             raise
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise no_forward(self.module, error) from error
+            raise no_forward(self.module, error, batch.inputs) from error
 
     def call(self, batch: Batch, **more: Any) -> Any:
         """One forward pass, over all inputs of the batch, with `more` keyword arguments."""

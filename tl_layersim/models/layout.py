@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -280,8 +281,17 @@ def refuse_no_weights(module: torch.nn.Module) -> None:
             )
 
 
-def no_forward(module: torch.nn.Module, error: Exception) -> LayersimError:
-    """The error for a model whose forward pass fails on the data."""
+def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, Tensor]) -> LayersimError:
+    """The error for a model whose forward pass fails on the data.
+
+    Args:
+        module: the model.
+        error: of the forward pass.
+        inputs: of the batch, by name.
+    """
+    images = inputs.get("pixel_values")
+    if images is not None and (other := _other_size(module, images, error)) is not None:
+        return other
     reads = [
         p.name
         for p in inspect.signature(type(module).forward).parameters.values()
@@ -295,6 +305,27 @@ def no_forward(module: torch.nn.Module, error: Exception) -> LayersimError:
         expected=f"all inputs that the model needs, by name; its forward takes {', '.join(reads[:6])}",
         do=(f"one of its parts alone, {' or '.join(parts)}; or " if parts else "")
         + "data={'input_ids': tokens, ...} with all of its inputs; lsim.attach(model, analyzers) measures any call",
+    )
+
+
+def _other_size(module: torch.nn.Module, images: Tensor, error: Exception) -> LayersimError | None:
+    """The error for images of another size than the model's configuration names; None where it names none, or theirs."""
+    config = getattr(module, "config", None)
+    config = getattr(config, "vision_config", config)
+    channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
+    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    found = tuple(images.shape[1:])
+    wanted = tuple(own if own is None else int(own) for own in (channels, *sides))
+    if len(found) == 3 and all(own in (None, given) for own, given in zip(wanted, found, strict=True)):
+        return None
+    name, last = type(module).__name__, found[-1:] == wanted[:1] != found[:1]
+    return LayersimError(
+        f"`pixel_values` do not have the size of the images that {name} takes.",
+        given=f"images of {' x '.join(map(str, found))}: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}",
+        expected=f"channels x height x width: {' x '.join('any' if own is None else str(own) for own in wanted)}",
+        do="pixel_values.movedim(-1, 1), which puts channels first"
+        if last
+        else "the images with tokenizer=processor, which gives them this size",
     )
 
 

@@ -110,7 +110,7 @@ class NNsightSource(PointSource):
             try:
                 same = _trace_stream(self.envoy, self.blocks, args, options)
             except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-                raise no_forward(self.module, error) from error
+                raise no_forward(self.module, error, row.inputs) from error
             strangers = [path for path, one in zip(self.paths[1:], same.tolist(), strict=True) if not one]
             self._model = settled(self._model, self.module, self.paths, self._named, strangers)
         if self._reading.order is None:
@@ -159,7 +159,7 @@ class NNsightSource(PointSource):
         try:
             shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options))
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise no_forward(self.module, error) from error
+            raise no_forward(self.module, error, batch.inputs) from error
         return positions_of(shape, point.channels, point.name)
 
     def peers(self) -> frozenset[int]:
