@@ -256,8 +256,7 @@ def unembedding(run: Run, norm: str) -> str:
         run: the finished run.
         norm: "final" or "none".
     """
-    text = str(run.head) if run.head is not None else ""
-    return text.replace(f"{run.head.norm}(x)", "x") if run.head and run.head.norm and norm == "none" else text
+    return "" if run.head is None else run.head.written(norm == "final")
 
 
 def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | Tensor, memory_mb: float) -> dict[str, Tensor]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from .layout import existing_paths
-from .unembed import CLASSIFIERS, Head
+from .head_layouts import known_head
+from .layout import existing_paths, is_post_norm
+from .unembed import Head
 
 # Names of the unembedding in models without get_output_embeddings.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
@@ -30,9 +31,10 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
         paths = existing_paths(module, unembed, "unembed")
         norm = paths[0] if len(paths) > 1 and _is_norm(paths[0], names[paths[0]]) else ""
         return _scaled(Head(norm, tuple(paths[1:] if norm else paths)), module)
-    norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
-    # The final norm is registered last.
-    norm = norms[-1] if norms else ""
+    head = _tabled(module, blocks, names)
+    if head is not None:
+        return _scaled(head, module)
+    norm = _final_norm(module, blocks, names)
     # The 350M OPT projects the residual back to the width of its embedding.
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
     before = [project] if project in names else []
@@ -40,9 +42,29 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     return _scaled(Head(norm, (*before, *parts), reads), module) if parts else None
 
 
+def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
+    """The head that the table of heads has for the model; None where it has none."""
+    layout = known_head(module)
+    if layout is None:
+        return None
+    base: Any = getattr(module, "base_model_prefix", "")
+    norm = _final_norm(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
+    return Head(norm, layout.parts, layout.reads, pool=None if layout.pool is None else layout.pool(module.config))
+
+
+def _final_norm(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
+    """Path of the norm beside the list of blocks; "" where there is none."""
+    if is_post_norm(module, blocks[0]):
+        # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.
+        return ""
+    norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
+    # The final norm is registered last.
+    return norms[-1] if norms else ""
+
+
 def _scaled(head: Head, module: torch.nn.Module) -> Head:
     """The head with the scale and the soft-cap of the model's logits, which apply to logits of tokens, not of classes."""
-    if head.parts[-1] in CLASSIFIERS:
+    if head.classifies:
         return head
     config = getattr(module, "config", None)
     scale, soft_cap = logit_scaling(config)

@@ -42,7 +42,7 @@ from .point_source import PointSource, SitesRead
 from .reading import Call, Callbacks, Choice, Reading, Tap, stack_side
 from .recorder import Recorder
 from .transformer_lens import is_transformer_lens, open_transformer_lens
-from .unembed import Unembed, plain_linear, tensor_of, unembed_gap
+from .unembed import Unembed, head_parts, plain_linear, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, reduce, tokens_alone
 
 
@@ -103,20 +103,21 @@ class HookedSource(PointSource):
         head = self._model.head
         if head is None:
             return None, None
-        parts = [self.module.get_submodule(path) for path in head.parts]
+        parts = [self.module.get_submodule(path) for path in head.modules]
         # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
         weight = next(parts[-1].parameters(), None)
         return parts[-1], Unembed(
             norm=Quiet(self.module.get_submodule(head.norm)) if head.norm else None,
-            parts=tuple(Quiet(part) for part in parts),
+            parts=head_parts(head, lambda path: Quiet(self.module.get_submodule(path))),
             reads=head.reads,
             scale=head.scale,
             soft_cap=head.soft_cap,
             scales_input=head.scales_input,
             dtype=head_dtype(parts),
             device=None if weight is None or weight.is_meta else weight.device,
-            linear=plain_linear(parts[-1]),
+            linear=plain_linear(parts[-1]) if head.parts[-1] == head.modules[-1] else None,
             norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,
+            pool=head.pool,
         )
 
     @property
@@ -296,7 +297,7 @@ class HookedSource(PointSource):
         with temporary_hooks() as handles, torch.no_grad():
             handles.append(on_leave(self._module_at(self.residual_points[-1].module), note))
             logits = tensor_of(self.call(row))
-            return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
+            return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def _forward(self, batch: Batch) -> None:
         """Run one forward pass, and explain an error that it raises.

@@ -85,7 +85,7 @@ class ResidualStream:
         self.module, self.blocks = source.module, source.blocks
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             refuse_inference_weights(self.module)
-        self._top = source.module.get_submodule(head.norm or head.parts[0])
+        self._top = source.module.get_submodule(head.norm or head.modules[0])
 
     @property
     def n_layers(self) -> int:
