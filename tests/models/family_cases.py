@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-WORDS, CLASSES, SIDE = 60, 3, 8
+import torch
+import transformers
+
+from tl_layersim.data.labels import NO_LABEL
+
+WORDS, CLASSES, SIDE, LENGTH = 60, 3, 8, 8
 TEXT = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -15,8 +21,7 @@ TEXT = {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
     "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.3,
+    "eos_token_id": WORDS - 1,
 }
 IMAGE = {
     "hidden_size": 16,
@@ -25,7 +30,6 @@ IMAGE = {
     "intermediate_size": 24,
     "image_size": SIDE,
     "patch_size": 4,
-    "initializer_range": 0.3,
 }
 DISENTANGLED = TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
 T5 = {"d_model": 16, "num_layers": 2, "num_heads": 2, "d_ff": 24, "d_kv": 8, "vocab_size": WORDS, "decoder_start_token_id": 0}
@@ -42,10 +46,8 @@ BART = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "init_std": 0.3,
 }
 SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 2}
-MORE = {"conv_kernel_size": 3}
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,54 @@ class Case:
         settings: of its configuration.
         labels: "classes" of a model that classifies rows, "tokens" of one that predicts tokens, "" of a model without a head.
         side: height and width of its images; 0 for a model of tokens.
-        options: that `analyze` needs for it.
+        decodes: whether it has a decoder with tokens of its own.
     """
 
     model: str
     settings: dict[str, Any]
     labels: str = ""
     side: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
+    decodes: bool = False
+
+    def data(self, rows: int = 6) -> dict[str, torch.Tensor]:
+        """Rows that the model takes, without labels; two rows of tokens are padded."""
+        noise = torch.Generator().manual_seed(0)
+        if self.side:
+            return {"pixel_values": torch.randn(rows, 3, self.side, self.side, generator=noise)}
+        tokens, mask = torch.randint(3, WORDS, (rows, LENGTH), generator=noise), torch.ones(rows, LENGTH, dtype=torch.int64)
+        if "CLIPText" in self.model:
+            # The end of a text, which its vector is read at.
+            tokens[:, -1] = WORDS - 1
+        if self.decodes:
+            return {"input_ids": tokens, "decoder_input_ids": tokens.flip(0)}
+        if "CLIPText" not in self.model:
+            tokens[:2, -2:], mask[:2, -2:] = 0, 0
+        return {"input_ids": tokens, "attention_mask": mask}
+
+    def targets(self, rows: int = 6) -> torch.Tensor | None:
+        """Classes of the rows, or tokens at two positions of each; None for a model without a head."""
+        if self.labels == "classes":
+            return torch.arange(rows) % CLASSES
+        if self.labels != "tokens":
+            return None
+        labels = torch.full((rows, LENGTH), NO_LABEL)
+        labels[:, 1:3] = self.data(rows)["input_ids"][:, 1:3]
+        return labels
+
+
+@lru_cache(maxsize=None)
+def model_of(key: str, seed: int = 0) -> Any:
+    """The model of a case; it is shared, so that it must not be changed."""
+    case = CASES[key]
+    torch.manual_seed(seed)
+    cls = getattr(transformers, case.model)
+    model = cls(cls.config_class(**case.settings)).eval()
+    # Larger weights than the default, so that blocks change the stream by more than rounding.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    return model
 
 
 def texts(stem: str, settings: dict[str, Any], prefix: str) -> dict[str, Case]:
@@ -86,7 +128,7 @@ DISTIL = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "vocab_size"
 CASES: dict[str, Case] = {
     **texts("bert", TEXT, "Bert"),
     **texts("roberta", TEXT, "Roberta"),
-    **texts("distilbert", DISTIL | {"initializer_range": 0.3}, "DistilBert"),
+    **texts("distilbert", DISTIL, "DistilBert"),
     **texts("electra", TEXT | {"embedding_size": 8}, "Electra"),
     **texts("deberta", DISENTANGLED, "Deberta"),
     **texts("deberta-v2", DISENTANGLED, "DebertaV2"),
@@ -105,7 +147,7 @@ CASES: dict[str, Case] = {
     "clip text": Case("CLIPTextModel", TEXT),
     "clip text projected": Case("CLIPTextModelWithProjection", TEXT | {"projection_dim": 8}),
     "clip classes": Case("CLIPForImageClassification", {"vision_config": IMAGE, "num_labels": CLASSES}, "classes", SIDE),
-    "t5": Case("T5ForConditionalGeneration", T5, "tokens"),
+    "t5": Case("T5ForConditionalGeneration", T5, "tokens", decodes=True),
     "t5 encoder": Case("T5EncoderModel", T5),
-    "bart": Case("BartForConditionalGeneration", BART, "tokens"),
+    "bart": Case("BartForConditionalGeneration", BART, "tokens", decodes=True),
 }
