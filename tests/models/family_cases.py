@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import transformers
 
 from tl_layersim.data.labels import NO_LABEL
 
-WORDS, CLASSES, SIDE, LENGTH = 60, 3, 8, 8
+WORDS, CLASSES, SIDE, LENGTH, MASK = 60, 3, 8, 8, 3
 TEXT = {
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -60,6 +60,9 @@ class Case:
         labels: "classes" of a model that classifies rows, "tokens" of one that predicts tokens, "" of a model without a head.
         side: height and width of its images; 0 for a model of tokens.
         decodes: whether it has a decoder with tokens of its own.
+        layers: paths of the blocks or modules, for models whose layout is not known.
+        unembed: paths of the head, for these models.
+        pooled: whether its modules have numbers of positions of their own, so that their means are measured.
     """
 
     model: str
@@ -67,10 +70,25 @@ class Case:
     labels: str = ""
     side: int = 0
     decodes: bool = False
+    layers: tuple[str, ...] = ()
+    unembed: tuple[str, ...] = ()
+    pooled: bool = False
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The option `layers` of functions of one model, where the model needs it."""
+        return {"layers": list(self.layers)} if self.layers else {}
+
+    @property
+    def named_head(self) -> dict[str, Any]:
+        """The options `layers` and `unembed`."""
+        return self.named | ({"unembed": list(self.unembed)} if self.unembed else {})
 
     def data(self, rows: int = 6) -> dict[str, torch.Tensor]:
         """Rows that the model takes, without labels; two rows of tokens are padded."""
         noise = torch.Generator().manual_seed(0)
+        if self.model == "Mlp":
+            return {"x": torch.randn(rows, 6, generator=noise)}
         if self.side:
             return {"pixel_values": torch.randn(rows, 3, self.side, self.side, generator=noise)}
         tokens, mask = torch.randint(3, WORDS, (rows, LENGTH), generator=noise), torch.ones(rows, LENGTH, dtype=torch.int64)
@@ -81,6 +99,9 @@ class Case:
             return {"input_ids": tokens, "decoder_input_ids": tokens.flip(0)}
         if "CLIPText" not in self.model:
             tokens[:2, -2:], mask[:2, -2:] = 0, 0
+        if self.labels == "tokens":
+            # What the labels name is hidden by the mask's id.
+            tokens[:, 1:3] = MASK
         return {"input_ids": tokens, "attention_mask": mask}
 
     def targets(self, rows: int = 6) -> torch.Tensor | None:
@@ -90,17 +111,46 @@ class Case:
         if self.labels != "tokens":
             return None
         labels = torch.full((rows, LENGTH), NO_LABEL)
-        labels[:, 1:3] = self.data(rows)["input_ids"][:, 1:3]
+        labels[:, 1:3] = torch.randint(4, WORDS - 1, (rows, 2), generator=torch.Generator().manual_seed(1))
         return labels
 
 
-@lru_cache(maxsize=None)
+class Mlp(torch.nn.Module):
+    """Blocks on one vector for each row, with or without skip connections."""
+
+    def __init__(self, skip: bool) -> None:
+        super().__init__()
+        self.skip = skip
+        self.embed = torch.nn.Linear(6, 16)
+        self.steps = torch.nn.ModuleList(MlpBlock(skip) for _ in range(2))
+        self.classes = torch.nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for step in self.steps:
+            x = step(x)
+        return self.classes(x)
+
+
+class MlpBlock(torch.nn.Module):
+    def __init__(self, skip: bool) -> None:
+        super().__init__()
+        self.skip, self.map = skip, torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.map(x).tanh() if self.skip else self.map(x).tanh()
+
+
+@cache
 def model_of(key: str, seed: int = 0) -> Any:
     """The model of a case; it is shared, so that it must not be changed."""
     case = CASES[key]
     torch.manual_seed(seed)
-    cls = getattr(transformers, case.model)
-    model = cls(cls.config_class(**case.settings)).eval()
+    if case.model == "Mlp":
+        model = Mlp(**case.settings).eval()
+    else:
+        cls = getattr(transformers, case.model)
+        model = cls(cls.config_class(**case.settings)).eval()
     # Larger weights than the default, so that blocks change the stream by more than rounding.
     with torch.no_grad():
         for parameter in model.parameters():
@@ -150,4 +200,22 @@ CASES: dict[str, Case] = {
     "t5": Case("T5ForConditionalGeneration", T5, "tokens", decodes=True),
     "t5 encoder": Case("T5EncoderModel", T5),
     "bart": Case("BartForConditionalGeneration", BART, "tokens", decodes=True),
+    "mlp": Case("Mlp", {"skip": True}, "classes", layers=("steps.0", "steps.1"), unembed=("classes",)),
+    "mlp plain": Case("Mlp", {"skip": False}, "classes", layers=("steps.0", "steps.1"), unembed=("classes",)),
+    "resnet": Case(
+        "ResNetForImageClassification",
+        {"embedding_size": 6, "hidden_sizes": [6, 10], "depths": [1, 1], "layer_type": "basic", "num_labels": CLASSES},
+        "classes",
+        16,
+        layers=("resnet.encoder.stages.0", "resnet.encoder.stages.1"),
+        pooled=True,
+    ),
+    "convnext": Case(
+        "ConvNextForImageClassification",
+        {"num_stages": 2, "hidden_sizes": [6, 10], "depths": [1, 1], "num_labels": CLASSES},
+        "classes",
+        16,
+        layers=("convnext.encoder.stages.0", "convnext.encoder.stages.1"),
+        pooled=True,
+    ),
 }

@@ -153,9 +153,7 @@ class FullSequence:
         attended = self.inputs.attended
         return torch.ones_like(hidden[..., 0], dtype=torch.bool) if attended is None else attended[self.rows]
 
-    def _decide(
-        self, number: int, hidden: Tensor, x: Tensor, before: Tensor, index: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _decide(self, number: int, hidden: Tensor, x: Tensor, before: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
         """Which tokens exit, and their logits where the check computed them."""
         if self.forced is not None:
             return (self.forced.flatten()[index] == number), None

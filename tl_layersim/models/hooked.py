@@ -213,6 +213,9 @@ class HookedSource(PointSource):
         def after(number: int, output: Any) -> None:
             if number == 0:
                 seen.strangers = []
+            if first_tensor(output).dim() > 3:
+                # A feature map of a convolution.
+                seen.strangers.append(self.paths[number])
             # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
             seen.last = first_tensor(output).detach()[:1].clone()
             if number == len(self.blocks) - 1 and self._model.stream == "unknown":

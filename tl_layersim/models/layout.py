@@ -121,7 +121,7 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         module: the model.
         paths: of its modules.
         named: whether the user named them.
-        strangers: paths of modules whose input is not the output of the module before them.
+        strangers: paths of modules whose input is not the output of the module before them, or whose output is a feature map.
 
     Raises:
         LayersimError: the modules are not blocks, and the user did not name them.
@@ -131,7 +131,7 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
     if named:
         return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
-    given = f"{strangers[0]} does not take the output of the module before it in its list: they are not blocks"
+    given = f"{strangers[0]} does not take the output of the module before it in its list, or gives a feature map: no blocks"
     raise _unsupported(module, given)
 
 

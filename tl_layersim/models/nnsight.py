@@ -317,8 +317,10 @@ def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], optio
             last = None
             for block in blocks:
                 args, kwargs = block.inputs
+                entering = first_tensor((*args, *kwargs.values()))
+                # Feature maps of convolutions are no residual stream.
                 if last is not None:
-                    same.append(same_stream(first_tensor((*args, *kwargs.values())), last))
+                    same.append(same_stream(entering, last) and entering.dim() <= 3)
                 last = first_tensor(block.output).clone()
         out: Tensor = nnsight.save(torch.tensor(same))
         tracer.stop()

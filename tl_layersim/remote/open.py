@@ -63,7 +63,7 @@ def open_source(
         source = open_local(model, layers=layers, unembed=unembed, remote=remote)
     if not either_stack and layers is None and source.has_two_stacks:
         raise LayersimError(
-            f"{source.model.name} is an encoder-decoder: only analyze, compare and attach choose one of its two stacks.",
+            f"{source.model.name} is an encoder-decoder, of which this function cannot choose one of the two stacks.",
             given=source.model.source,
             expected="a model with one residual stream, or `layers` with the blocks of one stack",
             do="lsim.analyze(model, data, analyzers, at='encoder.resid_post'); or layers=[...] with the encoder's blocks",
@@ -98,7 +98,7 @@ def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -
     Raises:
         LayersimError: as `open_source`; or the source cannot run parts of its model.
     """
-    source = open_source(model, layers=layers, remote=remote)
+    source = open_source(model, layers=layers, remote=remote, either_stack=not remote)
     need_stream(source.model, "Stitching")
     if isinstance(source, HookedSource):
         return LocalSplitModel(source, source.model)
