@@ -271,8 +271,11 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
         classes = classes[row_ends(view)]
     classes = classes[classes != NO_LABEL]
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < COUNTED_IDS:
-        raise ValueError(
-            f"labels go from {int(classes.min())} to {int(classes.max())}; classes are numbered from 0, below {COUNTED_IDS}"
+        raise LayersimError(
+            "`labels` holds numbers that are no classes.",
+            given=f"labels from {int(classes.min())} to {int(classes.max())}",
+            expected=f"0 to {COUNTED_IDS - 1}, and {NO_LABEL} where there is none",
+            do="labels numbered from 0",
         )
     return {"labels": torch.bincount(classes, minlength=COUNTED_IDS)}
 
