@@ -246,7 +246,7 @@ def _verify_logits(clip: torch.nn.Module, vision: TowerSource, tokens: Tensor, v
     with torch.no_grad(), eval_mode(clip):
         output: Any = clip(input_ids=tokens[None].to(first.device), pixel_values=image.to(first))
         pooled = vision.module(pixel_values=image.to(first)).pooler_output
-        for path in vision.tower.head.parts:
+        for path in vision.tower.head.modules:
             pooled = clip.get_submodule(path)(pooled)
     scale = float(clip.logit_scale.detach().double().exp())  # type: ignore[operator]  # a parameter
     ours, theirs = scale * float(unit(pooled)[0] @ vector.to(pooled.device)), float(output.logits_per_image[0, 0])
