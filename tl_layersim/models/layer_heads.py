@@ -39,7 +39,8 @@ class LayerHeads:
             LayersimError: the heads do not read what the model's own head reads, or have other classes.
         """
         if x.shape[1]:
-            own = (len(x) - 1, unembed(x[-1, :1]).shape[-1], unembed.features(x[-1, :1]).shape[-1])
+            one = x[-1, :1]
+            own = (len(x) - 1, unembed(one, normed=False).shape[-1], unembed.features(one, normed=False).shape[-1])
             if own != tuple(self.weight.shape):
                 raise LayersimError(
                     "`heads` do not have the shape of the model's own head.",
