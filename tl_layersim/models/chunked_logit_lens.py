@@ -109,7 +109,7 @@ def read_lens(
     ranked = max(ranked, RANKED)
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
-    heads = None if heads is None else heads.fitting(view.unembed, x, needs_norm)
+    heads = None if heads is None else heads.fitting(view.unembed, x)
     layers, tokens = x.shape[:2]
     names = ("best_prob", "target_log_prob", "entropy", "kl")
     out = {name: torch.zeros(layers, tokens, dtype=torch.float64, device=x.device) for name in names}
@@ -271,7 +271,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
             return len(best) - agree.flip(0).cumprod(0).sum(0), bad_logits(known["lens"])
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
-    heads = None if heads is None else heads.fitting(view.unembed, x, needs_norm)
+    heads = None if heads is None else heads.fitting(view.unembed, x)
     layers, tokens = x.shape[:2]
     alive = torch.arange(tokens, device=x.device)
     layer_of = torch.full((tokens,), layers - 1, device=x.device)
