@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations_with_replacement, product
 from typing import Any, get_type_hints
 
 import torch
@@ -62,7 +61,7 @@ class AllPairs(Analyzer):
     def pairs(self) -> list[tuple[int, int]]:
         """The pairs that are summed: each once where the measure is symmetric, else in both orders."""
         numbers = range(len(self.models))
-        return list(combinations_with_replacement(numbers, 2) if self.measure.symmetric else product(numbers, repeat=2))
+        return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
 
     @property
     def seed(self) -> int | None:
