@@ -9,8 +9,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.stitching import activation_store
 
-from ..analysis.test_model_grid import noisy
-from ..tiny_models import tiny_llama
+from ..tiny_models import noisy, tiny_llama
 from .helpers import rotated, rows
 
 

@@ -27,7 +27,7 @@ PROPERTIES = ("name", "one_pass", "first_without_model", "needs_unembed", "needs
 IDENTITY = ("analyzer", "code")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllPairs(Analyzer):
     """An analyzer of two models, applied to all pairs of many models, each with itself included.
 
@@ -56,6 +56,9 @@ class AllPairs(Analyzer):
                 expected="a function that takes the result of two models and returns a number, 0 for equal models",
                 do="distance=lambda result: 1 - float(result.values.diagonal().mean())",
             )
+
+    def __repr__(self) -> str:
+        return repr(self.measure)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
