@@ -203,10 +203,17 @@ def _prompts_by_class(
 
 def _as_list(prompts: Any) -> list[Any]:
     """The prompts of one class: a text, a row of token ids, or several of these."""
-    if isinstance(prompts, Tensor):
-        return list(prompts) if prompts.dim() == 2 else [prompts]
+    if isinstance(prompts, Tensor) and prompts.dim() == 2:
+        return list(prompts)
     ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
-    return [torch.tensor(prompts)] if ids else [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    alone = ids or isinstance(prompts, str | Mapping | Tensor)
+    return [_whole(each) for each in ([torch.tensor(prompts) if ids else prompts] if alone else prompts)]
+
+
+def _whole(prompt: Any) -> Any:
+    """A prompt, with a mask where it is a row of token ids alone, which has no padding."""
+    is_row = isinstance(prompt, Tensor) and prompt.dim() == 1
+    return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if is_row else prompt
 
 
 def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:
