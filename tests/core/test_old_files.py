@@ -20,7 +20,17 @@ from ..views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
 
 # Kinds of results that came after these files.
-NEWER = {"contribution", "detection", "group_comparison", "group_curves", "model_grid", "model_matrix", "skip_effect", "stitch_penalties", "tower_similarity"}
+NEWER = {
+    "contribution",
+    "detection",
+    "group_comparison",
+    "group_curves",
+    "model_grid",
+    "model_matrix",
+    "skip_effect",
+    "stitch_penalties",
+    "tower_similarity",
+}
 
 
 @pytest.mark.parametrize("name", RESULTS)
