@@ -8,11 +8,12 @@ import torch
 import transformers
 
 import tl_layersim as lsim
-from tl_layersim.models.head_layouts import HEADS_BY_CLASS
+from tl_layersim.models.head_layouts import HEADS_BY_CLASS, NO_HEAD
 from tl_layersim.models.unembed import Pool
 
-from ..head_models import CASES, CLASSES, HeadCase, block_outputs, layer_logits
-from ..tiny_models import random_tokens
+from .. import oracles
+from ..head_models import CASES, CLASSES, WORDS, HeadCase, block_outputs, layer_logits
+from ..tiny_models import random_tokens, tiny_llama
 from .helpers import nnsight
 
 LABELS = torch.tensor([0, 2, 1, 1, 0])
@@ -215,6 +216,25 @@ def test_a_head_that_pools_otherwise_is_refused():
         lsim.analyze(model, random_tokens(2, 9) % 20, lsim.Saturation())
 
 
+@pytest.mark.parametrize("family", ["Bart", "T5"])
+def test_a_head_at_the_end_of_the_other_stacks_text_is_refused_with_the_reason(family):
+    torch.manual_seed(0)
+    small = {"d_model": 16, "vocab_size": WORDS, "num_labels": CLASSES, "decoder_start_token_id": 0}
+    if family == "T5":
+        small |= {"num_layers": 2, "num_heads": 2, "d_ff": 24, "d_kv": 8}
+    else:
+        small |= {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    model = getattr(transformers, f"{family}ForSequenceClassification")(
+        getattr(transformers, f"{family}Config")(**small)
+    ).eval()
+    ids = random_tokens(2, 6) % (WORDS - 5) + 5
+    ids[:, -1] = model.config.eos_token_id
+    data = {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1), "label": torch.tensor([0, 1])}
+    with pytest.raises(lsim.LayersimError, match=r"needs an unembedding(.|\n)*last end-of-text token"):
+        lsim.analyze(model, data, lsim.LogitLens(labels="data"))
+    assert lsim.analyze(model, data, lsim.Cosine(center="none"))
+
+
 def test_pool_is_a_mean_over_attended_positions():
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
     attended = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 1]]).bool()
@@ -227,4 +247,60 @@ def test_pool_is_a_mean_over_attended_positions():
 
 
 def test_every_entry_of_the_table_names_classes_of_transformers():
-    assert all(hasattr(transformers, name) for layout in HEADS_BY_CLASS for name in layout.classes)
+    names = [*NO_HEAD, *(name for layout in HEADS_BY_CLASS for name in layout.classes)]
+    assert all(hasattr(transformers, name) for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:NC1 is not defined at blocks.0.hook_resid_pre")
+@pytest.mark.parametrize("name", ["bert", "modernbert mean", "dinov2", "deit with teacher", "llama"])
+def test_collapse_of_what_the_head_reads(name):
+    case, model = CASES[name], CASES[name].build()
+    labels = torch.tensor([0, 1, 0, 1, 0])
+    vectors = []
+    for row in case.rows():
+        x = torch.cat(block_outputs(model, case.paths, row))
+        read = {"bert": x[:, 0], "modernbert mean": x.mean(1), "llama": x[:, -1]}
+        read["dinov2"] = torch.cat([x[:, 0], x[:, 1:].mean(1)], -1)
+        read["deit with teacher"] = torch.cat([x[:, 0], x[:, min(1, x.shape[1] - 1)]], -1)
+        vectors.append(read[name])
+    expected = oracles.oracle_neural_collapse([torch.stack(vectors, 1).numpy()], labels.tolist(), 2)["values"]
+    asked = lsim.NeuralCollapse(labels="data", classes=2, pool="head")
+    found = lsim.analyze(model, case.data(labels=labels), asked, **case.options)["neural_collapse"]
+    np.testing.assert_allclose(found.values[1:], expected, rtol=1e-8)
+    if case.reads == "rows":
+        with pytest.raises(lsim.LayersimError, match="positions"):
+            lsim.analyze(model, case.data(labels=labels), asked, positions="first", **case.options)
+
+
+def test_collapse_of_what_a_language_model_reads_is_not_defined():
+    with pytest.raises(lsim.LayersimError, match="`pool` cannot be 'head'"):
+        lsim.analyze(tiny_llama(), random_tokens(), lsim.NeuralCollapse(labels=torch.zeros(4).long(), pool="head"))
+
+
+@pytest.mark.parametrize("name", ["modernbert mean", "dinov2", "beit"])
+def test_skipped_blocks_change_the_classes_of_rows(name):
+    case, model = CASES[name], CASES[name].build()
+    found = lsim.analyze(model, case.data(4), lsim.SkipEffect(keep_first=1, splits=1), batch_size=3, **case.options)[
+        "skip_effect"
+    ]
+    for skipped in range(3):
+        every, later = [], []
+        for row in case.rows(4):
+            with torch.no_grad():
+                own = model(**row).logits[0].softmax(-1)
+            length = block_outputs(model, case.paths, row)[0].shape[1]
+            for stop, changes in ((length, every), (length // 2, later)):
+                if stop <= 1:
+                    continue
+
+                def skip(_module, args, output, stop=stop):
+                    x = (output[0] if isinstance(output, tuple) else output).clone()
+                    x[:, 1:stop] = args[0][:, 1:stop]
+                    return (x, *output[1:]) if isinstance(output, tuple) else x
+
+                handle = model.get_submodule(case.paths[skipped]).register_forward_hook(skip)
+                with torch.no_grad():
+                    changes.append(float((own - model(**row).logits[0].softmax(-1)).norm()))
+                handle.remove()
+        np.testing.assert_allclose(found.probability_change[skipped], np.mean(every), rtol=1e-8)
+        np.testing.assert_allclose(found.later_probability_change[skipped], np.mean(later), rtol=1e-8)

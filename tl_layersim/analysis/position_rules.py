@@ -63,7 +63,7 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
         return "all"
     whole = [type(analyzer).__name__ for analyzer in analyzers.values() if analyzer.whole_rows]
     # Analyzers of the lens read the head's position in any case.
-    single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.needs_unembed]
+    single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.reads_head]
     if whole and not single:
         return "all"
     if whole or len(set(rules)) > 1:
@@ -86,7 +86,7 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
 
 def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model) -> None:
     """Refuse the lens of a row classifier at a position that its head does not read."""
-    if not analyzer.needs_unembed or model.head is None or model.head.reads == "every":
+    if not analyzer.reads_head or model.head is None or model.head.reads == "every":
         return
     own = _rule_of(model)
     if rule not in ("all", own):
@@ -103,7 +103,7 @@ def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model)
 
 def _refuse_incomplete_rows(analyzer: Analyzer, model: Model, skip_first: int) -> None:
     """Refuse the lens of a head that reads whole rows where some of their positions are left out."""
-    if skip_first and analyzer.needs_unembed and model.head is not None and model.head.reads == "rows":
+    if skip_first and analyzer.reads_head and model.head is not None and model.head.reads == "rows":
         raise LayersimError(
             f"`skip_first` leaves out positions that the head of {model.name} reads.",
             given=f"skip_first={skip_first}, and a head {model.head}",

@@ -20,6 +20,7 @@ from ..core.results import Result
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..models.activation_checks import need_equal_width, need_stream
+from ..models.head_layouts import NO_HEAD
 from ..models.layout import classes_with_head
 from ..models.model_info import Model
 from ..models.unembed import Head
@@ -104,6 +105,11 @@ class Analyzer(ABC):
     def whole_rows(self) -> bool:
         """Whether samples are rows of tokens; single steps of cached generation are then refused."""
         return False
+
+    @property
+    def reads_head(self) -> bool:
+        """Whether the kernel reads the positions of a row that the model's head reads."""
+        return self.needs_unembed
 
     @property
     def needs_positions(self) -> bool:
@@ -270,11 +276,14 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         LayersimError: the unembedding is not known, or the head classifies rows and the targets are next tokens.
     """
     if model.head is None:
+        why = NO_HEAD.get(model.source)
         raise LayersimError(
             f"{analyzer} needs an unembedding, but no unembedding is known for this model.",
-            given=f"{model.name} ({model.source})",
+            given=f"{model.name} ({model.source})" + (f": {why}" if why else ""),
             expected="a model with a final norm and a head that gives logits",
-            do=f"load it by {classes_with_head(model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
+            do="measures that read no logits"
+            if why
+            else f"load it by {classes_with_head(model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
         )
     if targets and not own_labels and "MaskedLM" in model.source:
         warnings.warn(

@@ -108,7 +108,7 @@ def check_full_sequence(split_model: LocalSplitModel, unembed: Unembed, ends: tu
 def classified_positions(
     split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
 ) -> Tensor:
-    """`row pos`, True at the one position of each row that a classifier reads; `row 1`, one entry for the row, if it reads rows.
+    """`row pos`, True at the one position of each row that a classifier reads; `row 1`, all True, if it reads several.
 
     Args:
         split_model: the classifier.

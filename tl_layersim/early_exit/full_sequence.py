@@ -145,7 +145,7 @@ class FullSequence:
         return hidden[:, : self.length][running]
 
     def _head_input(self, hidden: Tensor, x: Tensor) -> tuple[Tensor, bool]:
-        """The arguments of `Unembed` for residuals `x` of the running positions: vectors, and whether it is to apply the norm."""
+        """The vectors from which `Unembed` computes logits, and whether it is to apply the final norm to them."""
         return (x, True) if self.unembed.pool is None else (self.unembed.pooled(hidden, self._attended(hidden)), False)
 
     def _attended(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ Other packages may import from these modules:
 - `hooks`: forward hooks, early ends of forward passes, evaluation mode.
 - `layout`, `model_inputs`: the classes of models with a head, and the arguments of a forward pass.
 - `unembed`, `chunked_logit_lens`, `cross_entropy`: the logit lens, its statistics at every layer, cross-entropy.
+- `head_layouts`: the table of heads, and why some models have none.
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
 - `hook_point`, `hook_points`, `site_table`: places at which activations are read, their resolution from `at=`, and their table.

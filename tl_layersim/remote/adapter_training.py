@@ -31,8 +31,8 @@ from .traces import remote_lens
 # Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`, and of each the moments "mean" and
 # "square" of Adam.
 Parts = dict[str, Tensor]
-# The inputs of an optimiser step or an evaluation: tokens, positions with a target, targets, number of the step, rate; for heads
-# that read rows, the attended positions.
+# The inputs of an optimiser step or an evaluation: tokens, positions with a target, targets, number of the step, rate; and the
+# attended positions for heads that read rows.
 Item = dict[str, Any]
 # Losses `layer`, summed over targets, and the number of targets.
 LossSums = tuple[Tensor, int]
