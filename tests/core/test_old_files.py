@@ -25,10 +25,14 @@ NEWER = {
     "detection",
     "group_comparison",
     "group_curves",
+    "linear_probe",
+    "metric_change",
     "model_grid",
     "model_matrix",
+    "regression_metrics",
     "skip_effect",
     "stitch_penalties",
+    "task_metrics",
     "tower_similarity",
 }
 
