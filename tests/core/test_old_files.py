@@ -20,7 +20,7 @@ from ..views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
 
 # Kinds of results that came after these files.
-NEWER = {"contribution", "skip_effect"}
+NEWER = {"contribution", "skip_effect", "linear_probe", "task_metrics", "regression_metrics", "metric_change"}
 
 
 @pytest.mark.parametrize("name", RESULTS)

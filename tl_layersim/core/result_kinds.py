@@ -21,6 +21,9 @@ KINDS = {
     "trajectory": ("analyzers.trajectory.TrajectoryResult", "analyzers.trajectory.TrajectoryResult"),
     "skip_effect": ("analyzers.skip_effect.SkipEffectResult", "analyzers.skip_effect.SkipEffectResult"),
     "contribution": ("analyzers.contribution.ContributionResult", "analyzers.contribution.ContributionResult"),
+    "linear_probe": ("analyzers.linear_probe.LinearProbeResult", "analyzers.linear_probe.LinearProbeResult"),
+    "task_metrics": ("analyzers.task_metrics.TaskMetricsResult", "analyzers.task_metrics.TaskMetricsResult"),
+    "regression_metrics": ("analyzers.task_metrics.RegressionMetricsResult", "analyzers.task_metrics.RegressionMetricsResult"),
     "prediction_grid": ("analysis.one_prompt_figures.PredictionGrid", "prompt.PredictionGrid"),
     "trajectory_pca": ("analysis.one_prompt_figures.TrajectoryPCA", "prompt.TrajectoryPCA"),
     "block_jacobians": ("analysis.one_prompt_jacobian_results.BlockJacobians", "blocks.BlockJacobians"),
@@ -29,6 +32,7 @@ KINDS = {
     "stitch_grid": ("stitching.results.StitchGrid", "stitching.results.StitchGrid"),
     "aligned_adapters": ("training.adapters.AlignedAdapters", "training.adapters.AlignedAdapters"),
     "layer_change": ("training.layer_evaluation_results.LayerChange", "training.evaluation.LayerChange"),
+    "metric_change": ("training.layer_evaluation_results.MetricChange", "training.layer_evaluation_results.MetricChange"),
     "generation_quality": ("training.layer_evaluation_results.GenerationQuality", "training.evaluation.GenerationQuality"),
     "aligned_training": ("training.results.AlignedResult", "training.results.AlignedResult"),
 }
