@@ -207,10 +207,10 @@ def _as_list(prompts: Any) -> list[Any]:
         return list(prompts)
     ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
     alone = ids or isinstance(prompts, str | Mapping | Tensor)
-    return [_as_prompt(each) for each in ([torch.tensor(prompts) if ids else prompts] if alone else prompts)]
+    return [_unpadded(each) for each in ([torch.tensor(prompts) if ids else prompts] if alone else prompts)]
 
 
-def _as_prompt(prompt: Any) -> Any:
+def _unpadded(prompt: Any) -> Any:
     """A prompt, with a mask where it is a row of token ids alone, which has no padding."""
     is_row = isinstance(prompt, Tensor) and prompt.dim() == 1
     return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if is_row else prompt
