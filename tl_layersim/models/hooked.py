@@ -148,12 +148,10 @@ class HookedSource(PointSource):
             seen.append(positions_of(first_tensor(given).shape, point.channels, point.name))
             run.stop()
 
-        def enter(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            note((*args, *(kwargs or {}).values()))
-
+        enter = in_this_thread(lambda _m, args, kwargs=None: note((*args, *(kwargs or {}).values())))
+        leave = in_this_thread(lambda _m, _args, output: note(output))
         with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as run:
-            leave = in_this_thread(lambda _module, _args, output: note(output))
-            handles.append(on_enter(module, in_this_thread(enter)) if point.incoming else on_leave(module, leave))
+            handles.append(on_enter(module, enter) if point.incoming else on_leave(module, leave))
             self._forward(batch)
         if not seen:
             raise self._not_in_order(f"no call of {len(self.blocks)} blocks")
