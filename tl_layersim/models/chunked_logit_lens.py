@@ -12,7 +12,7 @@ from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL
 from .cross_entropy import LEAST, block_size, on_float64_device
 from .unembed import Unembed
-from .view import View, by_row, row_ends
+from .view import View, padded_rows, row_ends
 
 # Neighbouring logits whose maximum is taken first, so that the largest logits are searched in a few groups only.
 GROUP_SIZE = 256
@@ -34,7 +34,7 @@ def read_vectors(view: View, x: Tensor) -> Tensor:
     Where the head reads rows, a sample is the pooled vector of a row.
     """
     if view.unembed is not None and view.unembed.pool is not None:
-        return torch.stack([view.unembed.pool(*by_row(view, layer)) for layer in x])
+        return torch.stack([view.unembed.pool(*padded_rows(view, layer)) for layer in x])
     index = read_positions(view)
     return x if index is None else x[:, index]
 
@@ -52,7 +52,7 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
         return read_vectors(view, x), True
     # One layer at a time: the rows of a layer are a copy of its tokens.
     last = len(x) - 1
-    return torch.stack([unembed.pooled(*by_row(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
+    return torch.stack([unembed.pooled(*padded_rows(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
 
 
 def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked: int, key: str) -> dict[str, Tensor]:
