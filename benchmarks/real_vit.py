@@ -1,0 +1,145 @@
+"""Train small vision transformers on CIFAR-10 with the four objectives of `finetune_aligned`, and compare their layers.
+
+    python benchmarks/real_vit.py train --train train.npz --test test.npz --out FOLDER
+    python benchmarks/real_vit.py tables --test test.npz --out FOLDER
+
+The files hold `x` (uint8, image 32 32 3) and `y`. The model has the proportions of DeiT-tiny (heads of a third of the width,
+a feed-forward of four widths), scaled to 32 x 32 images, and starts from random weights; every arm starts from the same ones and
+sees the same augmented images in the same order. `train` saves each arm after some of its steps; `tables` prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import ViTConfig, ViTForImageClassification
+
+import tl_layersim as lsim
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+ARMS: dict[str, dict[str, Any]] = {
+    "standard": {"objective": "standard"},
+    "aligned": {"objective": "aligned"},
+    "cosine-reg": {"objective": "cosine-reg", "schedule": "always"},
+    "multi-head": {"objective": "multi-head"},
+}
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+
+
+def images_of(path: str, count: int | None = None) -> tuple[Tensor, Tensor]:
+    """Images `image 3 32 32` in -1 to 1, and their classes."""
+    found = np.load(path)
+    pixels = torch.from_numpy(found["x"][:count]).permute(0, 3, 1, 2).float()
+    return pixels / 127.5 - 1, torch.from_numpy(found["y"][:count]).long()
+
+
+def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image flipped at random, and cut at random out of itself with a border of 4."""
+    count, _, height, width = pixels.shape
+    flip = torch.rand(count, generator=generator) < 0.5
+    bordered = torch.nn.functional.pad(torch.where(flip[:, None, None, None], pixels.flip(-1), pixels), (4, 4, 4, 4), value=-1.0)
+    top, left = torch.randint(0, 9, (2, count), generator=generator)
+    cut = torch.stack([image[:, y : y + height, x : x + width] for image, y, x in zip(bordered, top, left, strict=True)])
+    return cut.contiguous()
+
+
+def new_model(options: argparse.Namespace) -> ViTForImageClassification:
+    """A vision transformer with random weights."""
+    torch.manual_seed(options.seed)
+    config = ViTConfig(
+        hidden_size=options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=3,
+        intermediate_size=4 * options.width,
+        image_size=32,
+        patch_size=options.patch,
+        num_labels=len(CLASSES),
+        id2label=dict(enumerate(CLASSES)),
+        label2id={name: number for number, name in enumerate(CLASSES)},
+    )
+    return ViTForImageClassification(config)
+
+
+@contextmanager
+def saved_after(steps: list[int], model: ViTForImageClassification, folder: Path) -> Iterator[None]:
+    """A context that saves the model after some steps of the optimiser, step 0 included."""
+    done = 0
+
+    def save(*_: object) -> None:
+        nonlocal done
+        done += 1
+        if done in steps:
+            model.save_pretrained(folder / f"step{done}")
+
+    model.save_pretrained(folder / "step0")
+    handle = register_optimizer_step_post_hook(save)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train each arm, and save it."""
+    pixels, labels = images_of(options.train)
+    epochs = -(-options.steps * options.batch_size // len(pixels))
+    generator = torch.Generator().manual_seed(options.seed)
+    data = {
+        "pixel_values": torch.cat([augmented(pixels, generator) for _ in range(epochs)]),
+        "labels": labels.repeat(epochs),
+    }
+    test_pixels, test_labels = images_of(options.test, 1000)
+    held_out = {"pixel_values": test_pixels, "labels": test_labels}
+    for arm in options.arms:
+        folder = Path(options.out) / f"{arm}-seed{options.seed}"
+        model = new_model(options)
+        training = lsim.AlignedTraining(
+            steps=options.steps,
+            lr=options.lr,
+            warmup=options.steps // 10,
+            weight_decay=0.05,
+            seed=options.seed,
+            save_to=folder / "final",
+            **ARMS[arm],
+        )
+        start = time.perf_counter()
+        with saved_after([options.steps * part // 16 for part in (1, 2, 4, 6, 8, 10, 12, 14, 16)], model, folder):
+            result = lsim.finetune_aligned(model, data, training, eval_data=held_out, batch_size=options.batch_size)
+        seconds = time.perf_counter() - start
+        record = {"seconds": seconds, "accuracy": result.accuracy.tolist(), "loss": result.loss.tolist(), **vars(options)}
+        (folder / "record.json").write_text(json.dumps(record))
+        print(arm, f"{seconds:.0f} s", " ".join(f"{x:.3f}" for x in result.accuracy[-1].tolist()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=("train", "tables"))
+    parser.add_argument("--train")
+    parser.add_argument("--test", required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--patch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2800)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    train(options)
+
+
+if __name__ == "__main__":
+    main()
