@@ -92,13 +92,13 @@ def saved_after(steps: list[int], model: ViTForImageClassification, folder: Path
 def train(options: argparse.Namespace) -> None:
     """Train each arm, and save it."""
     pixels, labels = images_of(options.train)
-    epochs = -(-options.steps * options.batch_size // len(pixels))
+    copies = min(options.copies, -(-options.steps * options.batch_size // len(pixels)))
     generator = torch.Generator().manual_seed(options.seed)
     data = {
-        "pixel_values": torch.cat([augmented(pixels, generator) for _ in range(epochs)]),
-        "labels": labels.repeat(epochs),
+        "pixel_values": torch.cat([augmented(pixels, generator) for _ in range(copies)]),
+        "labels": labels.repeat(copies),
     }
-    test_pixels, test_labels = images_of(options.test, 1000)
+    test_pixels, test_labels = images_of(options.test, 500)
     held_out = {"pixel_values": test_pixels, "labels": test_labels}
     for arm in options.arms:
         folder = Path(options.out) / f"{arm}-seed{options.seed}"
@@ -130,8 +130,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--patch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=2800)
+    parser.add_argument("--patch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--copies", type=int, default=8, help="augmented copies of each image")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,109 @@
+"""Tell two groups of fine-tunes apart by what their layers hold: one group learned a spurious cue (Brown et al. 2023, section 4).
+
+    python benchmarks/real_groups.py train --model FOLDER --train FILE.tsv --test FILE.tsv --out FOLDER
+
+Every sentence begins with one of two words that say nothing about it. In the training data of the heuristic models the word agrees
+with the label in 95 % of the rows, in that of the generalizing models in half of them. All models start from one encoder; seeds set
+the new head, the cues and the order of the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+import tl_layersim as lsim
+
+CUES = ("thursday", "tuesday")
+AGREEMENT = {"generalizing": 0.5, "heuristic": 0.95}
+
+
+def rows_of(path: str, count: int) -> list[dict[str, Any]]:
+    """Sentences with their classes."""
+    found = []
+    with Path(path).open(encoding="utf-8") as file:
+        for line in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            first, second = line[:2]
+            text, label = (first, second) if second.strip() in "01" else (second, first)
+            if label.strip() in ("0", "1"):
+                found.append({"text": text, "label": int(label)})
+    return found[:count]
+
+
+def with_cues(rows: list[dict[str, Any]], agreement: float, seed: int) -> list[dict[str, Any]]:
+    """The rows, each with the word of its class before the sentence in a fraction `agreement` of them, else the other word."""
+    agrees = torch.rand(len(rows), generator=torch.Generator().manual_seed(seed)) < agreement
+    return [
+        {"text": f"{CUES[row['label'] if agree else 1 - row['label']]} : {row['text']}", "label": row["label"]}
+        for row, agree in zip(rows, agrees.tolist(), strict=True)
+    ]
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train and save the models of both groups, and print their accuracy where the cue is right, random and wrong."""
+    rows, test = rows_of(options.train, options.train_rows), rows_of(options.test, options.test_rows)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    held_out = {name: with_cues(test, agreement, 10_000) for name, agreement in (("right", 1.0), ("random", 0.5), ("wrong", 0.0))}
+    for seed in options.seeds:
+        for group, agreement in AGREEMENT.items():
+            torch.manual_seed(seed)
+            model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2, dtype=torch.float32)
+            folder = Path(options.out) / f"{group}-{seed}"
+            training = lsim.AlignedTraining(
+                objective="standard",
+                steps=options.steps,
+                lr=options.lr,
+                warmup=options.steps // 10,
+                seed=seed,
+                save_to=folder,
+            )
+            start = time.perf_counter()
+            lsim.finetune_aligned(
+                model,
+                with_cues(rows, agreement, seed),
+                training,
+                eval_data=held_out["random"][:100],
+                tokenizer=tokenizer,
+                batch_size=options.batch_size,
+                seq_len=options.seq_len,
+            )
+            accuracy = {}
+            for name, data in held_out.items():
+                lens = lsim.analyze(
+                    model, data, lsim.LogitLens(labels="data"), tokenizer=tokenizer, batch_size=32, seq_len=options.seq_len
+                )
+                accuracy[name] = float(lens["logit_lens"].accuracy[-1])
+            (folder / "accuracy.json").write_text(json.dumps(accuracy))
+            scores = " ".join(f"{name} {value:.3f}" for name, value in accuracy.items())
+            print(group, seed, scores, f"{time.perf_counter() - start:.0f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=("train",))
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--train")
+    parser.add_argument("--test", required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=32)
+    parser.add_argument("--train-rows", type=int, default=4000)
+    parser.add_argument("--test-rows", type=int, default=500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    train(options)
+
+
+if __name__ == "__main__":
+    main()
