@@ -48,8 +48,9 @@ check: $(VENV)/dev ## Check style, types, structure and the laws that every anal
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python $(PYTEST) tests/architecture tests/contract
 
-# No test of the other folders runs a TransformerLens model: they would run the same code twice.
-TL3_TESTS := $(addprefix tests/,analysis contract data docs early_exit jacobians models real_models stitching training)
+# The files that name a TransformerLens model, or a helper that builds one: all others would run the same code twice.
+TL3_WORDS := transformer_lens|TransformerLens|[Hh]ooked|[Bb]ridge|gpt2_of_kind|each_model
+TL3_TESTS = $(shell grep -rlE '$(TL3_WORDS)' tests --include='test_*.py' --exclude-dir=ndif --exclude-dir=architecture)
 
 test-tl3: $(VENV_TL3)/test ## Run the tests of TransformerLens models with 3.9, which still has HookedTransformer
 	OMP_NUM_THREADS=1 $(VENV_TL3)/bin/python $(PYTEST) $(TL3_TESTS)

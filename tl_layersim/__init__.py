@@ -13,10 +13,14 @@ if TYPE_CHECKING:
     from .analysis.api import analyze, compare
     from .analysis.attach import attach
     from .analysis.coupling_across_models import plot_adjacency, plot_sweep, relate
+    from .analysis.detection import detection_by_layer
+    from .analysis.grid_api import compare_grid
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
     from .analysis.server_capabilities import capabilities
     from .analysis.submitted_run import load_run
+    from .analysis.tower_similarity import tower_similarity
+    from .analysis.zero_shot import zero_shot, zero_shot_classifier
     from .analyzers import find_analyzers
     from .analyzers.block_coupling import BlockCoupling
     from .analyzers.cka import CKA
@@ -52,10 +56,14 @@ _HOME = {
     "analysis.attach": ("attach",),
     "analysis.server_capabilities": ("capabilities",),
     "analysis.api": ("analyze", "compare"),
+    "analysis.grid_api": ("compare_grid",),
     "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
+    "analysis.detection": ("detection_by_layer",),
     "analysis.coupling_across_models": ("plot_adjacency", "plot_sweep", "relate"),
     "analysis.submitted_run": ("load_run",),
+    "analysis.tower_similarity": ("tower_similarity",),
+    "analysis.zero_shot": ("zero_shot", "zero_shot_classifier"),
     "analyzers": ("find_analyzers",),
     "core.errors": ("LayersimError", "LayersimWarning"),
     "core.results": ("Report", "Result", "load", "load_report"),
@@ -108,9 +116,11 @@ __all__ = [
     "block_jacobians",
     "capabilities",
     "compare",
+    "compare_grid",
     "coupling_matrices",
     "demo_model",
     "demo_text",
+    "detection_by_layer",
     "eval_mode",
     "evaluate_layers",
     "find_analyzers",
@@ -126,9 +136,12 @@ __all__ = [
     "sites",
     "stitch",
     "stitch_grid",
+    "tower_similarity",
     "train_adapters",
     "trajectory_pca",
     "truncate",
+    "zero_shot",
+    "zero_shot_classifier",
 ]
 
 

@@ -25,7 +25,7 @@ def test_models_that_are_apart_give_what_they_give_together(options):
     exchange = analyzer.exchange()
     assert exchange is not None
     sent = [exchange.kernel(one) for one in (a, b)]
-    joined = exchange.join(*sent)
+    joined = exchange.join(*(exchange.prepare(one) for one in sent))
     together = reduce({"k": analyzer.kernel(Sums())}, a, b)[1]["k"]
     assert joined.keys() == together.keys()
     for name, value in together.items():
@@ -92,3 +92,12 @@ def test_exact_needs_three_squares_of_all_layers_in_float64():
     lsim.analyze(model, tokens, lsim.CKA(estimator="exact", max_memory_gb=393_216e-9))
     with pytest.raises(lsim.LayersimError, match="max_memory_gb"):
         lsim.analyze(model, tokens, lsim.CKA(estimator="exact", max_memory_gb=393_215e-9))
+
+
+def test_a_batch_of_three_samples_adds_nothing():
+    exchange = lsim.CKA().exchange()
+    assert exchange is not None
+    small = exchange.prepare(exchange.kernel(view(residuals(0, tokens=3))))
+    joined = exchange.join(small, small)
+    assert all(int(value.count_nonzero()) == 0 for value in joined.values())
+    assert joined["xy"].shape == (4, 4)

@@ -14,6 +14,7 @@ MOST_LONG_FUNCTIONS = 5
 PUBLIC = {
     "analysis.api.analyze",
     "analysis.api.compare",
+    "analysis.grid_api.compare_grid",
     "analysis.one_prompt_figures.prediction_grid",
     "analysis.one_prompt_jacobians.block_jacobians",
     "analysis.one_prompt_jacobians.coupling_matrices",

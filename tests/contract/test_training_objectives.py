@@ -172,20 +172,20 @@ def test_an_unknown_objective_is_refused_with_the_list_of_those_that_exist():
 
 
 NEW_FILE = '''
-"""The mean square of the last layer's residual, beside its loss."""
+"""The mean square of the last layer's normed residual, beside its loss."""
 
 from .base import Objective
 
 
 class SmallObjective(Objective):
-    """The last layer's loss, and the size of its residual at the targets."""
+    """The last layer's loss, and the size of what the head reads at the targets."""
 
     name = "small"
 
     def loss(self, batch, step, run):
-        rows, targets = self.stream.at_targets(batch, self.residuals(batch, run))
+        rows, targets = self.stream.at_targets(batch, self.residuals(batch, run), self.norms_every_layer)
         last = {self.stream.n_layers: rows[self.stream.n_layers]}
-        loss = self.stream.weighted(last, targets, {self.stream.n_layers: 1.0}, self.norms_every_layer)
+        loss = self.stream.weighted(last, targets, {self.stream.n_layers: 1.0})
         return loss + last[self.stream.n_layers].square().mean(-1).sum()
 '''
 

@@ -45,6 +45,18 @@ BART = SHORT | {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
+DETR = {
+    "backbone_config": RESNET | {"out_features": ["stage1"]},
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": HEADS,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "num_queries": 5,
+}
 MODELS = {
     "llama": ("LlamaForCausalLM", GROUPED),
     "mistral": ("MistralForCausalLM", GROUPED),
@@ -95,6 +107,7 @@ MODELS = {
     "t5": ("T5ForConditionalGeneration", T5),
     "t5 gated": ("T5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
     "bart": ("BartForConditionalGeneration", BART),
+    "detr": ("DetrForObjectDetection", DETR),
 }
 
 
@@ -120,7 +133,7 @@ def inputs_of(key: str, length: int = 7) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(3, 99, (2, length), generator=generator)
     pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
-    if key.startswith(("vit", "deit", "dino")):
+    if key.startswith(("vit", "detr", "deit", "dino")):
         return {"pixel_values": pixels}
     more = {"pixel_values": pixels} if key in ("clip", "siglip") else {}
     more = {"decoder_input_ids": tokens[:, : max(1, length - 2)]} if key.startswith(("t5", "bart")) else more

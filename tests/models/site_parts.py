@@ -67,6 +67,7 @@ T5_DECODER = T5 | {
     "norms": ("layer.0.layer_norm", "layer.2.layer_norm"),
 }
 BART = {"attention": CLIP["attention"], "mlp": "fc2", "norms": None, "without": NORMS | FINAL}
+DETR = {"mlp": "mlp.fc2", "norms": None, "without": NORMS | FINAL}
 
 STACKS = (
     *(Parts(name, **LLAMA) for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo")),
@@ -156,4 +157,6 @@ STACKS = (
     Parts("t5 gated", **T5_DECODER),
     Parts("bart", "model.encoder.layers", prefix="encoder.", heads=2, key_heads=2, **BART),
     Parts("bart", "model.decoder.layers", prefix="decoder.", heads=HEADS, **BART),
+    Parts("detr", "model.encoder.layers", prefix="encoder.", heads=2, key_heads=2, **DETR),
+    Parts("detr", "model.decoder.layers", prefix="decoder.", **DETR | {"final": "model.decoder.layernorm", "without": NORMS}),
 )

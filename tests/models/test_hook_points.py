@@ -127,6 +127,8 @@ def _sums(parts) -> int:
 @every_stack
 @pytest.mark.parametrize("family", ["q", "k", "v"])
 def test_queries_keys_and_values_are_the_weights_times_what_attention_reads(parts, family):
+    if parts.model == "detr" and family != "v":
+        pytest.skip("a DETR adds positions to what queries and keys read, see tests/models/test_detr.py")
     count = parts.heads if family == "q" else parts.key_heads
     for number in BLOCKS:
         read_by = parts.values("ln1" if "ln1" not in parts.without else "resid_pre", number)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis.remote_comparison import exchanges
+from tl_layersim.analysis.cross_model_statistics import exchanges
 from tl_layersim.data.batches import Batches
 from tl_layersim.data.options import DataOptions
 from tl_layersim.remote.open import open_source
@@ -36,6 +36,23 @@ def test_gram_matrices_cross_and_give_the_same(small, cka, capfd):
         small.model(dispatch=True, dtype=torch.float32), small.model("gpt2"), data, cka, remote=(False, small.url), **options
     )
     assert torch.allclose(mixed.values, here.values, atol=1e-9)
+
+
+def test_many_models_in_several_places(small, capfd):
+    data, cka, options = rows(12, 20), lsim.CKA(minibatch=16), {"batch_size": 6}
+    names = {"a": (), "b": ("gpt2",), "c": ()}
+    here = {name: small.model(*kind, dispatch=True, dtype=torch.float32) for name, kind in names.items()}
+    depths = lambda result: float(result.values[-1, -1])  # noqa: E731 (models of two depths)
+    expected = lsim.compare_grid(here, data, cka, distance=depths, **options)
+    mixed = {"a": here["a"], "b": small.model("gpt2"), "c": small.model()}
+    places = {"b": small.url, "c": small.url}
+    found = lsim.compare_grid(mixed, data, cka, distance=depths, remote=places, **options)
+    assert torch.allclose(found.values, expected.values, atol=1e-9)
+    assert torch.allclose(found["b", "c"].values, expected["b", "c"].values, atol=1e-9)
+    assert "2 batches, each run on 3 models in turn" in capfd.readouterr().err
+    assert len(found.provenance.options["remote"]) == 2
+    with pytest.raises(lsim.LayersimError, match="needs the activations of both models in one process"):
+        lsim.compare_grid(mixed, data, lsim.CKA(estimator="exact"), distance=depths, remote=places)
 
 
 def test_pictures_of_one_prompt_are_made_there(small):

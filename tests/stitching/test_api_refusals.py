@@ -171,7 +171,7 @@ class TestRefusals:
             ({"fit": "adam"}, r"`fit` of \w+ cannot be"),
             ({"eval_data": []}, "`eval_data` has no targets"),
             ({"labels": "class"}, "`labels` must be 'next_token'"),
-            ({"cache": "."}, "`cache` needs a fit by gradients"),
+            ({"cache": "."}, "`cache` needs a fit by gradients or several backs"),
         ],
     )
     def test_options_that_do_not_fit(self, options, message):

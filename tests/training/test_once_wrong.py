@@ -27,16 +27,12 @@ class TestWhatWasOnceWrong:
         assert all(p.grad is None for p in dirty.parameters())
 
     def test_a_head_that_is_not_the_models_is_refused_in_a_loop_too(self):
-        from transformers import DebertaConfig, DebertaForSequenceClassification
+        from transformers import ImageGPTConfig, ImageGPTForImageClassification
 
         torch.manual_seed(0)
-        config = DebertaConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=100, num_labels=3
-        )
-        model = DebertaForSequenceClassification(config).eval()
-        with torch.no_grad():
-            model.pooler.dense.bias.normal_()
-            model.classifier.bias.normal_()
+        # Its `score`, the name of decoders' heads, classifies the mean of all positions.
+        config = ImageGPTConfig(vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=4, num_labels=3)
+        model = ImageGPTForImageClassification(config).eval()
         with pytest.raises(lsim.LayersimError, match="own logits"):
             lsim.aligned_loss(model, random_tokens(2, 6), torch.tensor([0, 1]))
 

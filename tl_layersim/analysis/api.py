@@ -11,13 +11,9 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack
 from torch import Tensor
 from torch.nn import Module
 
-from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer, Run
 from ..core.argument_checks import typed
-from ..core.distributed import rank_and_size
-from ..core.errors import LayersimError
 from ..core.results import Report, Result
-from ..core.server_addresses import shown
 from ..core.sums import Sums
 from ..data.batches import Batches
 from ..data.options import Column, DataOptions
@@ -28,7 +24,15 @@ from .position_rules import chosen_rule
 from .run_analysis import run_analysis
 from .site_plan import DEFAULT, AtArgument, plan_sites
 from .submitted_run import RemoteRun
-from .validation import AnalyzersArgument, DataArgument, choose_analyzers, shared_tokens, with_tokenizer
+from .validation import (
+    AnalyzersArgument,
+    DataArgument,
+    choose_analyzers,
+    refuse_idle_options,
+    refuse_no_comparison,
+    shared_tokens,
+    with_tokenizer,
+)
 
 # For type checkers: the Hugging Face model that a TransformerLens model is compared with.
 VerifyArgument: TypeAlias = Literal["hf"] | Module | None
@@ -182,7 +186,7 @@ def analyze(
         ['cosine']
     """
     chosen = choose_analyzers(analyzers)
-    _refuse_idle_options(remote, blocking, checkpoint)
+    refuse_idle_options(remote, blocking, checkpoint)
     opening: dict[str, Any] = {"unembed": unembed, "tokens_per_request": tokens_per_request, "either_stack": True}
     source = open_source(model, layers=layers, remote=remote, **opening)
     verify_on_first_row(source, verify)
@@ -272,18 +276,10 @@ def compare(
         True
     """
     chosen = choose_analyzers(analyzers)
-    for name, analyzer in chosen.items():
-        if not analyzer.compares:
-            able = [cls.__name__ for cls in find_analyzers().values() if cls.compares]
-            raise LayersimError(
-                f"{type(analyzer).__name__} cannot compare two models.",
-                given=f"{name!r} in compare()",
-                expected=f"one of {', '.join(able)}",
-                do=f"compare(model_a, model_b, data, {able[0]}())",
-            )
+    refuse_no_comparison(chosen, "compare(model_a, model_b, data, {})")
     places = remote if isinstance(remote, tuple) else (remote, remote)
     for place in places:
-        _refuse_idle_options(place, True, checkpoint)
+        refuse_idle_options(place, True, checkpoint)
     sources = [
         open_source(m, layers=paths, remote=place, either_stack=True)
         for m, paths, place in zip((model_a, model_b), layers, places, strict=True)
@@ -309,29 +305,3 @@ def compare(
 def _verified(verify: VerifyArgument) -> str | None:
     """The option `verify` for the record: what a model was compared with."""
     return None if verify is None else "hf"
-
-
-def _refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
-    """Refuse options that contradict each other, before a model is opened."""
-    on_server = remote not in (False, "local")
-    if on_server and rank_and_size()[1] > 1:
-        raise LayersimError(
-            "`remote` cannot be used in a torch.distributed group: every process would send the same requests.",
-            given="remote= in a torch.distributed group",
-            expected="one process",
-            do="call it in one process; the server does the work",
-        )
-    if not blocking and not on_server:
-        raise LayersimError(
-            "`blocking=False` needs a model on an NDIF server.",
-            given=f"blocking=False with remote={shown(remote)}",
-            expected="remote=True, or the address of an NDIF server",
-            do="leave out blocking=False",
-        )
-    if not blocking and checkpoint is not None:
-        raise LayersimError(
-            "`checkpoint` cannot be combined with `blocking=False`: the server keeps the state of a non-blocking job.",
-            given="checkpoint= with blocking=False",
-            expected="one of them",
-            do="run.save(path) keeps the sums that arrived too",
-        )

@@ -27,7 +27,7 @@ from ..models.source import PartialSums, Source
 from ..models.stream_sums_check import check_stream_sums
 from ..models.view import Kernel, reduce, tokens_alone
 from .checkpoint import tallies_snapshot
-from .remote_comparison import exchange
+from .cross_model_statistics import exchange
 from .site_plan import SitePlan
 
 TITLES = {"first": "first pass", "main": "layers"}
@@ -183,7 +183,7 @@ class DataPass:
 
     Attributes:
         label: the pass's key in the checkpoint: "first" or "main".
-        sources: the models: none for kernels that read tokens only, one, or two to compare.
+        sources: the models: none for kernels that read tokens only, one, or several to compare.
         batches: the data.
         analyzers: by name.
         kernels: of the analyzers, by the same names.
@@ -209,7 +209,7 @@ class DataPass:
 
     def __post_init__(self) -> None:
         tally = self.tallies.get(self.label) or Tally({name: Sums() for name in self.kernels})
-        # Sums of two models arrive batch by batch.
+        # Sums of several models arrive batch by batch.
         self.state = PassState(tally, self.sources[0].sum_group if len(self.sources) == 1 else 1)
         self._added_at = time.monotonic()
 
@@ -253,7 +253,8 @@ class DataPass:
             return ([PartialSums(1, [], reduce(self.kernels, tokens_alone(batch))[1])] for batch in batches)
         if len(sources) == 1:
             return sources[0].stream(batches, self.kernels, self.state.tally.measured, show)
-        if any(source.is_remote for source in sources):
+        by_statistics = self.label == "main" and any(analyzer.by_statistics for analyzer in self.analyzers.values())
+        if by_statistics or any(source.is_remote for source in sources):
             return exchange(sources, batches, self.analyzers, self.plan, show)
         return ([self._side_by_side(batch)] for batch in batches)
 
@@ -263,7 +264,7 @@ class DataPass:
         return iter(PassReader(self.batches, self.analyzers, self.state, self.plan, lens_of, self.sources, self.deal))
 
     def _side_by_side(self, batch: Batch) -> PartialSums:
-        """The sums of one batch from kernels that take the activations of both models."""
+        """The sums of one batch from kernels that take the activations of all models."""
         views = [source.collect(batch) for source in self.sources]
         with kernels_alone():
             return PartialSums(1, *reduce(self.kernels, *views))

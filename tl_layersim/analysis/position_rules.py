@@ -35,6 +35,7 @@ def chosen_rule(
             )
         for model in models:
             _refuse_other_position(rule, analyzer, model)
+            _refuse_incomplete_rows(analyzer, model, skip_first)
     return rule
 
 
@@ -57,12 +58,12 @@ def attached_rule(given: PositionRule | None, model: Model, analyzers: Mapping[s
 
 def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_first: int) -> str:
     """The rule without `positions=`: the position that the head reads, unless all analyzers read whole rows."""
-    rules = ["all" if model.head is None or model.head.reads == "every" else model.head.reads for model in models]
+    rules = [_rule_of(model) for model in models]
     if set(rules) == {"all"}:
         return "all"
     whole = [type(analyzer).__name__ for analyzer in analyzers.values() if analyzer.whole_rows]
     # Analyzers of the lens read the head's position in any case.
-    single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.needs_unembed]
+    single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.reads_head]
     if whole and not single:
         return "all"
     if whole or len(set(rules)) > 1:
@@ -85,16 +86,37 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
 
 def _refuse_other_position(rule: PositionRule, analyzer: Analyzer, model: Model) -> None:
     """Refuse the lens of a row classifier at a position that its head does not read."""
-    reads = "every" if model.head is None else model.head.reads
-    if analyzer.needs_unembed and reads != "every" and rule not in ("all", reads):
+    if not analyzer.reads_head or model.head is None or model.head.reads == "every":
+        return
+    own = _rule_of(model)
+    if rule not in ("all", own):
         raise LayersimError(
-            f"{type(analyzer).__name__} reads the logits of {model.name}, whose head reads {_head_reads(reads)} of a row.",
+            f"{type(analyzer).__name__} reads the logits of {model.name}, whose head reads {_head_reads(model.head.reads)} "
+            "of a row.",
             given=f"positions={Positions(rule).record()}",
-            expected=f"positions={reads!r} or positions='all', of which the lens reads the same position",
+            expected="positions='all'"
+            if own == "all"
+            else f"positions={own!r} or positions='all', of which the lens reads the same position",
             do=f"leave out positions=, or a call of its own for {type(analyzer).__name__}",
         )
 
 
+def _refuse_incomplete_rows(analyzer: Analyzer, model: Model, skip_first: int) -> None:
+    """Refuse the lens of a head that reads whole rows where some of their positions are left out."""
+    if skip_first and analyzer.reads_head and model.head is not None and model.head.reads == "rows":
+        raise LayersimError(
+            f"`skip_first` leaves out positions that the head of {model.name} reads.",
+            given=f"skip_first={skip_first}, and a head {model.head}",
+            expected=f"skip_first=0 for {type(analyzer).__name__}",
+            do=f"leave out skip_first=, or a call of its own for {type(analyzer).__name__}",
+        )
+
+
+def _rule_of(model: Model) -> str:
+    """The rule whose positions the head of a model reads; "all" where it reads several."""
+    return "all" if model.head is None or model.head.reads in ("every", "rows") else model.head.reads
+
+
 def _head_reads(rule: str) -> str:
     """The rule of a head in words."""
-    return "every position" if rule == "all" else f"the {rule} position"
+    return {"all": "every position", "rows": "all positions"}.get(rule, f"the {rule} position")

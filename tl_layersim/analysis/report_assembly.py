@@ -9,7 +9,7 @@ from typing import Any
 from ..analyzers.base import Analyzer, Run
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
-from ..core.provenance import Provenance
+from ..core.provenance import JOINT, OF_MODELS, Provenance
 from ..core.results import Report, Result
 from ..core.sums import Sums
 from ..models.model_info import Model
@@ -29,7 +29,7 @@ def make_report(
 
     Args:
         analyzers: by name.
-        models_of: by analyzer, the model with the sites that it read, or the two that were compared.
+        models_of: by analyzer, the model with the sites that it read, or those that were compared.
         tally: counts of the data, and its digest.
         sums: of the main pass, by analyzer.
         first: of the first pass, by analyzer.
@@ -53,7 +53,8 @@ def make_report(
         options = {**analyzer.options(), **data_options}
         models = models_of[name]
         provenance = record(models, tally, options, getattr(analyzer, "seed", None))
-        run = Run(models[0].layers, models[-1].layers, provenance, first.get(name, Sums()), models[0].head, models[0].stream)
+        about = (first.get(name, Sums()), models[0].head, models[0].stream, tuple(models))
+        run = Run(models[0].layers, models[-1].layers, provenance, *about)
         result = analyzer.compute(sums[name], run)
         if not isinstance(result, Result):
             raise LayersimError(
@@ -66,19 +67,16 @@ def make_report(
     return Report(results)
 
 
+def record_of_models(models: Sequence[Model]) -> dict[str, str]:
+    """The fields of a provenance that describe models, those of several models joined."""
+    attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
+    return {field: JOINT.join(getattr(model, name) for model in models) for field, name in attributes.items()}
+
+
 def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:
     """The provenance of a result: models, data, options and versions."""
-
-    def joined(values: list[str]) -> str:
-        return " | ".join(values)
-
     return Provenance(
-        model=joined([m.name for m in models]),
-        config_hash=joined([m.config_hash for m in models]),
-        weights_hash=joined([m.weights_hash for m in models]),
-        source=joined([m.source for m in models]),
-        basis=joined([m.basis for m in models]),
-        dtype=joined([m.dtype for m in models]),
+        **record_of_models(models),
         data=tally.digest,
         tokens=tally.tokens,
         sequences=tally.sequences,

@@ -23,8 +23,8 @@ from ..data.cached_batches import CachedBatches
 from ..models.source import Source
 from ..remote.open import on_server
 from .checkpoint import open_checkpoint
+from .cross_model_statistics import crossing
 from .data_pass import DataPass, batch_sizes
-from .remote_comparison import crossing
 from .report_assembly import make_report
 from .site_plan import SitePlan
 from .submitted_run import RemoteRun, start
@@ -39,7 +39,7 @@ def run_analysis(
     plan: SitePlan,
     blocking: bool = True,
 ) -> Report | RemoteRun:
-    """Run analyzers over the batches on one model, or on two to compare.
+    """Run analyzers over the batches on one model, or on several to compare.
 
     Args:
         sources: the models.
@@ -145,8 +145,8 @@ def _read_once(sources: list[Source], batches: Batches, with_first: Mapping[str,
         analyzer = next(iter(with_first.values()))
         do = "list(data)" + (f", or {analyzer.one_pass}" if analyzer.one_pass else "")
         cached.read_ahead(type(analyzer).__name__, do)
-    elif len(sources) == 2:
-        # What crosses between two models is stated before it does.
+    elif len(sources) > 1:
+        # What crosses between models is stated before it does.
         cached.read_ahead("a comparison with a model on a server", "list(data)")
     else:
         return batches
@@ -173,7 +173,7 @@ def _announce(
         return batches.options.max_tokens
     sizes = batch_sizes(batches)
     tokens = sum(size.tokens for size in sizes)
-    if len(sources) == 2:
+    if len(sources) > 1:
         # Printed also where stderr is no terminal, unlike progress bars.
         tqdm.write(crossing(analyzers, sources, plan, [(size.samples, size.rows) for size in sizes]), file=sys.stderr)
     elif sizes:

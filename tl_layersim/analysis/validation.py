@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer
+from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, LayersimWarning
+from ..core.server_addresses import shown
 from ..core.wording import brief
 from ..data.inputs import PIXELS
 from ..data.options import DATA_OPTIONS
@@ -168,3 +171,50 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     name = a.name if context == a.context else b.name
     vocabulary = smaller(a.vocabulary, b.vocabulary)
     return replace(a, name=name, vocabulary=vocabulary, context=context, **a.inputs_with(b))
+
+
+def refuse_no_comparison(analyzers: Mapping[str, Analyzer], call: str) -> None:
+    """Refuse analyzers that do not compare two models.
+
+    Args:
+        analyzers: by name.
+        call: the call to make, with a place for an analyzer.
+
+    Raises:
+        LayersimError: names the analyzer.
+    """
+    for name, analyzer in analyzers.items():
+        if not analyzer.compares:
+            able = [cls.__name__ for cls in find_analyzers().values() if cls.compares]
+            raise LayersimError(
+                f"{type(analyzer).__name__} cannot compare two models.",
+                given=f"{name!r} in {call.partition('(')[0]}()",
+                expected=f"one of {', '.join(able)}",
+                do=call.format(f"{able[0]}()"),
+            )
+
+
+def refuse_idle_options(remote: bool | str, blocking: bool, checkpoint: str | os.PathLike[str] | None) -> None:
+    """Refuse options that contradict each other, before a model is opened."""
+    on_server = remote not in (False, "local")
+    if on_server and rank_and_size()[1] > 1:
+        raise LayersimError(
+            "`remote` cannot be used in a torch.distributed group: every process would send the same requests.",
+            given="remote= in a torch.distributed group",
+            expected="one process",
+            do="call it in one process; the server does the work",
+        )
+    if not blocking and not on_server:
+        raise LayersimError(
+            "`blocking=False` needs a model on an NDIF server.",
+            given=f"blocking=False with remote={shown(remote)}",
+            expected="remote=True, or the address of an NDIF server",
+            do="leave out blocking=False",
+        )
+    if not blocking and checkpoint is not None:
+        raise LayersimError(
+            "`checkpoint` cannot be combined with `blocking=False`: the server keeps the state of a non-blocking job.",
+            given="checkpoint= with blocking=False",
+            expected="one of them",
+            do="run.save(path) keeps the sums that arrived too",
+        )

@@ -110,19 +110,46 @@ def gram_kernel(view: View, *, rows: partial[Tensor], size: int, seed: int) -> d
     return {"grams": torch.stack([grams(x[:, chosen.to(x.device)])[:, upper[0], upper[1]] for chosen in minibatches])}
 
 
-def sums_from_grams(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, biased: bool) -> dict[str, Tensor]:
-    """The sums that `minibatch_kernel` returns for two views, from the Gram matrices of each view.
+def centred_grams(statistics: Mapping[str, Tensor], *, biased: bool) -> dict[str, Tensor]:
+    """Centred Gram matrices of one model, and the sums that do not depend on the model it is compared with.
 
     Args:
-        a: output of `gram_kernel` for the first model.
-        b: the same for the second model.
-        biased: whether to take HSIC_0 instead of HSIC_1.
+        statistics: output of `gram_kernel`.
+        biased: whether to centre for HSIC_0 instead of HSIC_1.
+
+    Returns:
+        `centred`, `minibatch layer (n n)` in float64; by layer `own`, the HSIC of a layer with itself as `add_minibatch` sums
+        it, `r` and `r^2`; `minibatches` and `samples`.
     """
-    x, y = a["grams"], b["grams"]
-    total = empty_sums(x.shape[1], y.shape[1], x.device)
-    for gram_x, gram_y in zip(x, y, strict=True):
-        add_minibatch(total, symmetric_grams(gram_x), symmetric_grams(gram_y), biased)
-    return total
+    upper = statistics["grams"]
+    each = [centred(symmetric_grams(one), biased) for one in upper]
+    gram = torch.stack([one for one, _ in each]) if each else upper.double()
+    r = torch.cat([one for _, one in each], 1) if each else upper.new_zeros(upper.shape[1], 0).double()
+    return {
+        "centred": gram,
+        "own": gram.square().sum((0, 2)),
+        "r": r.sum(1),
+        "r^2": r.square().sum(1),
+        "minibatches": torch.tensor(len(gram)),
+        "samples": torch.tensor(r.shape[1]),
+    }
+
+
+def sums_from_grams(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sums that `minibatch_kernel` returns for two views, from the centred Gram matrices of each view.
+
+    Args:
+        a: output of `centred_grams` for the first model.
+        b: the same for the second model.
+    """
+    x, y = a["centred"], b["centred"]
+    return {
+        "xy": torch.bmm(x, y.to(x.device).transpose(1, 2)).sum(0),
+        "xx": a["own"],
+        "yy": b["own"],
+        **{f"r_{side}{power}": own[f"r{power}"] for side, own in (("x", a), ("y", b)) for power in ("", "^2")},
+        **{name: a[name] for name in ("minibatches", "samples")},
+    }
 
 
 def symmetric_grams(upper: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..models.chunked_logit_lens import read_vectors
 from ..models.view import View, row_ends
 
 
@@ -17,10 +18,13 @@ def samples(view: View, *, level: str, pool: str) -> Tensor:
     Args:
         view: activations of one batch.
         level: "token" or "sequence".
-        pool: for "sequence", the "mean" of the row's counted tokens, its "last" or its "first".
+        pool: for "sequence", the "mean" of the row's counted tokens, its "last" or its "first"; "head" for the vector that the
+            model's head reads of a row.
     """
     if level == "token":
         return view.activations
+    if pool == "head":
+        return read_vectors(view, view.activations)
     ends = row_ends(view)
     if pool == "last":
         return view.activations[:, ends]

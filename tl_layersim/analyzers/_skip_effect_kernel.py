@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..jacobians.replay import reproduces
 from ..models.block_call import BlockCall, again
-from ..models.chunked_logit_lens import read_positions
+from ..models.chunked_logit_lens import head_input, read_positions
 from ..models.view import View, row_ends
 
 
@@ -171,7 +171,7 @@ def _measure(effects: _Effects, skip: Skip, skipped: int, memory_mb: float) -> N
         effects.add(skipped, affected, (contribution - changed).norm(dim=-1) / size.where(size > 0, torch.nan), row)
         hidden = output
     if view.unembed is not None:
-        for tokens, change in _output_changes(view, _at(view, hidden, skip.read), skip.read, memory_mb):
+        for tokens, change in _output_changes(view, hidden, skip.read, memory_mb):
             effects.add_output(skipped, change, view.sequence[tokens].to(x.device))
 
 
@@ -186,22 +186,29 @@ def _at(view: View, hidden: Tensor, tokens: Tensor) -> Tensor:
     return hidden[row, place].to(view.activations)
 
 
-def _output_changes(view: View, last: Tensor, tokens: Tensor, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:
+def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float) -> Iterator[tuple[Tensor, Tensor]]:
     """Chunks of tokens, each with the norm of the change of their output probabilities.
 
     Args:
         view: activations of one batch.
-        last: `sample d_model`, the changed residuals after the last block.
+        hidden: `batch pos d_model`, the changed residuals after the last block.
         tokens: `sample`, indices of these tokens in the view.
         memory_mb: megabytes for logits.
     """
     assert view.unembed is not None
+    if view.unembed.pool is None:
+        last = torch.stack([view.activations[-1, tokens], _at(view, hidden, tokens)])
+        needs_norm = True
+    else:
+        every = _at(view, hidden, torch.arange(len(view.position), device=view.position.device))
+        rows, needs_norm = head_input(view, torch.stack([view.activations[-1], every]), True)
+        # The rows of these tokens, each of which is the last of its row.
+        last = rows[:, torch.isin(row_ends(view), tokens.to(view.sequence.device)).to(rows.device)]
     start, step = 0, 1
     while start < len(tokens):
-        some = tokens[start : start + step]
-        logits = [view.unembed(x) for x in (view.activations[-1, some], last[start : start + step])]
-        before, after = (torch.softmax(z.to(last), -1) for z in logits)
-        yield some, (after - before).norm(dim=-1)
+        some = slice(start, start + step)
+        before, after = (torch.softmax(view.unembed(x, needs_norm).to(last), -1) for x in last[:, some])
+        yield tokens[some], (after - before).norm(dim=-1)
         start += step
         # Logits and probabilities, of both runs, and their difference.
         step = max(1, int(memory_mb * 2**20 / (5 * before.shape[-1] * before.element_size())))

@@ -40,6 +40,7 @@ class Run:
         first: sums of the first pass, empty without one.
         head: final norm and unembedding, None if the model has none that is known.
         stream: of the (first) model, see `Model`.
+        models: the model, or all that are compared, each with the sites that were read.
     """
 
     layers: tuple[str, ...]
@@ -48,22 +49,33 @@ class Run:
     first: Sums
     head: Head | None = None
     stream: str = "whole"
+    models: tuple[Model, ...] = ()
+
+
+def _unchanged(statistics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return statistics
 
 
 @named
 @dataclass(frozen=True)
 class Exchange:
-    """Cross-model statistics: how two models on different machines are compared by small statistics of each.
+    """Cross-model statistics: how models are compared by small statistics of each, in place of activations.
+
+    Models on different machines are compared in this way, and many models of which each runs once a batch.
 
     Attributes:
         kernel: takes the view of one model and returns its statistics of the batch, which are transferred.
-        join: takes the statistics of both models on one batch and returns the output of the analyzer's kernel on both views.
+        join: takes the prepared statistics of two models on one batch and returns the output of the analyzer's kernel on both
+            views.
         size: bytes of the statistics of one model, from numbers of counted tokens, rows and layers of a batch.
+        prepare: takes the statistics of one model and returns those that `join` takes. Called once for each model and batch,
+            however many models it is compared with.
     """
 
     kernel: Kernel
-    join: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
+    join: Callable[..., dict[str, Tensor]]
     size: Callable[[int, int, int], int]
+    prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _unchanged
 
 
 class Analyzer(ABC):
@@ -76,6 +88,7 @@ class Analyzer(ABC):
     Class attributes:
         - `name`: key in a report and on the command line.
         - `compares`: whether the kernel also takes two views of the same tokens, from two models.
+        - `symmetric`: whether two models in the other order give the transposed result, which `transposed` of the result is.
         - `one_pass`: for an analyzer with a first pass, the call of its variant without a first pass.
         - `first_without_model`: whether the first pass reads tokens and labels only, so that the model does not run.
         - `needs_unembed`: whether the kernel calls `view.unembed`; the logit lens is then checked against the model's logits.
@@ -90,6 +103,7 @@ class Analyzer(ABC):
 
     name: ClassVar[str]
     compares: ClassVar[bool] = False
+    symmetric: ClassVar[bool] = False
     one_pass: ClassVar[str] = ""
     first_without_model: ClassVar[bool] = False
     needs_unembed: ClassVar[bool] = False
@@ -106,9 +120,19 @@ class Analyzer(ABC):
         return False
 
     @property
+    def reads_head(self) -> bool:
+        """Whether the kernel reads the positions of a row that the model's head reads."""
+        return self.needs_unembed
+
+    @property
     def needs_positions(self) -> bool:
         """Whether samples must be single positions of rows, because the mean of a row has no lens, next token or block call."""
         return self.needs_unembed or self.needs_calls
+
+    @property
+    def by_statistics(self) -> bool:
+        """Whether models that are compared run one after another, so that only their statistics of a batch are held."""
+        return False
 
     @property
     def label_source(self) -> str:
@@ -128,7 +152,7 @@ class Analyzer(ABC):
         """
 
     def exchange(self) -> Exchange | None:
-        """Cross-model statistics for two models on different machines; None if the analyzer cannot compare such models."""
+        """Cross-model statistics of a batch; None if the analyzer needs the activations of both models in one place."""
         return None
 
     @abstractmethod
@@ -147,7 +171,7 @@ class Analyzer(ABC):
         """Refuse models whose layers are not the sites that this analyzer needs.
 
         Args:
-            *models: one model, or two that are compared.
+            *models: one model, two that are compared, or more of which all pairs are.
 
         Raises:
             LayersimError: names the modules that are not blocks.
@@ -162,7 +186,7 @@ class Analyzer(ABC):
         """Refuse options that do not fit the models, before the run.
 
         Args:
-            *models: one model, or two that are compared.
+            *models: one model, two that are compared, or more of which all pairs are.
 
         Raises:
             LayersimError: names the setting to change.

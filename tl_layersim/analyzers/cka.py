@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations_with_replacement
 from typing import ClassVar, Literal
 
 import torch
@@ -18,7 +19,7 @@ from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.view import Kernel
 from ._exact_hsic import exact_hsic, exact_kernel, is_above_rounding
-from ._minibatch_hsic import gram_kernel, minibatch_kernel, sums_from_grams
+from ._minibatch_hsic import centred_grams, gram_kernel, minibatch_kernel, sums_from_grams
 from ._sample_vectors import samples
 from .base import Analyzer, Exchange, Run, need_tokens
 
@@ -64,6 +65,8 @@ class CKAResult(LayerMatrix):
         ),
     )
 
+    distance_name: ClassVar[str] = "CKA distance (radians)"
+
     @property
     def mean_minibatch(self) -> float:
         """Mean number of samples in a minibatch."""
@@ -96,6 +99,18 @@ class CKAResult(LayerMatrix):
                 do="read .values, or compare models with the same number of blocks",
             )
         return float(self.values.diagonal()[-rows:].clamp(-1, 1).arccos().square().sum().sqrt())
+
+    def transposed(self) -> CKAResult:
+        """The comparison of the two models in the other order."""
+        return replace(
+            self,
+            values=self.values.T.contiguous(),
+            effective_samples=self.column_effective_samples,
+            column_effective_samples=self.effective_samples,
+            layers=self.column_layers,
+            column_layers=self.layers,
+            provenance=self.provenance.swapped(),
+        )
 
     def headline(self) -> dict[str, float]:
         to_last = self.values[:, -1]
@@ -160,6 +175,7 @@ class CKA(Analyzer):
 
     name: ClassVar[str] = "cka"
     compares: ClassVar[bool] = True
+    symmetric: ClassVar[bool] = True
 
     estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
     minibatch: int = 256
@@ -185,13 +201,16 @@ class CKA(Analyzer):
         super().check_sites(*models)
         if self.estimator != "exact" or any(model.widest is None for model in models):
             return
-        widths = [len(model.layers) * (model.widest or 0) for model in (models[0], models[-1])]
+        widths = [len(model.layers) * (model.widest or 0) for model in models]
+        # More than two models are each compared with themselves too.
+        pairs = list(combinations_with_replacement(widths, 2)) if len(models) > 2 else [(widths[0], widths[-1])]
         # The batch's cross-product, the running sum, and the new sum while the two are added.
-        need = 3 * 8 * widths[0] * widths[1] / 1e9
+        need = 3 * 8 * sum(row * column for row, column in pairs) / 1e9
         if not need <= self.max_memory_gb:
+            products = f"{len(pairs)} pairs of models" if len(pairs) > 1 else f"{widths[0]} x {widths[-1]} cross-products"
             raise LayersimError(
                 "The exact estimator needs more memory than `max_memory_gb`.",
-                given=f"{widths[0]} x {widths[1]} cross-products: {need:.1f} GB",
+                given=f"{products}: {need:.1f} GB",
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f'CKA(estimator="minibatch"), or CKA(estimator="exact", max_memory_gb={math.ceil(need)})',
             )
@@ -207,7 +226,8 @@ class CKA(Analyzer):
             return None
         rows = partial(samples, level=self.level, pool=self.pool)
         kernel = partial(gram_kernel, rows=rows, size=self.minibatch, seed=self.seed)
-        return Exchange(kernel, partial(sums_from_grams, biased=self.estimator == "biased"), self._crossing)
+        prepare = partial(centred_grams, biased=self.estimator == "biased")
+        return Exchange(kernel, sums_from_grams, self._crossing, prepare)
 
     def _crossing(self, tokens: int, rows: int, layers: int) -> int:
         count = tokens if self.level == "token" else rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -16,7 +17,7 @@ from ..core.errors import LayersimError, as_fraction
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
-from ..data.labels import NO_LABEL, as_labels, label_key, label_source, warn_of_unused
+from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import RANKED, bad_logits, read_lens, read_positions
 from ..models.model_info import Model
@@ -166,7 +167,9 @@ class ExitCurveResult(Result):
                     expected="a fraction of positions, 0 to 1",
                     do=as_fraction(name, value) or f"threshold_for({name}=0.95)",
                 )
-        enough = (self.agreement >= (agreement or 0)) & (self.accuracy >= (accuracy or 0))
+        enough = self.agreement >= (agreement or 0)
+        if accuracy is not None:
+            enough &= self.accuracy >= accuracy
         # From this threshold on: a single threshold may reach the values by chance, with worse ones above it.
         holds = enough.flip(0).long().cumprod(0).flip(0).nonzero()[:, 0]
         if not len(holds):
@@ -187,12 +190,13 @@ class ExitCurveResult(Result):
             self.threshold_for(agreement=0.95) if bool(self.agreement[-1] >= 0.95) else self.thresholds[int(reached[-1])]
         )
         point = self.at(threshold)
-        return {
+        numbers = {
             "threshold with 95 % agreement": threshold,
             "its speed-up in blocks": point.speedup,
             "its accuracy": point.accuracy,
             "accuracy at the highest threshold": float(self.accuracy[-1]),
         }
+        return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 @typed
@@ -233,7 +237,7 @@ class ExitCurve(Analyzer):
     lens_memory_mb: int | float = 128
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", as_labels(self.labels))
+        object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
         check_memory(self.lens_memory_mb)
         several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
         object.__setattr__(self, "thresholds", several)
@@ -251,7 +255,7 @@ class ExitCurve(Analyzer):
         return label_source(self.labels)
 
     def check(self, *models: Model) -> None:
-        need_head(models[0], "ExitCurve", targets=True, own_labels=bool(self.label_source))
+        need_head(models[0], "ExitCurve", targets=not is_none(self.labels), own_labels=bool(self.label_source))
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch, model)
@@ -274,7 +278,8 @@ class ExitCurve(Analyzer):
         count, targets = int(sums["count"]), int(sums["targets"])
         need_tokens(count, 1, "ExitCurve", "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)
-        need_tokens(targets, 1, "ExitCurve", "positions with a target")
+        if not is_none(self.labels):
+            need_tokens(targets, 1, "ExitCurve", "positions with a target")
         exits = sums["exits"].double()
         layers = exits.shape[1]
         return ExitCurveResult(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -15,7 +16,7 @@ from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
-from ..data.labels import NO_LABEL, as_labels, label_key, label_source, warn_of_unused
+from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import bad_logits, read_lens, read_positions
 from ..models.model_info import Model
@@ -128,13 +129,14 @@ class LogitLensResult(Result):
         block = f"block {name.removesuffix('.hook_resid_post').removeprefix('blocks.')}"
         if name.endswith(".hook_resid_mid"):
             block = f"attention of block {name.removesuffix('.hook_resid_mid').removeprefix('blocks.')}"
-        return {
+        numbers = {
             "accuracy of the last layer": float(self.accuracy[-1]),
             f"accuracy after {block}": float(self.accuracy[middle]),
             "perplexity of the last layer": float(self.perplexity[-1]),
             f"agreement of {block} with the last": float(self.agreement[middle]),
             "fraction of positions whose target probability rises at every block": float(self.monotone_share),
         }
+        return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
     def _blocks_run(self) -> list[int]:
         """Number of blocks up to each layer; a block of which attention alone has run counts."""
@@ -162,7 +164,8 @@ class LogitLens(Analyzer):
             layer only (Jiang, Zhou and Zhu's code). The choice changes all results, see docs/lens.md.
         top_k: the k of top-k accuracy.
         labels: the targets. "next_token"; "data" for the data's own column `labels` or `label`; or labels, `row` or `row pos`.
-            A label is the target at its own position and is not shifted. -100 marks a position without target.
+            A label is the target at its own position and is not shifted. -100 marks a position without target. "none" measures
+            agreement, KL divergence and entropy alone, and all fields that need a target are NaN.
         lens_memory_mb: megabytes for the logits of one chunk of tokens; at least one token at all layers is computed.
 
     Source:
@@ -189,7 +192,7 @@ class LogitLens(Analyzer):
     lens_memory_mb: int | float = 128
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", as_labels(self.labels))
+        object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
         check_memory(self.lens_memory_mb)
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)
@@ -206,7 +209,7 @@ class LogitLens(Analyzer):
         return label_source(self.labels)
 
     def check(self, *models: Model) -> None:
-        need_head(models[0], "LogitLens", targets=True, own_labels=bool(self.label_source))
+        need_head(models[0], "LogitLens", targets=not is_none(self.labels), own_labels=bool(self.label_source))
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch, model)
@@ -228,7 +231,9 @@ class LogitLens(Analyzer):
         count, targets = int(sums["count"]), int(sums["targets"])
         need_tokens(count, 1, "LogitLens", "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)
-        need_tokens(targets, 1, "LogitLens", "positions with a target")
+        if not is_none(self.labels):
+            need_tokens(targets, 1, "LogitLens", "positions with a target")
+        # Without targets, 0 / 0 is NaN.
         cross_entropy = -sums["log_prob"] / targets
         return LogitLensResult(
             values=cross_entropy,
@@ -256,8 +261,7 @@ def unembedding(run: Run, norm: str) -> str:
         run: the finished run.
         norm: "final" or "none".
     """
-    text = str(run.head) if run.head is not None else ""
-    return text.replace(f"{run.head.norm}(x)", "x") if run.head and run.head.norm and norm == "none" else text
+    return "" if run.head is None else run.head.written(norm == "final")
 
 
 def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | Tensor, memory_mb: float) -> dict[str, Tensor]:

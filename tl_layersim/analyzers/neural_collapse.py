@@ -17,11 +17,12 @@ from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
+from ..models.activation_checks import need_stream
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, row_ends
 from ._sample_vectors import samples
-from .base import Analyzer, Run
+from .base import Analyzer, Run, need_head
 
 # Ids that are counted to determine the most frequent classes; no vocabulary is larger.
 COUNTED_IDS = 2**19
@@ -89,7 +90,8 @@ class NeuralCollapse(Analyzer):
         classes: number of classes, the most frequent ones, which a first pass over the data (without the model) determines; or
             their ids.
         level: a sample is each "token" or each row ("sequence"); "auto" is "token" for next tokens, else "sequence".
-        pool: for level="sequence", the row's "last" counted token, its "first", or the "mean" of all.
+        pool: for level="sequence", the row's "last" counted token, its "first", or the "mean" of all; "head" for the vector
+            that a classifier reads of a row, before the final norm: [CLS], the mean of the patches, or both, concatenated.
         max_memory_gb: limit for the second moments, layers x d_model^2 numbers; a larger requirement is refused before the
             run.
 
@@ -110,7 +112,7 @@ class NeuralCollapse(Analyzer):
     labels: Any = "next_token"
     classes: int | tuple[int, ...] | list[int] = 10
     level: Literal["auto", "token", "sequence"] = "auto"
-    pool: Literal["last", "first", "mean"] = "last"
+    pool: Literal["last", "first", "mean", "head"] = "last"
     max_memory_gb: int | float = 4.0
 
     def __post_init__(self) -> None:
@@ -158,6 +160,24 @@ class NeuralCollapse(Analyzer):
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f"NeuralCollapse(max_memory_gb={math.ceil(need)})",
             )
+
+    @property
+    def reads_head(self) -> bool:
+        return self.pool == "head" and self.whole_rows
+
+    def check(self, *models: Model) -> None:
+        if not self.reads_head:
+            return
+        for model in models:
+            need_head(model, "NeuralCollapse(pool='head')")
+            need_stream(model, "NeuralCollapse(pool='head')", parts=True)
+            if model.head is not None and model.head.reads == "every":
+                raise LayersimError(
+                    "`pool` cannot be 'head' where the head reads every position.",
+                    given=f"{model.name}, whose head is {model.head}",
+                    expected="a model that classifies rows",
+                    do="pool='last'",
+                )
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch)
@@ -263,7 +283,7 @@ def collapse_kernel(view: View, *, labels: str | Tensor, classes: Tensor, level:
         labels: the class of each position.
         classes: ids of the classes to include.
         level: "token" or "sequence".
-        pool: for "sequence", "last", "first" or "mean".
+        pool: for "sequence", "last", "first", "mean" or "head".
     """
     target = targets(view, labels)
     if level == "sequence":

@@ -16,7 +16,7 @@ from ..core.errors import warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..models.activation_checks import refuse_bad_logits
-from ..models.chunked_logit_lens import read_positions, saturation_layers
+from ..models.chunked_logit_lens import read_vectors, saturation_layers
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._hsic import beyond_rounding
@@ -186,12 +186,12 @@ def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_m
         memory_mb: megabytes for logits.
     """
     layer, bad = saturation_layers(view, normed, memory_mb)
-    index = read_positions(view)
-    index = torch.arange(len(layer), device=layer.device) if index is None else index
-    blocks = view.activations.shape[0] - 1
-    x = view.activations
-    mean = torch.zeros(len(x), x.shape[-1], dtype=torch.float64) if mean is None else mean
-    mean = mean.to(x.device)
+    x = read_vectors(view, view.activations)
+    blocks, width = len(x) - 1, x.shape[-1]
+    mean = torch.zeros(len(x), width, dtype=torch.float64) if mean is None else mean
+    # A head that reads rows may read several vectors, one after the other, each of which has this mean.
+    mean = mean.to(x.device).repeat(1, width // mean.shape[-1])
+    index = torch.arange(len(layer), device=layer.device)
     # The mean at the saturation layer and at the last layer, `2 token d_model`.
     offset = torch.stack([mean[layer + 1], mean[-1].expand(len(layer), -1)])
     both = torch.stack([x[layer + 1, index], x[-1, index]]).double() - offset

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .argument_checks import typed
 from .errors import without_secrets
 
+# Fields that describe a model; those of several models are joined.
+OF_MODELS = ("model", "config_hash", "weights_hash", "source", "basis", "dtype")
+JOINT = " | "
+
 
 @typed
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The model, data, options and versions that a result was computed with. Two models are written as "first | second".
+    """The model, data, options and versions that a result was computed with. Several models are written as "first | second".
 
     Attributes:
         model: name or path of the model as it was loaded.
@@ -48,3 +52,8 @@ class Provenance:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", without_secrets(self.model))
+
+    def swapped(self) -> Provenance:
+        """The record of the same run with its two models in the other order."""
+        parts = {name: getattr(self, name).split(JOINT) for name in OF_MODELS}
+        return replace(self, **{name: JOINT.join(own[len(own) // 2 :] + own[: len(own) // 2]) for name, own in parts.items()})

@@ -17,8 +17,8 @@ from .argument_checks import named, typed
 from .errors import LayersimError
 from .field_types import refuse_other_types
 from .result_kinds import below, class_of, kind_of
+from .storage import by_first_name, reading
 from .storage import read as read_file
-from .storage import reading
 from .storage import write as write_file
 from .wording import brief
 
@@ -283,12 +283,8 @@ class Report(Mapping[str, Any]):
         Args:
             path: of the file.
         """
-        header: dict[str, Any] = {"results": {}}
-        tensors: dict[str, Tensor] = {}
-        for name, result in self._results.items():
-            header["results"][name], own = _pack(result)
-            tensors |= {f"{name}/{field_name}": tensor for field_name, tensor in own.items()}
-        return write_file(path, "report", header, tensors)
+        headers, tensors = _pack_report(self)
+        return write_file(path, "report", {"results": headers}, tensors)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
@@ -336,17 +332,27 @@ def load_report(path: str | os.PathLike[str]) -> Report:
 
 
 def _pack(result: Result) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    tensors = {name: getattr(result, name) for name in result.tensor_fields()}
-    plain = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in tensors and f.name != "provenance"}
+    values = {f.name: getattr(result, f.name) for f in fields(result) if f.name != "provenance"}
+    reports = {name: _pack_report(value) for name, value in values.items() if isinstance(value, Report)}
+    tensors: dict[str, Tensor] = {name: values[name] for name in result.tensor_fields()}
+    plain = {name: value for name, value in values.items() if name not in tensors.keys() | reports.keys()}
     provenance = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
-    return {"class": kind_of(type(result)), "fields": plain, "provenance": provenance}, tensors
+    header = {"class": kind_of(type(result)), "fields": plain, "provenance": provenance}
+    tensors |= {f"{name}/{key}": tensor for name, (_, own) in reports.items() for key, tensor in own.items()}
+    return header | ({"reports": {name: own for name, (own, _) in reports.items()}} if reports else {}), tensors
+
+
+def _pack_report(report: Report) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    packed = {name: _pack(result) for name, result in report.items()}
+    tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
+    return {name: header for name, (header, _) in packed.items()}, tensors
 
 
 def _load(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
     header, tensors = read_file(path, kinds)
     with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
-        unpack = _unpack_result if header["kind"] == "result" else _unpack_report
-        loaded = unpack(path, header, tensors)
+        is_result = header["kind"] == "result"
+        loaded = (_unpack_result if is_result else _unpack_report)(path, header if is_result else header["results"], tensors)
         # Malformed values that pass the type check fail here, while the error can still name the file.
         repr(loaded)
         return loaded
@@ -368,17 +374,17 @@ def _unpack_result(path: str | os.PathLike[str], header: Mapping[str, Any], tens
     plain = {name: _as_tuple(value) for name, value in header["fields"].items()}
     refuse_other_types(cls, plain)
     refuse_other_types(Provenance, header["provenance"])
-    arguments: dict[str, Any] = {**plain, **tensors, "provenance": Provenance(**header["provenance"])}
+    nested = by_first_name(header.get("reports", {}), tensors)
+    reports = {name: _unpack_report(path, own, nested[name]) for name, own in header.get("reports", {}).items()}
+    own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in reports}
+    arguments: dict[str, Any] = {**plain, **own, **reports, "provenance": Provenance(**header["provenance"])}
     result: Result = cls(**arguments)
     return result
 
 
-def _unpack_report(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Report:
-    parts: dict[str, dict[str, Tensor]] = {name: {} for name in header["results"]}
-    for key, tensor in tensors.items():
-        name, _, field_name = key.partition("/")
-        parts[name][field_name] = tensor
-    return Report({name: _unpack_result(path, own, parts[name]) for name, own in header["results"].items()})
+def _unpack_report(path: str | os.PathLike[str], headers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Report:
+    parts = by_first_name(headers, tensors)
+    return Report({name: _unpack_result(path, own, parts[name]) for name, own in headers.items()})
 
 
 def _as_tuple(value: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,6 +89,20 @@ def checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
 def _bytes(tensor: torch.Tensor) -> memoryview:
     flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
+
+
+def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of parts of a file, whose keys are the name of the part, a slash and the tensor's own name.
+
+    Args:
+        names: of the parts; other tensors are left out.
+        tensors: of the file.
+    """
+    parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+    for key, tensor in tensors.items():
+        part, _, own = key.partition("/")
+        parts.get(part, {})[own] = tensor
+    return parts
 
 
 @contextmanager

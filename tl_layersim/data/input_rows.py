@@ -55,7 +55,7 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
         inputs = {name: value} | without_padding({other: column[i] for other, column in further.items()}, model)
         length = len(value) if name == EMBEDDINGS else 1
         attention = torch.ones(length, dtype=torch.bool)
-        if data.get(MASK) is not None:
+        if data.get(MASK) is not None and model.mask_input == MASK:
             attention = _row_mask(data[MASK], i, count, length)
         target = None if targets is None else targets[i].expand(length)
         row = Row(

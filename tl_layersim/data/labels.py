@@ -14,6 +14,11 @@ from ..core.errors import LayersimError, LayersimWarning
 from ..core.provenance import Provenance
 
 
+def is_none(labels: Any) -> bool:
+    """Whether labels are the word "none", for measures that need no target."""
+    return isinstance(labels, str) and labels == "none"
+
+
 def label_source(labels: str | Tensor) -> str:
     """The source of labels, as in `Analyzer.label_source`: "rows" for a tensor, "data" for the data's column, else ""."""
     return "rows" if isinstance(labels, Tensor) else "data" if labels == "data" else ""
@@ -24,18 +29,23 @@ def label_key(labels: str | Tensor) -> str:
     return labels if isinstance(labels, str) else f"tensor {id(labels)}"
 
 
-def as_labels(labels: Any) -> str | Tensor:
-    """A user's labels as "next_token", "data" or a tensor.
+def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
+    """A user's labels as "next_token", "data" or a tensor; or as "none", where they are optional.
+
+    Args:
+        labels: as the user passed them.
+        optional: whether "none" stands for measures that need no target.
 
     Raises:
         LayersimError: the labels are another word, or not a table of whole numbers.
     """
     if isinstance(labels, str):
-        if labels not in ("next_token", "data"):
+        if labels not in ("next_token", "data", *(["none"] if optional else [])):
             raise LayersimError(
                 "`labels` must be 'next_token', 'data' or the labels themselves.",
                 given=f"labels={labels!r}",
-                expected="'next_token', 'data' (the data's column `labels` or `label`), or the labels themselves",
+                expected="'next_token', 'data' (the data's column `labels` or `label`), or the labels themselves"
+                + ("; 'none' for no targets" if optional else ""),
                 do="rename the column to `label` and pass labels='data'",
             )
         return labels

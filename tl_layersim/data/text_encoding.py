@@ -59,8 +59,11 @@ class Encoded(NamedTuple):
 
 
 def adds_specials(tokenizer: Any) -> bool:
-    """Whether the tokenizer adds its special tokens itself, as tokenizers with [CLS] or without a BOS do."""
-    return tokenizer.bos_token_id is None or tokenizer.cls_token_id is not None
+    """Whether the tokenizer adds its special tokens itself: those with [CLS], without a BOS, or with BOS and EOS as CLIP's."""
+    if tokenizer.bos_token_id is None or tokenizer.cls_token_id is not None:
+        return True
+    count = getattr(tokenizer, "num_special_tokens_to_add", None)
+    return count is not None and bool(count() >= 2)
 
 
 def encode(items: Sequence[tuple[int, Text]], model: ModelInputs) -> list[Encoded]:

@@ -151,7 +151,7 @@ class EarlyExit:
         """Identity, dtype and device of each parameter of the final norm and the head."""
         head = self.split_model.source.model.head
         assert head is not None
-        modules = [self.split_model.module.get_submodule(path) for path in (head.norm, *head.parts) if path]
+        modules = [self.split_model.module.get_submodule(path) for path in (head.norm, *head.modules) if path]
         return [(id(p), p.dtype, p.device) for module in modules for p in module.parameters()]
 
     def _refuse_changed_head(self) -> None:

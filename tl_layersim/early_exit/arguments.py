@@ -145,4 +145,4 @@ def sequence_rows(
         positions = torch.ones_like(tokens, dtype=torch.bool) if attended is None else attended
     else:
         positions = classified_positions(split_model, reads, inputs, attended)
-    return Rows(inputs, positions, causal)
+    return Rows(inputs, positions, causal, attended if reads == "rows" else None)

@@ -87,7 +87,7 @@ class ExitCosts:
         split_model, _ = open_for_early_exit(model, layers, unembed)
         sizes = [sum(p.numel() for p in block.parameters()) for block in split_model.blocks]
         known = split_model.model.head
-        paths = known.parts if known is not None else ()
+        paths = known.modules if known is not None else ()
         head = sum(p.numel() for path in paths for p in split_model.module.get_submodule(path).parameters())
         if not rule_class.reads_logits:
             check = 0.0

@@ -27,33 +27,39 @@ class ExitCheck:
         """Discard the rule's state, and begin with `count` new tokens."""
         self.state = self.rule.new_state(count)
 
-    def __call__(self, leaving: Tensor, entering: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, leaving: Tensor, entering: Tensor, index: Tensor, read: Tensor | None = None, needs_norm: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         """Which tokens exit at a layer.
 
         Args:
             leaving: `token d_model`, the residual that left the last block.
             entering: `token d_model`, the residual that entered it.
             index: `token`, the position of each token in the rule's state.
+            read: `token width`, what the head is applied to; None for `leaving`.
+            needs_norm: whether the head is to apply the final norm to it.
 
         Returns:
             `token`, bool; and logits `token vocabulary`, None where the check did not compute all of them.
         """
-        logits = self._logits(leaving)
+        logits = self._logits(leaving if read is None else read, needs_norm)
         exits = self.rule.exits(CheckedTokens(logits, entering, leaving, index), self.state)
         return exits.to(leaving.device), logits if self.rule.gives_logits else None
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, needs_norm: bool) -> Tensor:
         """Input of the exit rule: logits `token vocabulary`, shortlist logits `token candidate`, or an empty `token 0`."""
         if not self.rule.reads_logits:
             return x.new_zeros(len(x), 0)
-        return self.unembed(x) if self.rule.shortlist is None else self._shortlist_logits(x, self.rule.shortlist)
+        if self.rule.shortlist is None:
+            return self.unembed(x, needs_norm)
+        return self._shortlist_logits(self.unembed.normed(x) if needs_norm else x, self.rule.shortlist)
 
     def _shortlist_logits(self, x: Tensor, shortlist: Tensor) -> Tensor:
-        """Logits `token candidate`: the final norm, and a product with the rows of the head that belong to the shortlist."""
+        """Logits `token candidate` of normed residuals: a product with the rows of the head that belong to the shortlist."""
         linear = self.unembed.linear
         assert linear is not None
         if self._shortlist_rows is None:
             ids = shortlist.to(linear.weight.device)
             self._shortlist_rows = (linear.weight.detach()[ids], None if linear.bias is None else linear.bias.detach()[ids])
         weight, bias = self._shortlist_rows
-        return self.unembed.finish(torch.nn.functional.linear(self.unembed.normed(x).to(weight.dtype), weight, bias))
+        return self.unembed.finish(torch.nn.functional.linear(x.to(weight.dtype), weight, bias))

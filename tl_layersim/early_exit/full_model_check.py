@@ -108,11 +108,11 @@ def check_full_sequence(split_model: LocalSplitModel, unembed: Unembed, ends: tu
 def classified_positions(
     split_model: LocalSplitModel, reads: str, inputs: dict[str, Tensor], attended: Tensor | None = None
 ) -> Tensor:
-    """`row pos`, True at the one position of each row that a classifier reads.
+    """`row pos`, True at the one position of each row that a classifier reads; `row 1`, all True, if it reads several.
 
     Args:
         split_model: the classifier.
-        reads: "first" or "last" position.
+        reads: "first" or "last" position, or "rows".
         inputs: arguments of its forward by name.
         attended: `row pos`, False at padding.
     """
@@ -120,6 +120,8 @@ def classified_positions(
         # The number of patches is known only after a forward pass; one entry stands for the row.
         return torch.ones(len(inputs["pixel_values"]), 1, dtype=torch.bool, device=split_model.device)
     ids = inputs["input_ids"]
+    if reads == "rows":
+        return torch.ones(len(ids), 1, dtype=torch.bool, device=ids.device)
     chosen = torch.zeros_like(ids, dtype=torch.bool)
     if reads == "first":
         chosen[:, 0] = True

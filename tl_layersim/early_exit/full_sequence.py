@@ -28,11 +28,13 @@ class Rows:
         inputs: arguments of the model's forward by name, each with one entry per row.
         positions: `row pos`, True where logits are computed; one position per row for a classifier of rows.
         causal: whether a position does not depend on later ones, so that rows may be shortened at the end.
+        attended: `row pos`, False at padding, for heads that read rows; None without padding.
     """
 
     inputs: dict[str, Tensor]
     positions: Tensor
     causal: bool
+    attended: Tensor | None = None
 
     def part(self, rows: Tensor, length: int) -> dict[str, Tensor]:
         """The model's arguments for some rows, cut to `length` positions in a causal model."""
@@ -118,9 +120,7 @@ class FullSequence:
         self.counts.tokens += length * hidden.shape[0] * hidden.shape[1]
         last = number + 1 == len(self.ends)
         running = self.running[self.rows, : self.length]
-        # Vision models run more positions than the one that is classified.
-        hidden, full_hidden = hidden[:, : self.length], hidden
-        x = hidden[running]
+        x, before = (self._residuals(states, running) for states in (hidden, entering))
         index = torch.arange(self.running.numel(), device=self.running.device).reshape(self.running.shape)
         index = index[self.rows, : self.length][running]
         logits: Tensor | None = None
@@ -128,19 +128,38 @@ class FullSequence:
             exits = torch.ones(len(x), dtype=torch.bool, device=x.device)
         else:
             self.counts.checks += len(x)
-            exits, logits = self._decide(number, x, entering[:, : self.length][running], index)
-        self._exit(self.ends[number], index[exits], self.unembed(x[exits]) if logits is None else logits[exits])
+            exits, logits = self._decide(number, hidden, x, before, index)
+        if logits is None:
+            logits = self.unembed(*self._head_input(hidden, x))
+        self._exit(self.ends[number], index[exits], logits[exits])
         if last:
             self.rows, self.stopped = self.rows[:0], True
             self.forward.stop()
-        self._continue(number, full_hidden)
+        self._continue(number, hidden)
 
-    def _decide(self, number: int, x: Tensor, entering: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _residuals(self, hidden: Tensor, running: Tensor) -> Tensor:
+        """Residuals `token d_model` of the running positions, or the pooled one of each row, from `row pos d_model`."""
+        if self.unembed.pool is not None:
+            return self.unembed.pool(hidden, self._attended(hidden))
+        # Vision models run more positions than the one that is classified.
+        return hidden[:, : self.length][running]
+
+    def _head_input(self, hidden: Tensor, x: Tensor) -> tuple[Tensor, bool]:
+        """The vectors from which `Unembed` computes logits, and whether it is to apply the final norm to them."""
+        return (x, True) if self.unembed.pool is None else (self.unembed.pooled(hidden, self._attended(hidden)), False)
+
+    def _attended(self, hidden: Tensor) -> Tensor:
+        """The attended positions of the current rows, `row pos`."""
+        attended = self.inputs.attended
+        return torch.ones_like(hidden[..., 0], dtype=torch.bool) if attended is None else attended[self.rows]
+
+    def _decide(self, number: int, hidden: Tensor, x: Tensor, before: Tensor, index: Tensor) -> tuple[Tensor, Tensor | None]:
         """Which tokens exit, and their logits where the check computed them."""
         if self.forced is not None:
             return (self.forced.flatten()[index] == number), None
         assert self.check is not None
-        return self.check(x, entering, index)
+        read = self._head_input(hidden, x) if self.check.rule.reads_logits else (x, True)
+        return self.check(x, before, index, *read)
 
     def _exit(self, layer: int, index: Tensor, logits: Tensor) -> None:
         """Store the logits and the exit of the positions that exit."""

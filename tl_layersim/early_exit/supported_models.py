@@ -106,6 +106,7 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         # Classifiers take the first padding token as the end of a row.
         ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if isinstance(pad, int) else ids
         return {"input_ids": ids.to(split_model.device)}
+    config = getattr(config, "vision_config", config)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if not isinstance(channels, int) or not isinstance(size, int | list | tuple):
         raise LayersimError(

@@ -12,12 +12,15 @@ Other packages may import from these modules:
 - `hooks`: forward hooks, early ends of forward passes, evaluation mode.
 - `layout`, `model_inputs`: the classes of models with a head, and the arguments of a forward pass.
 - `unembed`, `chunked_logit_lens`, `cross_entropy`: the logit lens, its statistics at every layer, cross-entropy.
+- `head_layout`, `detection_heads`: the final norm and the head of a model; the class head and the box head of a DETR.
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
 - `hook_point`, `hook_points`, `site_table`: places at which activations are read, their resolution from `at=`, and their table.
 - `named_model`: Hugging Face models by their folder or hub name, for the command line.
 - `firing_order`: the order in which a forward pass reaches hook points.
 - `module_sites`, `block_lists`: the blocks of models with one stack or two.
+- `towers`, `tower_source`, `zero_shot_classifier`: the towers of a CLIP, the source of each, and a classifier with classes made
+    of texts.
 - `block_call`: repeated calls of a block.
 - `split_model`: models that are split at a layer.
 """

@@ -25,6 +25,9 @@ def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
     """
     try:
         return measure()
+    except LayersimError:
+        # The data, not the head, is refused: the error names what is wrong with it.
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise other_logits(model, f"cannot be called so: {first[:160]}", "modules that follow one another") from error

@@ -46,10 +46,20 @@ _T5 = {
 }
 _AFTER = {"ln1": NORMS_AFTER, "ln2": NORMS_AFTER}
 _POST = _AFTER | {"ln_final": NO_FINAL}
+_DETR = {
+    **attention_tensors("self_attn", "q_proj k_proj v_proj", "o_proj"),
+    **mlp_tensors("mlp", "fc2"),
+    "resid_mid": out_of("self_attn_layer_norm"),
+}
 _CROSS: tuple[BlockSum, ...] = (
     ("resid_mid", ("resid_pre", "attn_out")),
     ("resid_mid_cross", ("resid_mid", "cross_attn_out")),
     ("resid_post", ("resid_mid_cross", "mlp_out")),
+)
+_POST_CROSS: tuple[BlockSum, ...] = (
+    (into("self_attn_layer_norm"), ("resid_pre", "attn_out")),
+    (into("encoder_attn_layer_norm"), ("resid_mid", "cross_attn_out")),
+    (into("final_layer_norm"), ("resid_mid_cross", "mlp_out")),
 )
 # The stream of these Blooms continues from the output of each norm.
 _BLOOM_POST: tuple[BlockSum, ...] = (("resid_mid", ("ln1", "attn_out")), ("resid_post", ("ln2", "mlp_out")))
@@ -316,12 +326,23 @@ LAYOUTS: tuple[BlockLayout, ...] = (
             "cross_attn_out": out_of("encoder_attn"),
             "resid_mid_cross": out_of("encoder_attn_layer_norm"),
         },
-        sums=(
-            (into("self_attn_layer_norm"), ("resid_pre", "attn_out")),
-            (into("encoder_attn_layer_norm"), ("resid_mid", "cross_attn_out")),
-            (into("final_layer_norm"), ("resid_mid_cross", "mlp_out")),
-        ),
+        sums=_POST_CROSS,
         lacks=_POST,
+        head_count="decoder_attention_heads",
+    ),
+    BlockLayout(
+        ("DetrEncoderLayer",),
+        _DETR,
+        sums=post_norm_sums("self_attn_layer_norm", "final_layer_norm"),
+        lacks=_POST,
+    ),
+    # A norm follows the last block of the decoder, although its blocks end in one.
+    BlockLayout(
+        ("DetrDecoderLayer",),
+        _DETR | {"cross_attn_out": out_of("encoder_attn"), "resid_mid_cross": out_of("encoder_attn_layer_norm")},
+        sums=_POST_CROSS,
+        final=("layernorm",),
+        lacks=_AFTER,
         head_count="decoder_attention_heads",
     ),
 )

@@ -12,7 +12,7 @@ from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL
 from .cross_entropy import LEAST, block_size, on_float64_device
 from .unembed import Unembed
-from .view import View, row_ends
+from .view import View, by_row, row_ends
 
 # Neighbouring logits whose maximum is taken first, so that the largest logits are searched in a few groups only.
 GROUP_SIZE = 256
@@ -20,7 +20,7 @@ RANKED = 10
 
 
 def read_positions(view: View) -> Tensor | None:
-    """Indices of the tokens that the head reads; None for all tokens."""
+    """Indices of the tokens that the head reads, of the last token of each row if it reads rows; None for all tokens."""
     if view.unembed is None or view.unembed.reads == "every":
         return None
     if view.unembed.reads == "first":
@@ -28,10 +28,31 @@ def read_positions(view: View) -> Tensor | None:
     return row_ends(view)
 
 
-def lens_residual(view: View) -> Tensor:
-    """The outputs of all blocks at the positions that the head reads, `layer token d_model`."""
+def read_vectors(view: View, x: Tensor) -> Tensor:
+    """Of residuals `layer token d_model`, those that the head reads, `layer sample width`, before the final norm.
+
+    Where the head reads rows, a sample is the pooled vector of a row.
+    """
+    if view.unembed is not None and view.unembed.pool is not None:
+        return torch.stack([view.unembed.pool(*by_row(view, layer)) for layer in x])
     index = read_positions(view)
-    return view.activations[1:] if index is None else view.activations[1:, index]
+    return x if index is None else x[:, index]
+
+
+def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
+    """Vectors from which `Unembed` computes logits, `layer sample width`, and whether it is to apply the final norm to them.
+
+    Args:
+        view: of one batch.
+        x: `layer token d_model`, outputs of blocks.
+        normed: whether the final norm is to be applied below the last of these layers too, which matters to heads of rows.
+    """
+    unembed = view.unembed
+    if unembed is None or unembed.pool is None:
+        return read_vectors(view, x), True
+    # One layer at a time: the rows of a layer are a copy of its tokens.
+    last = len(x) - 1
+    return torch.stack([unembed.pooled(*by_row(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
 
 
 def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked: int, key: str) -> dict[str, Tensor]:
@@ -41,7 +62,7 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
 
     Args:
         view: with the model's unembedding.
-        target: `token`, the target at each position that the head reads, NO_LABEL where there is none.
+        target: `token`, the target at each position or row that the head reads, NO_LABEL where there is none.
         normed: whether the final norm is applied at every layer; at the last layer it always is.
         memory_mb: memory for the logits of one chunk of tokens.
         ranked: number of ranks that are distinguished.
@@ -58,7 +79,7 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
         return known
     ranked = max(ranked, RANKED)
     assert view.unembed is not None
-    x = lens_residual(view)
+    x, needs_norm = head_input(view, view.activations[1:], normed)
     layers, tokens = x.shape[:2]
     names = ("best_prob", "target_log_prob", "entropy", "kl")
     out = {name: torch.zeros(layers, tokens, dtype=torch.float64, device=x.device) for name in names}
@@ -68,10 +89,10 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
         span = slice(start, start + step)
         # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
         some = x[:, span].transpose(0, 1)
-        if not normed:
+        if needs_norm and not normed:
             # The last layer is always read with the final norm, as the model reads it.
             some = torch.cat([some[:, :-1], view.unembed.normed(some[:, -1:]).to(some)], 1)
-        z = view.unembed(some, normed, spare)
+        z = view.unembed(some, normed and needs_norm, spare)
         z_here = on_float64_device(z)
         for name, value in _read_chunk(z_here, target[span].to(z_here.device), ranked).items():
             out[name][:, span] = value.T.to(x.device)
@@ -218,14 +239,14 @@ def saturation_layers(view: View, normed: bool, memory_mb: float) -> tuple[Tenso
             agree = (best == best[-1]).long()
             return len(best) - agree.flip(0).cumprod(0).sum(0), bad_logits(known["lens"])
     assert view.unembed is not None
-    x = lens_residual(view)
+    x, needs_norm = head_input(view, view.activations[1:], normed)
     layers, tokens = x.shape[:2]
     alive = torch.arange(tokens, device=x.device)
     layer_of = torch.full((tokens,), layers - 1, device=x.device)
     bad = torch.zeros(layers, dtype=torch.int64, device=x.device)
-    final, bad[-1] = _top_ids(view, x[-1], True, memory_mb)
+    final, bad[-1] = _top_ids(view, x[-1], needs_norm, memory_mb)
     for layer in range(layers - 2, -1, -1):
-        best_id, bad[layer] = _top_ids(view, x[layer, alive], normed, memory_mb)
+        best_id, bad[layer] = _top_ids(view, x[layer, alive], normed and needs_norm, memory_mb)
         alive = alive[best_id == final[alive]]
         layer_of[alive] = layer
     return layer_of, bad

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
-from .layout import existing_paths
-from .unembed import CLASSIFIERS, Head
+from .call_without_hooks import Quiet
+from .head_layouts import known_head
+from .layout import existing_paths, is_post_norm
+from .unembed import Head, Unembed, head_parts, plain_linear
 
 # Names of the unembedding in models without get_output_embeddings.
 HEADS = ("lm_head", "embed_out", "unembed", "output")
+# The class head of a DETR, which reads every object query.
+OF_QUERIES = "class_labels_classifier"
 
 
 def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | None) -> Head | None:
@@ -30,19 +34,54 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
         paths = existing_paths(module, unembed, "unembed")
         norm = paths[0] if len(paths) > 1 and _is_norm(paths[0], names[paths[0]]) else ""
         return _scaled(Head(norm, tuple(paths[1:] if norm else paths)), module)
-    norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
-    # The final norm is registered last.
-    norm = norms[-1] if norms else ""
+    head = _tabled(module, blocks, names)
+    if head is not None:
+        return _scaled(head, module)
+    norm = _final_norm(module, blocks, names)
     # The 350M OPT projects the residual back to the width of its embedding.
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
-    before = [project] if project in names else []
+    before = [project] if project in names else [norm] if norm and norms_between_layers(module) else []
     parts, reads = _classifier(module, blocks, names)
     return _scaled(Head(norm, (*before, *parts), reads), module) if parts else None
 
 
+def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> Head | None:
+    """The head that the table of heads has for the model; None where it has none."""
+    layout = known_head(module)
+    if layout is None:
+        return None
+    base: Any = getattr(module, "base_model_prefix", "")
+    norm = _final_norm(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
+    return Head(norm, layout.parts, layout.reads, pool=None if layout.pool is None else layout.pool(module.config))
+
+
+def _final_norm(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
+    """Path of the norm beside the list of blocks; "" where there is none."""
+    if is_post_norm(module, blocks[0]) and not is_detr(getattr(module, "config", None)):
+        # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.
+        return ""
+    norms = [path for path in _above(blocks[0], names) if _is_norm(path, names[path])]
+    # The final norm is registered last.
+    return norms[-1] if norms else ""
+
+
+def norms_between_layers(module: torch.nn.Module) -> bool:
+    """Whether a DETR applies its decoder's norm to the output of each layer, and once more to that of the last.
+
+    transformers does so where `config.auxiliary_loss` is set, also without labels.
+    """
+    config = getattr(module, "config", None)
+    return is_detr(config) and bool(config.auxiliary_loss)
+
+
+def is_detr(config: Any) -> bool:
+    """Whether a configuration is that of a DETR, whose heads read the output of its decoder alone."""
+    return getattr(config, "model_type", None) == "detr"
+
+
 def _scaled(head: Head, module: torch.nn.Module) -> Head:
     """The head with the scale and the soft-cap of the model's logits, which apply to logits of tokens, not of classes."""
-    if head.parts[-1] in CLASSIFIERS:
+    if head.classifies:
         return head
     config = getattr(module, "config", None)
     scale, soft_cap = logit_scaling(config)
@@ -59,6 +98,8 @@ def _classifier(module: torch.nn.Module, blocks: list[str], names: dict[str, tor
         # BERT's and RoBERTa's heads transform before they decode, so the whole head is named.
         top = path.split(".")[0]
         return [path if blocks[0].startswith(f"{top}.") else top], "every"
+    if is_detr(getattr(module, "config", None)):
+        return [OF_QUERIES] if OF_QUERIES in names else [], "every"
     if "TokenClassification" in type(module).__name__:
         return ["score" if "score" in names else "classifier"], "every"
     if "score" in names:
@@ -106,3 +147,29 @@ def head_dtype(parts: list[torch.nn.Module]) -> torch.dtype | None:
     """The dtype of a head's weights, None where it has none that are floats (as with 8-bit integers)."""
     first = next((p for part in parts for p in part.parameters()), None)
     return first.dtype if first is not None and first.is_floating_point() else None
+
+
+def open_head(module: torch.nn.Module, head: Head) -> tuple[torch.nn.Module, Unembed]:
+    """The module that gives logits (before scale and soft-cap), and the logit lens.
+
+    Args:
+        module: the model.
+        head: paths of its modules.
+    """
+    parts = [module.get_submodule(path) for path in head.modules]
+    norm = module.get_submodule(head.norm) if head.norm else None
+    # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
+    weight = next(parts[-1].parameters(), None)
+    return parts[-1], Unembed(
+        norm=None if norm is None else Quiet(norm),
+        parts=head_parts(head, lambda path: Quiet(module.get_submodule(path))),
+        reads=head.reads,
+        scale=head.scale,
+        soft_cap=head.soft_cap,
+        scales_input=head.scales_input,
+        dtype=head_dtype(parts),
+        device=None if weight is None or weight.is_meta else weight.device,
+        linear=plain_linear(parts[-1]) if head.parts[-1] == head.modules[-1] else None,
+        norm_dtype=None if norm is None else head_dtype([norm]),
+        pool=head.pool,
+    )

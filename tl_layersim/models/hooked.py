@@ -18,9 +18,8 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
-from .call_without_hooks import Quiet
 from .firing_order import firing_order
-from .head_layout import head_dtype
+from .head_layout import open_head
 from .hook_point import HookPoint, residual_points
 from .hooks import (
     ForwardRun,
@@ -42,7 +41,7 @@ from .reading import Call, Callbacks, Choice, Reading, Tap, stack_side
 from .recorder import Recorder
 from .source import positions_of
 from .transformer_lens import is_transformer_lens, open_transformer_lens
-from .unembed import Unembed, plain_linear, tensor_of, unembed_gap
+from .unembed import Unembed, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, reduce, tokens_alone
 
 
@@ -100,24 +99,7 @@ class HookedSource(PointSource):
 
     def _open_head(self) -> tuple[torch.nn.Module | None, Unembed | None]:
         """The module that gives logits (before scale and soft-cap), and the logit lens."""
-        head = self._model.head
-        if head is None:
-            return None, None
-        parts = [self.module.get_submodule(path) for path in head.parts]
-        # Modules that accelerate placed move their inputs by themselves; other heads may be on another device than the norm.
-        weight = next(parts[-1].parameters(), None)
-        return parts[-1], Unembed(
-            norm=Quiet(self.module.get_submodule(head.norm)) if head.norm else None,
-            parts=tuple(Quiet(part) for part in parts),
-            reads=head.reads,
-            scale=head.scale,
-            soft_cap=head.soft_cap,
-            scales_input=head.scales_input,
-            dtype=head_dtype(parts),
-            device=None if weight is None or weight.is_meta else weight.device,
-            linear=plain_linear(parts[-1]),
-            norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,
-        )
+        return (None, None) if self._model.head is None else open_head(self.module, self._model.head)
 
     @property
     def model(self) -> Model:
@@ -290,7 +272,7 @@ class HookedSource(PointSource):
         with temporary_hooks() as handles, torch.no_grad():
             handles.append(on_leave(self._module_at(self.residual_points[-1].module), note))
             logits = tensor_of(self.call(row))
-            return unembed_gap(self.unembed, seen[-1][0], logits[0], row.tokens.shape[1] - 1)
+            return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])
 
     def _forward(self, batch: Batch) -> None:
         """Run one forward pass, and explain an error that it raises.

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .block_layout import NO_FINAL
 from .block_layouts import layout_of
 from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, side_of
 from .model_info import Model, block_sites, layer_names, module_sites
+from .towers import blocks_of_tower, has_both_towers, two_towers
 
 PRE_NORM = "raw weights, before the final norm"
 MODULES = "raw weights; what the named modules give"
 POST_NORM = "raw weights; post-norm: each block's output is after its layer norm"
+NORMS_BETWEEN = ", and the decoder's norm follows it before the next block (config.auxiliary_loss)"
 FAMILIES = (
     "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
-    "RoBERTa, DistilBERT, ELECTRA, MPNet, ViT, DeiT, DINOv2, T5 and BART layouts by themselves; "
+    "RoBERTa, DistilBERT, ELECTRA, MPNet, ViT, DeiT, DINOv2, T5, BART and DETR layouts by themselves; "
     "any other decoder or encoder by layers=[paths of its blocks]"
 )
 
@@ -72,6 +73,10 @@ def locate(
         paths: of its modules, as `find_blocks` gives them.
         named: whether the user named them.
     """
+    tower = blocks_of_tower(module, paths)
+    if tower is not None:
+        consecutive = tower[1] == list(range(tower[1][0], tower[1][0] + len(tower[1])))
+        return _prefixed(f"{tower[0]}.", block_sites(tower[1])), "whole" if consecutive else "parts"
     side = side_of(module, paths)
     prefix = f"{side}." if side else ""
     if not named:
@@ -150,12 +155,20 @@ def _known(module: torch.nn.Module, side: str = "") -> list[str]:
 
 
 def _unsupported(module: torch.nn.Module, given: str) -> LayersimError:
+    if has_both_towers(module):
+        return two_towers(module, f"{type(module).__name__} without layers=")
     lists = [name for name, sub in module.named_modules() if isinstance(sub, torch.nn.ModuleList) and len(sub) > 1][:3]
+    # A detector inside a model of segments, for example.
+    inner = [f"model.{name}" for name, part in module.named_children() if lists_by_side(part)][:1]
     return LayersimError(
         f"The layers of {type(module).__name__} are not known.",
         given=given,
         expected=FAMILIES,
-        do=f"layers=[f'{lists[0]}.{{i}}' for i in range(n)]" if lists else "layers=['path.of.block.0', 'path.of.block.1', ...]",
+        do=f"{inner[0]}, a part of the model with layers that are known"
+        if inner
+        else f"layers=[f'{lists[0]}.{{i}}' for i in range(n)]"
+        if lists
+        else "layers=['path.of.block.0', 'path.of.block.1', ...]",
     )
 
 
@@ -223,7 +236,7 @@ def is_post_norm(module: torch.nn.Module, path: str) -> bool:
     block, config = module.get_submodule(path), nearest_config(module, path)
     layout = layout_of(block, config)
     if layout is not None:
-        return layout.lacks.get("ln_final") == NO_FINAL
+        return bool(layout.sums) and all(total != "resid_post" for total, _ in layout.sums)
     # Blocks with the modules of BERT's, and those of the first GPT, end in a layer norm. Other models have norms before
     # attention and feed-forward, or inside the branch.
     first_gpt = getattr(config, "model_type", None) == "openai-gpt"
@@ -279,6 +292,8 @@ def classes_with_head(name: str) -> str:
     # Encoders first: most of them also have a causal class, for which no trained weights exist.
     if stem and f"{stem}ForMaskedLM" in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
         return "AutoModelForMaskedLM or AutoModelForSequenceClassification"
+    if stem and f"{stem}ForObjectDetection" in auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES.values():
+        return "AutoModelForObjectDetection"
     if stem and f"{stem}ForImageClassification" in str(auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()):
         return "AutoModelForImageClassification"
     if stem and {f"{stem}ForCausalLM", f"{stem}LMHeadModel"} & set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from ..data.inputs import PIXELS
 from .block_lists import in_both_stacks, side_of
-from .head_layout import find_head
-from .layout import MODULES, POST_NORM, PRE_NORM, is_post_norm, locate
+from .head_layout import find_head, norms_between_layers
+from .layout import MODULES, NORMS_BETWEEN, POST_NORM, PRE_NORM, is_post_norm, locate
 from .model_info import Model
+from .towers import blocks_of_tower
 
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
 HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
@@ -65,6 +67,7 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
         raise in_both_stacks(module)
     names, stream = locate(module, blocks, named)
     basis = POST_NORM if is_post_norm(module, blocks[0]) else PRE_NORM
+    basis += NORMS_BETWEEN if side == "decoder" and norms_between_layers(module) else ""
     return data_fields(module, blocks[0]) | {
         "basis": basis if names[0].endswith(".hook_resid_pre") else MODULES,
         "layers": names,
@@ -90,6 +93,10 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
     if side_of(module, [block]) == "decoder" and "decoder_input_ids" in names:
         own = ("decoder_input_ids", "decoder_attention_mask")
         main = own[0]
+    tower = blocks_of_tower(module, [block])
+    if tower is not None and tower[0] == "vision":
+        # An attention mask beside the pixels is that of the other tower's texts.
+        main, own = PIXELS, (own[0], "")
     inputs = {name: zeros if name == "token_type_ids" else None for name in names if name not in own}
     pads, ends = _ids(config, text, "pad_token_id"), [*_ids(config, text, "bos_token_id"), *_ids(config, text, "eos_token_id")]
     more = {"pads": tuple(pads), "ends": tuple(dict.fromkeys(ends)), "processor": processor_of(module)}

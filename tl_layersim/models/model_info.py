@@ -37,7 +37,7 @@ class Model:
         main_input: name of the first input of its forward, "input_ids" of models of tokens.
         token_input: name of the input that holds the token ids of the stack that is read, "decoder_input_ids" of the decoder in
             an encoder-decoder.
-        mask_input: name of the attention mask of this stack.
+        mask_input: name of the attention mask of this stack; "" for a vision tower, which has none.
         processor: makes inputs of images, None where the model carries none.
         pads: padding ids that its configuration names.
         ends: ids that its configuration names as BOS or EOS.

@@ -15,6 +15,8 @@ from ..data.inputs import EMBEDDINGS, PIXELS, ROW_AXES, TOKEN_IDS
 from .model_info import Model
 from .source import Source
 
+# Masks over positions that are known only inside a forward pass, by the stack of an encoder-decoder that they mask.
+INNER_MASKS = {"encoder": "pixel_mask", "decoder": "decoder_attention_mask"}
 # Inputs that mean nothing where all of their values are 0, also to a model that does not take them.
 EMPTY_IF_ZERO = ("token_type_ids",)
 
@@ -33,6 +35,7 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
     Raises:
         LayersimError: the model does not take an input of the batch, or takes no mask and the batch is padded.
     """
+    _refuse_masked_positions(batch, model)
     options: dict[str, Any] = {}
     if hasattr(getattr(module, "config", None), "use_cache"):
         options["use_cache"] = False
@@ -52,6 +55,23 @@ def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tu
         return (batch.tokens,), options
     # A TransformerBridge has one argument for tokens, pixels and embeddings.
     return ((options.pop(main),), options) if type(module).__name__ == "TransformerBridge" else ((), options)
+
+
+def _refuse_masked_positions(batch: Batch, model: Model) -> None:
+    """Refuse rows without token ids of which a mask hides positions of the stack that is read, which would be counted.
+
+    Raises:
+        LayersimError: it hides some.
+    """
+    mask = INNER_MASKS.get(model.layers[0].partition(".")[0])
+    if mask is not None and not batch.has_tokens and mask in batch.inputs and not bool(batch.inputs[mask].all()):
+        hidden = int((batch.inputs[mask] == 0).sum())
+        raise LayersimError(
+            f"`{mask}` hides positions of the stack that is read, which are known only inside a forward pass.",
+            given=f"{mask} {tuple(batch.inputs[mask].shape)} with {hidden} zeros, and {model.layers[0]}",
+            expected=f"a {mask} of ones, or no {mask}",
+            do="images without padding, with batch_size=1 if their sizes differ; or lsim.attach, which reads the inner mask",
+        )
 
 
 def _attention_mask(module: torch.nn.Module, batch: Batch, name: str) -> Tensor:

@@ -29,7 +29,7 @@ from .point_source import PointSource, SitesRead
 from .site_buffer import SiteBuffer
 from .source import positions_of
 from .trace_steps import TraceStep, block_events, read_step, residual_order
-from .unembed import Unembed, tensor_of, unembed_gap
+from .unembed import Unembed, head_parts, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 
 T = TypeVar("T")
@@ -83,10 +83,10 @@ class NNsightSource(PointSource):
         head = self._model.head
         if head is None:
             return None
-        parts = [self.module.get_submodule(path) for path in head.parts]
+        parts = [self.module.get_submodule(path) for path in head.modules]
         return Unembed(
             norm=self._envoy_at(head.norm) if head.norm else None,
-            parts=tuple(self._envoy_at(path) for path in head.parts),
+            parts=head_parts(head, self._envoy_at),
             reads=head.reads,
             scale=head.scale,
             soft_cap=head.soft_cap,
@@ -94,6 +94,7 @@ class NNsightSource(PointSource):
             dtype=head_dtype(parts),
             device=None,
             norm_dtype=head_dtype([self.module.get_submodule(head.norm)]) if head.norm else None,
+            pool=head.pool,
         )
 
     @property
@@ -182,7 +183,7 @@ class NNsightSource(PointSource):
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None
         row = batch.first_row
-        return _trace_gap(self.envoy, self.blocks[-1], self._unembed, self._arguments(row), row.tokens.shape[1] - 1)
+        return _trace_gap(self.envoy, self.blocks[-1], self._unembed, self._arguments(row), row.attention[0])
 
     def collect(self, batch: Batch) -> View:
         if self._remote:
@@ -323,9 +324,9 @@ def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], optio
 
 
 def _trace_gap(
-    model: Any, block: Any, unembed: Unembed, arguments: tuple[tuple[Tensor, ...], dict[str, Any]], last: int
+    model: Any, block: Any, unembed: Unembed, arguments: tuple[tuple[Tensor, ...], dict[str, Any]], attended: Tensor
 ) -> Tensor:
-    """`unembed_gap` of one row, whose last position is `last`; one trace of the whole model, as in `_trace`."""
+    """`unembed_gap` of one row, `attended` at these positions; one trace of the whole model, as in `_trace`."""
     import nnsight
 
     args, options = arguments
@@ -333,7 +334,7 @@ def _trace_gap(
         with torch.no_grad():
             hidden = first_tensor(block.output)[0]
             logits = tensor_of(model.output)[0]
-            norms = unembed_gap(unembed, hidden, logits, last)
+            norms = unembed_gap(unembed, hidden, logits, attended)
         gap: Tensor = nnsight.save(norms)
     return gap
 

@@ -196,7 +196,8 @@ class Recorder:
         self.compare = None
         logits = tensor_of(output)[0].detach()
         with torch.no_grad(), torch.autocast(device_type=hidden.device.type, enabled=False):
-            compare(unembed_gap(lens, hidden, logits, len(hidden) - 1, finished=False), logits.dtype)
+            attended = torch.ones(len(hidden), dtype=torch.bool)
+            compare(unembed_gap(lens, hidden, logits, attended, finished=False), logits.dtype)
 
     def _see(self, sites: list[int], hidden: Tensor) -> None:
         here = self._frame()

@@ -12,7 +12,6 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels
 from .model_info import Model
-from .unembed import CLASSIFIERS
 from .view import View, tokens_alone
 
 
@@ -26,6 +25,8 @@ def targets(view: View, labels: str | Tensor) -> Tensor:
     if labels == "data":
         assert view.labels is not None
         return view.labels
+    if labels == "none":
+        return torch.full_like(view.tokens, NO_LABEL)
     if view.next_token is not None:
         return view.next_token
     # A source without next tokens: the next counted token, where it is the next position of the same row.
@@ -57,7 +58,7 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]]) -> str | Tens
         LayersimError: the models have heads of different kinds, or a masked language model has no labels.
     """
     heads = [model.head for model, _ in models]
-    kinds = {head is not None and (head.reads != "every" or head.parts[-1] in CLASSIFIERS) for head in heads}
+    kinds = {head is not None and head.classifies for head in heads}
     if len(kinds) > 1:
         raise LayersimError(
             "The models must be all language models or all classifiers.",
@@ -116,18 +117,27 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
         own_labels = batch.labels
     else:
+        if labels == "next_token" and model is not None and not batch.has_tokens:
+            raise LayersimError(
+                "`labels='next_token'` needs rows of token ids, and these rows have none.",
+                given=f"rows of {', '.join(batch.inputs)}",
+                expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
+                do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
+            )
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
-    if batch.pooled and any(
+    reads_rows = model is not None and model.head is not None and model.head.reads == "rows"
+    if (batch.pooled or reads_rows) and any(
         len(set(row[kept].tolist())) > 1 for row, kept in zip(own_labels.cpu(), batch.counted, strict=True)
     ):
         raise LayersimError(
-            "`labels` differ within a row, and with positions='mean' a row is one sample.",
-            given="positions='mean' and labels by position",
+            "`labels` differ within a row, and "
+            + ("the head predicts one class for a row." if reads_rows else "with positions='mean' a row is one sample."),
+            given=("a head that reads rows" if reads_rows else "positions='mean'") + " and labels by position",
             expected="one class for each row",
             do="labels of shape (row,); or positions='all'",
         )
-    if model is not None and model.head is not None and model.head.reads == "every" and model.head.parts[-1] not in CLASSIFIERS:
+    if model is not None and model.head is not None and not model.head.classifies:
         # One token cannot be the target at every position of a row.
         classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
         if len(classes) > 1 and all(bool((row == row[0]).all()) for row in classes):

@@ -1,12 +1,13 @@
 """Logit lens: from a residual to logits by the model's own final norm, unembedding, logit scaling and soft-cap.
 
-`Unembed` and `unembed_gap` are shipped to NDIF servers by value, as source: they use torch and the standard library alone.
+`Unembed`, `Pool` and `unembed_gap` are shipped to NDIF servers by value, as source: they use torch and the standard library
+alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,53 @@ from torch import Tensor
 
 HeadModule = Callable[[Tensor], Any]
 # Names of heads that give classes, not tokens.
-CLASSIFIERS = ("score", "classifier")
+CLASSIFIERS = ("score", "classifier", "class_labels_classifier")
+
+
+# Functions between the modules of a head, by the names that stand for them among its parts.
+FUNCTIONS: dict[str, HeadModule] = {"torch.relu": torch.relu}
+# A module or a function of a head; or modules that each read an equal part of the vector, and whose outputs are averaged.
+Part = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """How a head that reads several positions of a row makes one vector of them: some positions, then a mean, concatenated.
+
+    Attributes:
+        single: positions whose vectors are taken as they are.
+        mean_from: first of the attended positions over which the mean is taken; None for no mean.
+        before_norm: whether the final norm is applied to the pooled vector, and not to the vector of each position.
+
+    Examples:
+        >>> x = torch.tensor([[[1.0], [2.0], [4.0]]])
+        >>> Pool((0,), 1)(x, torch.ones(1, 3, dtype=torch.bool)).tolist()
+        [[1.0, 3.0]]
+    """
+
+    single: tuple[int, ...] = ()
+    mean_from: int | None = None
+    before_norm: bool = False
+
+    def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
+        """One vector for each row, `... row width`, from vectors `... row pos d_model`.
+
+        Args:
+            x: vectors of all positions.
+            attended: `row pos`, False at padding.
+        """
+        vectors = [x[..., place, :] for place in self.single]
+        if self.mean_from is not None:
+            kept = attended[:, self.mean_from :, None].to(x.device)
+            vectors.append(x[..., self.mean_from :, :].masked_fill(~kept, 0).sum(-2) / kept.sum(-2))
+        return torch.cat(vectors, -1)
+
+    def written(self, x: str) -> str:
+        """The pooled vector as text, where `x` stands for the vectors of all positions."""
+        vectors = [f"{x}[{place}]" for place in self.single]
+        if self.mean_from is not None:
+            vectors.append(f"mean({x}[{self.mean_from}:])" if self.mean_from else f"mean({x})")
+        return vectors[0] if len(vectors) == 1 else f"cat({', '.join(vectors)})"
 
 
 @dataclass(frozen=True)
@@ -23,27 +70,88 @@ class Head:
 
     Attributes:
         norm: path of the final norm, "" where the model has none.
-        parts: paths of the modules that turn the normed residual into logits, in order.
-        reads: positions of a row that the head reads: "every" one, or the "first" or "last".
+        parts: what turns the normed residual into logits, in order: paths of modules, names of `FUNCTIONS`, and tuples of paths
+            of modules whose outputs are averaged.
+        reads: positions of a row that the head reads: "every" one, the "first" or "last", or several as one vector ("rows").
         scale: factor of the logits.
         soft_cap: c, where the logits are c tanh(logits / c); None where they are not capped.
         scales_input: whether the model applies the factor to what the head reads, so that the head's own output is scaled.
+        pool: for "rows", how the positions of a row become one vector; else None.
     """
 
     norm: str
-    parts: tuple[str, ...]
+    parts: tuple[Part, ...]
     reads: str = "every"
     scale: float = 1.0
     soft_cap: float | None = None
     scales_input: bool = False
+    pool: Pool | None = None
 
-    def __str__(self) -> str:
-        text = "x" if not self.norm else f"{self.norm}(x)"
+    @property
+    def classifies(self) -> bool:
+        """Whether the logits are of classes, not of tokens."""
+        return self.reads != "every" or self.parts[-1] in CLASSIFIERS
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules after the final norm, in order."""
+        branches = [part if isinstance(part, tuple) else (part,) for part in self.parts]
+        return tuple(path for branch in branches for path in branch if path not in FUNCTIONS)
+
+    def under(self, prefix: str) -> Head:
+        """The head of a model that is a part of another one, at the path `prefix`."""
+
+        def moved(part: Part) -> Part:
+            if isinstance(part, tuple):
+                return tuple(f"{prefix}.{path}" for path in part)
+            return part if part in FUNCTIONS else f"{prefix}.{part}"
+
+        return replace(self, norm=f"{prefix}.{self.norm}" if self.norm else "", parts=tuple(map(moved, self.parts)))
+
+    def written(self, normed: bool = True) -> str:
+        """The map from the residual x to logits as text, with or without the final norm."""
+        text = "x"
+        if self.pool is not None and self.pool.before_norm:
+            text = self.pool.written(text)
+        if self.norm and normed:
+            text = f"{self.norm}({text})"
+        if self.pool is not None and not self.pool.before_norm:
+            text = self.pool.written(text)
         for part in self.parts:
-            text = f"{part}({text})"
+            text = f"{part}({text})" if isinstance(part, str) else f"mean of {' and '.join(part)} ({text})"
         if self.scale != 1.0:
             text = f"{self.scale:g} {text}"
         return text if self.soft_cap is None else f"{self.soft_cap:g} tanh({text} / {self.soft_cap:g})"
+
+    def __str__(self) -> str:
+        return self.written()
+
+
+@dataclass(frozen=True)
+class Branches:
+    """Modules of a head that each read an equal part of the last axis, and whose outputs are averaged."""
+
+    modules: tuple[HeadModule, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        outputs = [tensor_of(module(part)) for module, part in zip(self.modules, x.chunk(len(self.modules), -1), strict=True)]
+        return torch.stack(outputs).mean(0)
+
+
+def head_parts(head: Head, module_at: Callable[[str], HeadModule]) -> tuple[HeadModule, ...]:
+    """The modules and functions of a head, as `Unembed` takes them.
+
+    Args:
+        head: the head.
+        module_at: gives the module at a path.
+    """
+
+    def part_at(part: Part) -> HeadModule:
+        if isinstance(part, tuple):
+            return Branches(tuple(module_at(path) for path in part))
+        return FUNCTIONS[part] if part in FUNCTIONS else module_at(part)
+
+    return tuple(part_at(part) for part in head.parts)
 
 
 @dataclass(frozen=True)
@@ -60,6 +168,7 @@ class Unembed:
         dtype: of the head's weights, None where it has no floating-point weights.
         norm_dtype: of the norm's weights, None where it has none; the norm then takes the dtype of the head.
         device: of the head's weights, None where the modules move their inputs by themselves.
+        pool: see `Head`.
         linear: the last part itself where it is a plain linear layer in this process. Logits are then written into memory that
             is used again, which saves a fifth of the time on a CPU.
     """
@@ -74,12 +183,13 @@ class Unembed:
     linear: torch.nn.Linear | None = None
     norm_dtype: torch.dtype | None = None
     scales_input: bool = False
+    pool: Pool | None = None
 
     def raw(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
         """Logits before logit scaling and soft-cap.
 
         Args:
-            x: residuals `... d_model`.
+            x: residuals `... d_model`; where the head reads rows, what `pooled` returns, with normed=False.
             normed: whether the final norm is applied.
             spare: memory `token vocabulary` for the logits, None to allocate it.
         """
@@ -104,6 +214,19 @@ class Unembed:
             return x
         given = x.to(device=self.device, dtype=self.norm_dtype or self.dtype).reshape(1, -1, x.shape[-1])
         return tensor_of(self.norm(given)).reshape(x.shape)
+
+    def pooled(self, x: Tensor, attended: Tensor, normed: bool = True) -> Tensor:
+        """What the parts of a head that reads rows are applied to: `... row width`, from residuals `... row pos d_model`.
+
+        Args:
+            x: residuals of all positions.
+            attended: `row pos`, False at padding.
+            normed: whether the final norm is applied.
+        """
+        assert self.pool is not None
+        if not normed:
+            return self.pool(x, attended)
+        return self.normed(self.pool(x, attended)) if self.pool.before_norm else self.pool(self.normed(x), attended)
 
     def __call__(self, x: Tensor, normed: bool = True, spare: Tensor | None = None) -> Tensor:
         """Logits of residuals; arguments as those of `raw`."""
@@ -138,14 +261,14 @@ def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
     return module if plain and isinstance(module, torch.nn.Linear) else None
 
 
-def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, last: int, finished: bool = True) -> Tensor:
+def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:
     """Difference between the lens at the last layer and the model's own logits, at the end of one row, with its scale.
 
     Args:
         unembed: the lens.
         hidden: `pos d_model`, output of the last block for the row.
         logits: `pos vocabulary` of the model at the same positions, or at the last of them; `classes` of a classifier.
-        last: index in the row of the last position that the model attended to.
+        attended: `pos`, the positions that the model attended to.
         finished: whether scale and soft-cap were applied to the logits; else they are the output of the head.
 
     Returns:
@@ -155,9 +278,14 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, last: int, fin
     if unembed.reads == "every":
         count = min(8, logits.shape[0])
         hidden, logits = hidden[-count:], logits[-count:]
+    elif unembed.pool is not None:
+        hidden = unembed.pooled(hidden[None], attended[None])[0]
     else:
-        hidden = hidden[last if unembed.reads == "last" else 0]
-    own = unembed(hidden) if finished else unembed.raw(hidden) * (unembed.scale if unembed.scales_input else 1.0)
+        hidden = hidden[int(attended.nonzero()[-1]) if unembed.reads == "last" else 0]
+    # What `pooled` returns has the norm already.
+    normed = unembed.pool is None
+    scale = unembed.scale if unembed.scales_input else 1.0
+    own = unembed(hidden, normed) if finished else unembed.raw(hidden, normed) * scale
     if own.shape != logits.shape:
         return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
     theirs, ours = logits.detach().double().cpu(), own.detach().double().cpu()

@@ -167,3 +167,22 @@ def row_ends(view: View) -> Tensor:
     """Index of the last counted token of each row."""
     lengths: Tensor = torch.unique_consecutive(view.sequence, return_counts=True)[1]
     return lengths.cumsum(0) - 1
+
+
+def by_row(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors of the tokens of a view as rows.
+
+    Args:
+        view: of one batch.
+        x: `token width`.
+
+    Returns:
+        `row pos width`, zeros where a row has no counted token; and `row pos`, bool, whether it has one.
+    """
+    counts: Tensor = torch.unique_consecutive(view.sequence, return_counts=True)[1]
+    row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts).to(x.device)
+    position = view.position.to(x.device)
+    shape = (len(counts), int(position.max()) + 1 if len(position) else 0)
+    rows, counted = x.new_zeros(*shape, x.shape[-1]), torch.zeros(shape, dtype=torch.bool, device=x.device)
+    rows[row, position], counted[row, position] = x, True
+    return rows, counted

@@ -31,7 +31,8 @@ from .traces import remote_lens
 # Adapters "down", `adapter direction d_model`, and "up", `adapter d_model direction`, and of each the moments "mean" and
 # "square" of Adam.
 Parts = dict[str, Tensor]
-# The inputs of an optimiser step or an evaluation: tokens, positions with a target, targets, number of the step, rate.
+# The inputs of an optimiser step or an evaluation: tokens, positions with a target, targets, number of the step, rate; and the
+# attended positions for heads that read rows.
 Item = dict[str, Any]
 # Losses `layer`, summed over targets, and the number of targets.
 LossSums = tuple[Tensor, int]
@@ -134,7 +135,7 @@ def loss_and_gradient(
     head = remote_lens(unembed, streams[-1]) if is_remote else unembed
     sums, ends, slopes = [], [], []
     for x, weight in zip(streams, weights, strict=True):
-        own = x.flatten(0, 1).index_select(0, item["index"].long().to(x.device))
+        own = read_at(head, x, item)
         targets = item["targets"].long().to(x.device)
         with torch.autocast(device_type=x.device.type, enabled=False):
             loss, slope = summed_cross_entropy(head, own.detach(), targets, own.requires_grad)
@@ -146,16 +147,33 @@ def loss_and_gradient(
     return torch.stack(sums), found
 
 
+def read_at(unembed: Unembed, x: Tensor, item: Item) -> Tensor:
+    """Residuals of a layer at the positions with a target, `token d_model`; the normed and pooled vectors of rows.
+
+    Args:
+        unembed: final norm and head.
+        x: `batch pos d_model`.
+        item: see `RemoteDescent.item`.
+    """
+    index = item["index"].long().to(x.device)
+    if unembed.pool is None:
+        return x.flatten(0, 1).index_select(0, index)
+    rows = index // x.shape[1]
+    return unembed.pooled(x.index_select(0, rows), item["attended"].bool().to(x.device)[rows])
+
+
 def summed_cross_entropy(unembed: Unembed, x: Tensor, targets: Tensor, sloped: bool) -> tuple[Tensor, Tensor | None]:
-    """Summed cross-entropy of residuals `token d_model`, float64, and, if `sloped`, its gradient with respect to them."""
+    """Summed cross-entropy of what `read_at` returns, float64, and, if `sloped`, its gradient with respect to it."""
+    # The vectors of rows have their norm.
+    needs_norm = unembed.pool is None
     with torch.no_grad():
-        rows = max(1, LOGITS_AT_ONCE // unembed(x[:1]).shape[-1])
+        rows = max(1, LOGITS_AT_ONCE // unembed(x[:1], needs_norm).shape[-1])
     total = torch.zeros((), dtype=torch.float64)
     slopes = []
     with torch.set_grad_enabled(sloped):
         for first in range(0, len(x), rows):
             some, right = x[first : first + rows].requires_grad_(sloped), targets[first : first + rows]
-            logits = unembed(some)
+            logits = unembed(some, needs_norm)
             right = right.to(logits.device)
             if not sloped:
                 total = total + cross_entropy(logits, right).sum().cpu()

@@ -149,8 +149,8 @@ class RemoteSource(NNsightSource):
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None
         row, head = batch.first_row, self._unembed
-        arguments, last = forward_arguments(self.module, row, self._model), row.tokens.shape[1] - 1
-        return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, arguments, last, backend))
+        arguments, attended = forward_arguments(self.module, row, self._model), row.attention[0]
+        return self.ndif.request(lambda backend: lens_gap_of(self.envoy, self.blocks[-1], head, arguments, attended, backend))
 
     def read_at(self, points: tuple[HookPoint, ...]) -> None:
         super().read_at(points)

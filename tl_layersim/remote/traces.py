@@ -81,9 +81,14 @@ def submit(
 
 
 def lens_gap_of(
-    model: Any, block: Any, unembed: Unembed, arguments: tuple[tuple[Tensor, ...], dict[str, Any]], last: int, backend: Any
+    model: Any,
+    block: Any,
+    unembed: Unembed,
+    arguments: tuple[tuple[Tensor, ...], dict[str, Any]],
+    attended: Tensor,
+    backend: Any,
 ) -> Tensor:
-    """One request: `unembed_gap` of one row, whose last position is `last`; the row is run through the whole model."""
+    """One request: `unembed_gap` of one row, `attended` at these positions; the row is run through the whole model."""
     import nnsight
 
     args, options = arguments
@@ -94,7 +99,7 @@ def lens_gap_of(
             logits = tensor_of(model.output)[0]
             # Outside autocast, as kernels run: a server may have switched it on.
             with torch.autocast(device_type=hidden.device.type, enabled=False):
-                norms = unembed_gap(lens, hidden[0], logits, last)
+                norms = unembed_gap(lens, hidden[0], logits, attended)
         gap: Tensor = nnsight.save(norms)
     return gap
 

@@ -14,7 +14,7 @@ from .site_labels import short_names
 from .style import BLUE, FAINT, GREEN, ORANGE, SHADES, SOLID, layer_axis, styled, turn_labels
 
 # Axes of a result whose labels are layers.
-LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped")
+LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer")
 
 
 def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: str, quantity: str, axis: str) -> go.Figure:
@@ -45,7 +45,8 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
         )
     if axis in LAYER_AXES:
         after = not names or names[0].endswith("resid_pre")
-        layer_axis(fig.update_xaxes, names, "After block" if after else axis_title("skipped" if axis == "skipped" else "layer"))
+        own = axis if axis in ("skipped", "vision_layer", "text_layer") else "residual" if after else "layer"
+        layer_axis(fig.update_xaxes, names, axis_title(own))
         turn_labels(fig, names)
     elif numbers:
         fig.update_xaxes(title=axis_title(axis))

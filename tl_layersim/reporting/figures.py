@@ -12,6 +12,15 @@ from .matrix import layer_heatmap, series_heatmap
 from .site_labels import site_words
 from .style import SHADES
 
+LAYER_MATRICES = (
+    ("row", "column"),
+    ("row_block", "column_block"),
+    ("skipped", "affected"),
+    ("vision_layer", "text_layer"),
+    ("vision_layer", "other_vision_layer"),
+    ("text_layer", "other_text_layer"),
+)
+
 
 def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     """The figure of one field.
@@ -28,7 +37,7 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     picture = next((p for p in result.pictures if p.field == field), None)
     unit = quantity(type(result).__name__, field)
     title = site_words(result.layers, picture.title if picture else unit)
-    if axes in (("row", "column"), ("row_block", "column_block"), ("skipped", "affected")):
+    if axes in LAYER_MATRICES:
         return layer_heatmap(result, values, axes, title, unit)
     if axes == ("sublayer",):
         return sublayer_lines(result.coordinates("sublayer"), values, title, unit)
@@ -52,7 +61,7 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
         labels = result.coordinates(axes[0])
         # Of evaluations during a training, and of models before and after one, the last stands out.
         shades = SHADES[: len(labels)][::-1] if axes[0] in ("look", "model", "stage") else SHADES
-        names = [str(label) if axes[0] in ("model", "stage") else f"{axes[0]} = {label}" for label in labels]
+        names = [str(label) if axes[0] in ("model", "stage", "comparison") else f"{axes[0]} = {label}" for label in labels]
         series = [(name, row, shade) for name, row, shade in zip(names, values, shades, strict=False)]
         return lines(result.coordinates(axes[1]), series, title, unit, axes[1])
     if len(axes) == 2:

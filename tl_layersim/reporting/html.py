@@ -70,6 +70,7 @@ def _has_values(result: Result, field: str) -> bool:
 
 def _sites(result: Result) -> str:
     """The sites at which a result was measured, in words."""
-    own = site_ranges(tuple(dict.fromkeys((*result.layers, *getattr(result, "sublayers", ())))))
+    further = (*getattr(result, "sublayers", ()), *getattr(result, "text_layers", ()))
+    own = site_ranges(tuple(dict.fromkeys((*result.layers, *further))))
     columns = result.coordinates("column")
     return own if columns == result.layers else f"{own}; second model: {site_ranges(columns)}"

@@ -48,7 +48,8 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
     models = result.provenance.model.split(" | ")
     names = [f"Block of {model}" for model in (models[-1], models[0])] if len(models) > 1 else ["After block"] * 2
     names = ["Singular vectors of block", "Jacobian of block"] if axes[0] == "row_block" else names
-    names = [axis_title(axis) for axis in axes[::-1]] if axes[0] == "skipped" else names
+    named = axes[0] in ("skipped", "vision_layer", "text_layer")
+    names = [axis_title(axis) for axis in axes[::-1]] if named else names
     layer_axis(fig.update_xaxes, columns, names[0])
     layer_axis(fig.update_yaxes, rows, names[1])
     fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")

@@ -168,11 +168,12 @@ class ActivationStore:
         return rows.view(*self.batches[index].tokens.shape, -1)
 
     @contextmanager
-    def keep(self, folder: Path | None) -> Iterator[None]:
+    def keep(self, folder: Path | None, required: bool = True) -> Iterator[None]:
         """Compute all residuals once and keep them, in memory or in a temporary file, until the context ends.
 
         Args:
             folder: the folder of the file; None for memory.
+            required: False to compute residuals that do not fit into memory anew at each access, and to say so.
 
         Raises:
             LayersimError: memory or disk are too small for them.
@@ -183,6 +184,14 @@ class ActivationStore:
         first = self.front.hidden(self.batches[0], self.layer)
         width, total = first.shape[-1], self._starts[-1]
         size = total * width * first.element_size()
+        if not required and folder is None and size > 0.9 * _free(folder)[0]:
+            tqdm.write(
+                f"The front's activations, {in_words(size)}, do not fit into memory and are computed anew for each back; "
+                "cache='folder' keeps them in a file.",
+                file=sys.stderr,
+            )
+            yield
+            return
         self._check_space(size, folder)
         name = ""
         try:

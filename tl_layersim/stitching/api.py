@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..analysis.model_groups import group_labels
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable
 from ..data.options import Column, DataOptions
 from ..models.split_model import SplitModel
 from ..remote.open import open_split_model
+from .activation_store import ActivationStore
 from .adapter import Adapter
 from .experiment import StitchExperiment, StitchRun
 from .fitting import Fit, StitchTraining
@@ -140,6 +142,7 @@ def stitch_grid(
     data: Any,
     *,
     layers: list[Layer] | dict[str, list[Layer]] | None = None,
+    groups: Any = None,
     adapter: str = "affine",
     fit: Fit | None = None,
     training: StitchTraining | None = None,
@@ -161,14 +164,16 @@ def stitch_grid(
 ) -> StitchGrid:
     """Stitch some models in all directions at some stitch points, each with itself included: figures 1 and 2 of Brown et al.
 
-    In training the front's activations are computed once for each front and stitch point; the loss of the back alone once for
-    each back.
+    The front's activations are computed once for each front and stitch point; the loss of the back alone once for each back.
+    With `adapter="identity"` nothing is trained: do fine-tunes of one model fall into groups? See `StitchGrid.between_models`.
 
     Args:
         models: a mapping from names to models.
         data: as in `stitch`.
         layers: the layers that are joined, as in `at` of `stitch`: one list for all models, or one for each by name, of one
             length: the i-th stitch point joins the i-th layers. Default: the output of each block, for models of equal depth.
+        groups: a mapping from names of models to groups, or a list of groups in the order of the models, for comparisons of
+            groups by the result.
         adapter: see `stitch`, as for all further options.
         fit: see `stitch`.
         training: see `stitch`.
@@ -177,7 +182,7 @@ def stitch_grid(
         eval_data: see `stitch`.
         labels: see `stitch`.
         remote: see `stitch`, for all models.
-        cache: see `stitch`.
+        cache: a folder for the front's activations, see `stitch`; here those of the evaluation and of all fits are kept.
         checkpoint: a file that keeps finished stitches and the training under way; the same call resumes from it.
         tokenizer: see `stitch`.
         batch_size: see `stitch`.
@@ -213,6 +218,7 @@ def stitch_grid(
             expected="a name for each model",
             do='stitch_grid({"base": model_a, "tuned": model_b}, data)',
         )
+    labels_of_models = () if groups is None else group_labels(groups, tuple(models))
     opened = {name: open_split_model(model, layers=None, remote=remote) for name, model in models.items()}
     points = stitch_points_of(opened, layers)
     every = list(opened.values())
@@ -229,7 +235,7 @@ def stitch_grid(
     count = len(next(iter(points.values())))
     labels_of_points = tuple(stitch_point_label(opened, points, s) for s in range(count))
     provenance = experiment.provenance(every, time.perf_counter() - start, {"layers": points})
-    return grid_of(cells, tuple(opened), labels_of_points, spec, experiment.unit, provenance)
+    return grid_of(cells, (tuple(opened), labels_of_models), labels_of_points, spec, experiment.unit, provenance)
 
 
 def _run_grid(
@@ -245,11 +251,29 @@ def _run_grid(
                 with ExitStack() as kept:
                     # Numbers, since names may hold any character.
                     keys = {b: f"{number} {other} {s}" for other, b in enumerate(models)}
-                    if "sgd" in experiment.spec.fit and not all(progress.done(key) for key in keys.values()):
-                        kept.enter_context(activations[0].keep(experiment.cache))
+                    _keep(experiment, activations, kept, sum(not progress.done(key) for key in keys.values()))
                     for b, back in models.items():
                         bar.set_postfix_str(f"{a} into {b}, stitch point {s + 1} of {count}")
                         at = (points[a][s], points[b][s])
                         cells[a, b, s] = experiment.cell(keys[b], front, back, at, activations, progress)
                         bar.update()
     return cells
+
+
+def _keep(experiment: StitchExperiment, activations: Iterable[ActivationStore], kept: ExitStack, backs: int) -> None:
+    """Keep the front's activations that more than one back reads, or training more than once.
+
+    Args:
+        experiment: the call.
+        activations: of the fit, and of the evaluation.
+        kept: holds them until it is closed.
+        backs: number of stitches to come.
+    """
+    trained = "sgd" in experiment.spec.fit
+    fit, evaluation = activations
+    if trained and backs:
+        kept.enter_context(fit.keep(experiment.cache))
+    if backs > 1:
+        for store in (fit, evaluation):
+            if len(store):
+                kept.enter_context(store.keep(experiment.cache, required=False))

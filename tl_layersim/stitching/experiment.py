@@ -94,11 +94,11 @@ class StitchExperiment:
         self.layers = layers
         self.models, self.backs, self.spec = models, backs, spec
         self.cache = None if cache is None else Path(cache)
-        if self.cache is not None and "sgd" not in spec.fit:
+        if self.cache is not None and "sgd" not in spec.fit and len(backs) == 1:
             raise LayersimError(
-                "`cache` needs a fit by gradients: other fits keep no activations.",
+                "`cache` needs a fit by gradients or several backs: other stitches keep no activations.",
                 given=f"cache={cache} with fit={spec.fit!r}",
-                expected="fit='sgd' or 'lstsq+sgd'",
+                expected="fit='sgd' or 'lstsq+sgd', or stitch_grid",
                 do="leave cache= out",
             )
         if self.cache is not None:

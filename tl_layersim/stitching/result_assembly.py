@@ -66,18 +66,24 @@ def result_of(
 
 
 def grid_of(
-    cells: Cells, names: tuple[str, ...], labels: tuple[str, ...], spec: StitchSpec, unit: str, provenance: Provenance
+    cells: Cells,
+    models: tuple[tuple[str, ...], tuple[str, ...]],
+    labels: tuple[str, ...],
+    spec: StitchSpec,
+    unit: str,
+    provenance: Provenance,
 ) -> StitchGrid:
     """The stitches of a grid as one result.
 
     Args:
         cells: the stitches.
-        names: of the models.
+        models: their names, and their groups or none.
         labels: of the stitch points.
         spec: the adapter and its fit.
         unit: "token", or "row" of a classifier.
         provenance: the record.
     """
+    names, groups = models
 
     def table(of: Callable[[StitchRun], Any]) -> Tensor:
         rows = [[[of(cells[a, b, s]) for s in range(len(labels))] for b in names] for a in names]
@@ -106,6 +112,7 @@ def grid_of(
         batch_tokens=next(iter(cells.values())).judged["tokens"],
         batch_penalty=table(lambda run: (run.judged["loss"] - run.judged["back_loss"]).tolist()),
         fronts=names,
+        groups=groups,
         seams=labels,
         kind=spec.kind.name,
         fit=spec.fit,

@@ -16,6 +16,7 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
 from .adapter import Adapter
+from .penalties import Penalties, penalties_between
 
 if TYPE_CHECKING:
     import pandas
@@ -265,6 +266,7 @@ class StitchGrid(Result):
         kind: the kind of adapter.
         fit: how adapters were fitted.
         unit: the unit of a target: "token", or "row" of a classifier.
+        groups: the group of each model; empty where no groups were given.
     """
 
     values_name = "penalty"
@@ -285,6 +287,7 @@ class StitchGrid(Result):
     kind: str
     fit: str
     unit: str
+    groups: tuple[str, ...] = ()
 
     pictures = (
         Picture(
@@ -314,6 +317,13 @@ class StitchGrid(Result):
     def penalty(self) -> Tensor:
         """Stitching penalties in nats, `front back seam`, the same as `values`."""
         return self.values
+
+    def between_models(self, seam: int | str | None = None, of: Literal[penalty, accuracy_penalty] = "penalty") -> Penalties:
+        """Penalties of all fronts into all backs at one stitch point, by number or label; by default their mean over all.
+
+        The result compares groups of models, and draws a heat map and a dendrogram (Brown et al. 2023, figure 2).
+        """
+        return penalties_between(self, seam, of)
 
     def asymmetry(self, first: str, second: str, confidence: float = 0.95) -> pandas.DataFrame:
         """Penalty of `first` into `second` minus that of `second` into `first`, by stitch point, with an interval over batches.

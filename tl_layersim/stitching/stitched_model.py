@@ -247,10 +247,6 @@ class StitchedSource(HookedSource):
         path_of = {id(module): path for path, module in stitched.named_modules()}
         self.paths, self._named = [path_of[id(block)] for block in self.blocks], False
         self._embed = None
-        head = back.model.head
-        if head is not None:
-            norm = f"back.{head.norm}" if head.norm else ""
-            head = replace(head, norm=norm, parts=tuple(f"back.{part}" for part in head.parts))
         self._model = replace(
             back.model,
             name=f"{front.model.name} up to {front.model.layers[stitched.at[0]]}, {stitched.adapter.kind}, {back.model.name}",
@@ -258,7 +254,7 @@ class StitchedSource(HookedSource):
             weights_hash=f"{front.model.weights_hash}+{stitched.adapter.digest()}+{back.model.weights_hash}",
             source=f"stitched {front.model.source} and {back.model.source}",
             layers=(entering(back.model.layers[above + 1]), *back.model.layers[above + 1 :]),
-            head=head,
+            head=None if back.model.head is None else back.model.head.under("back"),
             **front.model.inputs_with(back.model),
         )
         self._points = residual_points(self._model.layers, self.paths)

@@ -172,7 +172,11 @@ class AdapterSteps(TrainingSteps):
         """The inputs of a step or an evaluation on some rows."""
         batch = data.take(rows)
         index, targets = positions_with_targets(self.head_reads, batch.targets, batch.attended, batch.main.shape[1])
-        return self.descent.item(batch.main, batch.options, index, targets, step, rate)
+        item = self.descent.item(batch.main, batch.options, index, targets, step, rate)
+        if self.head_reads != "rows":
+            return item
+        attended = torch.ones_like(batch.main) if batch.attended is None else batch.attended
+        return item | {"attended": attended.to(torch.int32)}
 
     def _item_of_step(self, step: int) -> Item:
         """The inputs of a step, counted from 0."""

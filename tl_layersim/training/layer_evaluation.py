@@ -125,8 +125,8 @@ def evaluate_layers(
             expected="a model and its fine-tune",
             do="tokenizer=..., the one that both were trained with",
         )
-    # The position of a row that the head reads: the last token by default.
-    pool: Literal["first", "last"] = "first" if pair[0].head is not None and pair[0].head.reads == "first" else "last"
+    # What the head reads of a row; the last token where it reads every position.
+    pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
     collapse = [_collapse(model, data, NeuralCollapse(labels=targets, pool=pool), options) for model in models]
     both = replace(runs[0], **{name: _both(runs, name) for name in ("model", "config_hash", "weights_hash", "source")})
     change = _change(reports, collapse, both, names, float(threshold), float(eps), center)

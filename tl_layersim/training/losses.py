@@ -57,8 +57,8 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
     """Positions, flattened from `batch pos`, at which the head's prediction has a target, and these targets.
 
     Args:
-        reads: see `Head`.
-        targets: `batch pos`, or `batch` of a head that reads one position of a row; NO_LABEL where a position has none.
+        reads: see `Head`; for "rows" the position is the first of each row.
+        targets: `batch pos`, or `batch` of a head that predicts a class for a row; NO_LABEL where a position has none.
         attended: `batch pos`, None without padding.
         positions: number of positions of a row in the residual stream.
     """

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..core.errors import LayersimError
 from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
 from ..models.block_call import first_tensor
+from ..models.head_layout import is_detr
 from ..models.hooked import HookedSource
 from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
 from ..models.layout import classes_with_head
@@ -85,7 +86,7 @@ class ResidualStream:
         self.module, self.blocks = source.module, source.blocks
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             refuse_inference_weights(self.module)
-        self._top = source.module.get_submodule(head.norm or head.parts[0])
+        self._top = source.module.get_submodule(head.norm or head.modules[0])
 
     @property
     def n_layers(self) -> int:
@@ -162,15 +163,27 @@ class ResidualStream:
             )
         return found
 
-    def normed(self, layer: int, x: Tensor, norm: bool) -> Tensor:
-        """The input of the head at a layer: the residual, normed if `norm` is true; the last layer always has its norm."""
-        return self.unembed.normed(x) if norm or layer == self.n_layers else x
+    def at_targets(self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool) -> tuple[dict[int, Tensor], Tensor]:
+        """What the head reads of each layer where it has a target, `sample width`, after the final norm; and the targets.
 
-    def at_targets(self, batch: TrainingBatch, residuals: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Tensor]:
-        """Residuals `token d_model` of each layer at the positions with a target, and the targets."""
-        shape = next(iter(residuals.values())).shape
-        index, targets = positions_with_targets(self.reads, batch.targets, self._read_from(batch), shape[1])
-        return {layer: x.flatten(0, 1).index_select(0, index.to(x.device)) for layer, x in residuals.items()}, targets
+        Args:
+            batch: inputs and targets.
+            residuals: of each layer, `batch pos d_model`.
+            norm: whether the final norm is applied below the last layer; at the last layer it always is.
+        """
+        pos = next(iter(residuals.values())).shape[1]
+        index, targets = positions_with_targets(self.reads, batch.targets, self._read_from(batch), pos)
+        read = {}
+        for layer, x in residuals.items():
+            normed, here = norm or layer == self.n_layers, index.to(x.device)
+            if self.unembed.pool is not None:
+                rows = here // pos
+                attended = torch.ones_like(x[..., 0], dtype=torch.bool) if batch.attended is None else batch.attended
+                read[layer] = self.unembed.pooled(x.index_select(0, rows), attended.to(x.device)[rows], normed)
+            else:
+                x = x.flatten(0, 1).index_select(0, here)
+                read[layer] = self.unembed.normed(x) if normed else x
+        return read, targets
 
     def _read_from(self, batch: TrainingBatch) -> Tensor | None:
         """Positions `batch pos` among which a classifier reads the last one."""
@@ -197,14 +210,14 @@ class ResidualStream:
             whole: see `residuals`.
         """
         residuals = self.residuals(terms, run or (lambda: self.call(batch)), whole)
-        rows, targets = self.at_targets(batch, residuals)
-        return self.weighted(rows, targets, terms, norm), len(targets)
+        read, targets = self.at_targets(batch, residuals, norm)
+        return self.weighted(read, targets, terms), len(targets)
 
-    def weighted(self, rows: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float], norm: bool) -> Tensor:
-        """Weighted sum over layers of the summed cross-entropy of each layer's residuals `token d_model`."""
-        device = next(iter(rows.values())).device
+    def weighted(self, read: Mapping[int, Tensor], targets: Tensor, terms: Mapping[int, float]) -> Tensor:
+        """Weighted sum over layers of the summed cross-entropy of what the head reads of each layer, see `at_targets`."""
+        device = next(iter(read.values())).device
         # All layers in one call, so that one gradient of the head is held.
-        x = torch.cat([self.normed(layer, rows[layer], norm) for layer in terms])
+        x = torch.cat([read[layer] for layer in terms])
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         weights = torch.tensor(list(terms.values()), dtype=wide, device=device).repeat_interleave(len(targets))
         return summed_loss(self.unembed, x, targets.to(device).repeat(len(terms)), weights)
@@ -232,7 +245,12 @@ class ResidualStream:
                 index, _ = positions_with_targets(
                     self.reads, torch.zeros(1, dtype=torch.int64), self._read_from(batch), seen[-1].shape[1]
                 )
-                theirs, ours = logits[0], self.unembed(seen[-1][0, int(index)])
+                theirs = logits[0]
+                if self.unembed.pool is not None:
+                    attended = torch.ones_like(seen[-1][..., 0], dtype=torch.bool) if batch.attended is None else batch.attended
+                    ours = self.unembed(self.unembed.pooled(seen[-1], attended)[0], False)
+                else:
+                    ours = self.unembed(seen[-1][0, int(index)])
             if ours.shape != theirs.shape:
                 return torch.tensor([torch.inf, torch.nan], dtype=torch.float64)
             kept = slice(None) if batch.attended is None or self.reads != "every" else batch.attended[0]
@@ -282,6 +300,13 @@ def open_residual_stream(model: Any, layers: list[str] | None, unembed: list[str
     Raises:
         LayersimError: the model cannot be trained, because its weights are not modules of this process.
     """
+    if is_detr(getattr(model, "config", None)):
+        raise LayersimError(
+            "`model` is a DETR, whose aligned training is transformers' auxiliary loss, with equal weights of all layers.",
+            given=type(model).__name__,
+            expected="a model with one residual stream",
+            do="model.config.auxiliary_loss = True, and model(**inputs, labels=labels).loss in a Trainer; docs/detection.md",
+        )
     source = open_source(model, layers=layers, unembed=unembed)
     if not (source.can_hook and source.is_single_model):
         raise LayersimError(

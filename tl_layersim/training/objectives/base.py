@@ -133,10 +133,9 @@ class Objective(nn.Module, ABC):
     def evaluate(self, batch: TrainingBatch) -> Tensor:
         """Sums of a batch by layer: `3 layer`, float64: cross-entropies, correct predictions, number of targets."""
         stream = self.stream
-        rows, targets = stream.at_targets(batch, self.residuals(batch, None))
+        read, targets = stream.at_targets(batch, self.residuals(batch, None), self.norms_every_layer)
         sums = torch.zeros(3, stream.n_layers, dtype=torch.float64)
-        for layer, row in rows.items():
-            x = stream.normed(layer, row, self.norms_every_layer)
+        for layer, x in read.items():
             head = self.head_of(layer)
             with torch.autocast(x.device.type, enabled=False):
                 size = rows_at_once(logits_at(stream.unembed, x[:1], head).shape[-1]) if len(x) else 1

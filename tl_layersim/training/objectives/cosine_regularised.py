@@ -37,9 +37,9 @@ class CosineRegularisedObjective(Objective):
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
         stream = self.stream
         residuals = self.residuals(batch, run)
-        rows, targets = stream.at_targets(batch, residuals)
-        terms = self.terms(self.settings, step, stream.n_layers)
-        loss = stream.weighted({stream.n_layers: rows[stream.n_layers]}, targets, terms, self.norms_every_layer)
+        last = {stream.n_layers: residuals[stream.n_layers]}
+        read, targets = stream.at_targets(batch, last, self.norms_every_layer)
+        loss = stream.weighted(read, targets, self.terms(self.settings, step, stream.n_layers))
         # A mean over attended positions; the training divides the whole loss by the number of targets.
         return loss + self.settings.beta * len(targets) * self._distance(batch, residuals)
 

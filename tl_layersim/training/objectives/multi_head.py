@@ -47,12 +47,11 @@ class MultiHeadObjective(Objective):
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
         stream = self.stream
-        rows, targets = stream.at_targets(batch, self.residuals(batch, run))
+        read, targets = stream.at_targets(batch, self.residuals(batch, run), self.norms_every_layer)
         total = torch.zeros((), device=targets.device)
-        last = stream.unembed.normed(rows[stream.n_layers])
+        last = read[stream.n_layers]
         for layer, weight in enumerate(self.weights, 1):
-            x = stream.normed(layer, rows[layer], self.norms_every_layer)
-            head = self.head_of(layer)
+            x, head = read[layer], self.head_of(layer)
             token_weights = torch.full_like(targets, weight, dtype=torch.float32)
             total = total + summed_loss(stream.unembed, x, targets, token_weights, head)
             if self.settings.kl and head is not None:

@@ -1,4 +1,7 @@
-"""Comparison of two models, one or both on a server: statistics of each are transferred and joined here, not activations."""
+"""Comparison of models by statistics of each: one model runs after the other, and no activations are kept or transferred.
+
+Models on servers are compared in this way, and more than two models.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,10 @@ def exchange(
     plan: SitePlan,
     show: Callable[[str], None],
 ) -> Iterator[list[PartialSums]]:
-    """Run each batch on one model, then on the other, and join the statistics of both.
+    """Run each batch on one model after the other, and join the statistics of all.
 
     Args:
-        sources: the two models.
+        sources: the models.
         batches: in the order of the data.
         analyzers: by name.
         plan: the sites that each analyzer reads.
@@ -54,23 +57,23 @@ def exchange(
     for batch in batches:
         not_finite, sides = [], []
         for number, source in enumerate(sources):
-            show(f"model {number + 1} of 2")
+            show(f"model {number + 1} of {len(sources)}")
             counts, out = source.run(batch, kernels[number])
             not_finite += counts
-            sides.append(out)
+            sides.append({name: by_name[name].prepare(statistics) for name, statistics in out.items()})
         finite = all(not bool(count.any()) for count in not_finite)
-        joined = {name: item.join(sides[0][name], sides[1][name]) for name, item in by_name.items()} if finite else {}
+        joined = {name: item.join(*(side[name] for side in sides)) for name, item in by_name.items()} if finite else {}
         yield [PartialSums(1, not_finite, joined)]
 
 
 def crossing(
     analyzers: Mapping[str, Analyzer], sources: Sequence[Source], plan: SitePlan, sizes: Sequence[tuple[int, int]]
 ) -> str:
-    """A sentence on how many bytes the comparison of two models transfers.
+    """A sentence on how many bytes the comparison of models transfers.
 
     Args:
         analyzers: by name.
-        sources: the two models; the size of activations is stated where the widths of both are known.
+        sources: the models; the size of activations is stated where the widths of all are known.
         plan: the sites that each analyzer reads.
         sizes: samples and rows of each batch.
     """
@@ -80,7 +83,8 @@ def crossing(
         for choice in plan.choices[name]
         for samples, rows in sizes
     )
-    words = f"{len(sizes)} batches, each run on one model and then on the other; {in_words(size)} cross in all"
+    how = "on one model and then on the other" if len(sources) == 2 else f"on {len(sources)} models in turn"
+    words = f"{len(sizes)} batches, each run {how}; {in_words(size)} cross in all"
     numbers = [_numbers_per_sample(source) for source in sources]
     if all(numbers):
         activations = 4 * sum(numbers) * sum(samples for samples, _ in sizes)

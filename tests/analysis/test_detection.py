@@ -1,0 +1,390 @@
+"""`detection_by_layer` against brute force over matchings in float64, and against the losses of transformers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analysis.box_matching import DetectionWeights, generalised_iou, match
+from tl_layersim.data.annotations import Objects
+
+from ..detectors import CLASSES, LAYERS, QUERIES, annotation, outputs_by_layer, scenes, tiny_detr
+
+FIELDS = ("accuracy", "box_l1", "giou", "no_object", "cross_entropy", "loss")
+both = pytest.mark.parametrize("auxiliary_loss", [False, True])
+
+
+def giou_of(a, b) -> float:
+    """Generalised IoU of two boxes, by areas of intervals."""
+    sides = []
+    for axis in (0, 1):
+        low_a, high_a, low_b, high_b = (box[axis] + sign * box[axis + 2] / 2 for box in (a, b) for sign in (-1, 1))
+        sides.append((max(0.0, min(high_a, high_b) - max(low_a, low_b)), max(high_a, high_b) - min(low_a, low_b)))
+    overlap, around = sides[0][0] * sides[1][0], sides[0][1] * sides[1][1]
+    union = a[2] * a[3] + b[2] * b[3] - overlap
+    return overlap / union - (around - union) / around
+
+
+def oracle(model, data) -> dict[str, list[float]]:
+    """The fields of the result, from all matchings of each image and layer in turn."""
+    c, found = model.config, {name: [] for name in FIELDS}
+    logits, boxes = outputs_by_layer(model, data)
+    for layer in range(LAYERS):
+        sums, matched, unmatched, objects = dict.fromkeys(FIELDS, 0.0), 0, 0, 0
+        weight = 0.0
+        for row, labels in enumerate(data["labels"]):
+            p = logits[layer, row].softmax(-1).tolist()
+            b, classes, truth = boxes[layer, row].tolist(), labels["class_labels"].tolist(), labels["boxes"].double().tolist()
+
+            def cost(q, o, p=p, b=b, classes=classes, truth=truth):
+                distance = sum(abs(x - y) for x, y in zip(b[q], truth[o], strict=True))
+                return -c.class_cost * p[q][classes[o]] + c.bbox_cost * distance - c.giou_cost * giou_of(b[q], truth[o])
+
+            few = min(len(b), len(classes))
+            pairs = (
+                [list(zip(chosen, range(few), strict=True)) for chosen in itertools.permutations(range(len(b)), few)]
+                if few == len(classes)
+                else [list(zip(range(few), chosen, strict=True)) for chosen in itertools.permutations(range(len(classes)), few)]
+            )
+            best = min(pairs, key=lambda pairs: sum(cost(q, o) for q, o in pairs))
+            objects, matched, unmatched = objects + len(classes), matched + few, unmatched + len(b) - few
+            of = dict(best)
+            for q in range(len(b)):
+                predicted = p[q].index(max(p[q]))
+                target = classes[of[q]] if q in of else CLASSES
+                importance = 1.0 if q in of else c.eos_coefficient
+                sums["cross_entropy"] -= importance * math.log(p[q][target])
+                weight += importance
+                if q in of:
+                    sums["accuracy"] += predicted == target
+                    sums["box_l1"] += sum(abs(x - y) for x, y in zip(b[q], truth[of[q]], strict=True))
+                    sums["giou"] += giou_of(b[q], truth[of[q]])
+                else:
+                    sums["no_object"] += predicted == CLASSES
+        loss = c.bbox_loss_coefficient * sums["box_l1"] + c.giou_loss_coefficient * (matched - sums["giou"])
+        found["loss"].append(sums["cross_entropy"] / weight + loss / max(objects, 1))
+        found["cross_entropy"].append(sums["cross_entropy"] / weight)
+        found["no_object"].append(sums["no_object"] / unmatched if unmatched else math.nan)
+        for name, per in (("accuracy", 1), ("box_l1", 4), ("giou", 1)):
+            found[name].append(sums[name] / (per * matched) if matched else math.nan)
+    return found
+
+
+def agrees(found, model, data, atol: float = 1e-10) -> None:
+    for name, values in oracle(model, data).items():
+        expected = torch.tensor(values, dtype=torch.float64)
+        torch.testing.assert_close(getattr(found, name), expected, atol=atol, rtol=0, equal_nan=True, msg=name)
+
+
+@both
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_number_equals_brute_force_in_every_batch_size(auxiliary_loss, seed):
+    model, data = tiny_detr(auxiliary_loss, seed=seed), scenes(seed=seed)
+    for size in (1, 3, 16):
+        found = lsim.detection_by_layer(model, data, batch_size=size)
+        agrees(found, model, data)
+    assert (found.images, found.objects, found.matched) == (4, 6, 6)
+    assert found.layers[1:] == tuple(f"decoder.blocks.{i}.hook_resid_post" for i in range(LAYERS))
+    assert found.coordinates("layer") == found.layers[1:]
+
+
+@both
+def test_losses_are_those_of_transformers(auxiliary_loss):
+    model, data = tiny_detr(auxiliary_loss, torch.float32), scenes()
+    found = lsim.detection_by_layer(model, data)
+    with torch.no_grad():
+        out = model(**data)
+    names = {**{k: f"_{k}" for k in range(LAYERS - 1)}, LAYERS - 1: ""}
+    layers = range(LAYERS) if auxiliary_loss else [LAYERS - 1]
+    for layer in layers:
+        theirs = [float(out.loss_dict[f"{name}{names[layer]}"]) for name in ("loss_ce", "loss_bbox", "loss_giou")]
+        ours = [float(x[layer]) for x in (found.cross_entropy, 4 * found.box_l1, 1 - found.giou)]
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert float(found.loss[list(layers)].sum()) == pytest.approx(float(out.loss), rel=1e-5)
+
+
+def test_the_last_layer_is_the_model_s_own_output():
+    for auxiliary_loss in (False, True):
+        model, data = tiny_detr(auxiliary_loss), scenes()
+        with torch.no_grad():
+            out = model(pixel_values=data["pixel_values"].double(), pixel_mask=data["pixel_mask"])
+        logits, boxes = outputs_by_layer(model, data)
+        torch.testing.assert_close(out.logits, logits[-1])
+        torch.testing.assert_close(out.pred_boxes, boxes[-1])
+
+
+def test_the_mask_of_pixels_reaches_the_model():
+    model, data = tiny_detr(), scenes((1, 2))
+    masked = lsim.detection_by_layer(model, data)
+    whole = lsim.detection_by_layer(model, {name: data[name] for name in ("pixel_values", "labels")})
+    assert float((masked.box_l1 - whole.box_l1).abs().max()) > 1e-6
+
+
+def test_matching_equals_that_of_transformers():
+    from transformers.loss.loss_for_object_detection import HungarianMatcher
+
+    generator = torch.Generator().manual_seed(3)
+    weights = DetectionWeights(1, 5, 2, 0.1, 5, 2)
+    for count in (0, 1, 5, 12):
+        logits = torch.randn(8, CLASSES + 1, generator=generator).double()
+        boxes = annotation(8, generator)["boxes"].double()
+        labels = annotation(count, generator)
+        objects = Objects(labels["class_labels"], labels["boxes"].double())
+        target = [{"class_labels": objects.classes, "boxes": objects.boxes}]
+        [theirs] = HungarianMatcher(1, 5, 2)({"logits": logits[None], "pred_boxes": boxes[None]}, target)
+        assert [x.tolist() for x in match(logits, boxes, objects, weights)] == [x.tolist() for x in theirs]
+
+
+def test_weights_of_the_configuration_decide():
+    model, data = tiny_detr(), scenes((3, 2, 3))
+    settings = {"class_cost": 0, "bbox_cost": 0, "giou_cost": 1, "eos_coefficient": 0.7, "bbox_loss_coefficient": 3}
+    before = lsim.detection_by_layer(model, data)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    found = lsim.detection_by_layer(model, data)
+    agrees(found, model, data)
+    assert bool((found.giou >= before.giou - 1e-12).all())
+    assert found.provenance.options["giou_cost"] == 1
+
+
+@pytest.mark.parametrize("counts", [(1,), (0, 2), (1, 1, 1, 1, 1)])
+def test_few_objects(counts):
+    model, data = tiny_detr(), scenes(counts)
+    agrees(lsim.detection_by_layer(model, data), model, data)
+
+
+def test_images_without_any_object_have_only_unmatched_queries():
+    model, data = tiny_detr(), scenes((0, 0))
+    found = lsim.detection_by_layer(model, data)
+    agrees(found, model, data)
+    assert bool(torch.cat([found.accuracy, found.box_l1, found.giou]).isnan().all())
+    assert bool(found.no_object.isfinite().all() and found.loss.isfinite().all())
+    assert list(found.headline()) == ["fraction of unmatched queries with no object at the last layer"]
+
+
+def test_more_objects_than_queries():
+    model, data = tiny_detr(), scenes((QUERIES + 2, QUERIES))
+    with pytest.warns(lsim.LayersimWarning, match=f"2 of {2 * QUERIES + 2} objects have no query"):
+        found = lsim.detection_by_layer(model, data)
+    agrees(found, model, data)
+    assert (found.objects, found.matched) == (2 * QUERIES + 2, 2 * QUERIES)
+    assert bool(found.no_object.isnan().all())
+
+
+def test_generalised_iou_of_boxes_that_touch_overlap_and_stand_apart():
+    generator = torch.Generator().manual_seed(0)
+    a, b = (annotation(20, generator)["boxes"].double() for _ in range(2))
+    expected = [[giou_of(x, y) for y in b.tolist()] for x in a.tolist()]
+    torch.testing.assert_close(generalised_iou(a[:, None], b), torch.tensor(expected, dtype=torch.float64))
+
+
+def rows(data) -> list[dict]:
+    return [{name: values[i] for name, values in data.items()} for i in range(len(data["labels"]))]
+
+
+def test_all_forms_of_the_data_give_the_same_numbers():
+    import datasets
+
+    model, data = tiny_detr(), scenes()
+    expected = lsim.detection_by_layer(model, data)
+    batches = [{name: values[i : i + 2] for name, values in data.items()} for i in (0, 2)]
+    alone = {name: data[name] for name in ("pixel_values", "pixel_mask")}
+    lists = [{n: v if isinstance(v, dict) else v.tolist() for n, v in row.items()} for row in rows(data)]
+    for row in lists:
+        row["labels"] = {name: values.tolist() for name, values in row["labels"].items()}
+    loader = torch.utils.data.DataLoader(
+        rows(data),
+        batch_size=3,
+        collate_fn=lambda of: {n: [r[n] for r in of] if n == "labels" else torch.stack([r[n] for r in of]) for n in of[0]},
+    )
+    forms = {
+        "rows": (rows(data), None),
+        "batches": (batches, None),
+        "generator": ((row for row in rows(data)), None),
+        "labels apart": (alone, data["labels"]),
+        "generator of labels": (alone, (one for one in data["labels"])),
+        "DataLoader": (loader, None),
+        "data set": (datasets.Dataset.from_list(lists), None),
+    }
+    for name, (given, labels) in forms.items():
+        found = lsim.detection_by_layer(model, given, labels=labels, batch_size=2)
+        for field in FIELDS:
+            torch.testing.assert_close(getattr(found, field), getattr(expected, field), atol=1e-6, rtol=0, msg=name)
+    assert found.provenance.data == expected.provenance.data
+
+
+def test_images_go_through_the_processor():
+    PIL = pytest.importorskip("PIL.Image")
+    from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
+
+    processor = DetrImageProcessorPil(size={"shortest_edge": 32, "longest_edge": 64})
+    generator = torch.Generator().manual_seed(0)
+    pictures = [
+        PIL.fromarray(torch.randint(0, 256, (h, w, 3), generator=generator, dtype=torch.uint8).numpy())
+        for h, w in ((40, 40), (40, 60))
+    ]
+    labels = [annotation(count, generator) for count in (2, 1)]
+    model = tiny_detr(dtype=torch.float32)
+    found = lsim.detection_by_layer(model, pictures, labels=labels, tokenizer=processor, batch_size=1)
+    by_hand = [processor(images=picture, return_tensors="pt") for picture in pictures]
+    apart = [lsim.detection_by_layer(model, dict(one), labels=[label]) for one, label in zip(by_hand, labels, strict=True)]
+    expected = (2 * apart[0].box_l1 + apart[1].box_l1) / 3
+    torch.testing.assert_close(found.box_l1, expected)
+
+
+@both
+def test_half_precision(auxiliary_loss):
+    model, data = tiny_detr(auxiliary_loss, torch.bfloat16), scenes()
+    found = lsim.detection_by_layer(model, data)
+    whole = oracle(tiny_detr(auxiliary_loss), data)
+    torch.testing.assert_close(found.box_l1, torch.tensor(whole["box_l1"]), atol=0.02, rtol=0, check_dtype=False)
+    assert found.box_l1.dtype == torch.float64
+
+
+def test_a_model_in_training_is_measured_without_dropout_and_left_as_it_was():
+    model, data = tiny_detr(dropout=0.5), scenes()
+    expected = lsim.detection_by_layer(model, data)
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = lsim.detection_by_layer(model, data)
+    torch.testing.assert_close(found.box_l1, expected.box_l1)
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_result_is_a_file_a_table_and_figures(tmp_path):
+    found = lsim.detection_by_layer(tiny_detr(), scenes())
+    again = lsim.load(found.save(tmp_path / "detection.safetensors"))
+    for name in FIELDS:
+        assert torch.equal(getattr(again, name), getattr(found, name))
+    assert again.provenance == found.provenance
+    table = found.to_frame()
+    assert list(table.columns) == ["layer", "accuracy", "box_l1", "giou", "no_object", "cross_entropy", "loss"]
+    assert found.plot("box_l1").layout.yaxis.title.text == "Box L1 (fraction of the image)"
+    page = lsim.Report({"detection": found}).to_html(tmp_path / "page.html").read_text()
+    assert "Box error of each layer" in page
+    assert "class accuracy of the last layer" in repr(found)
+
+
+def test_annotations_are_a_part_of_the_record():
+    model, data = tiny_detr(), scenes()
+    first = lsim.detection_by_layer(model, data).provenance
+    data["labels"][0]["boxes"] = data["labels"][0]["boxes"] / 2
+    second = lsim.detection_by_layer(model, data).provenance
+    assert first.data == second.data
+    assert first.options["labels"] != second.options["labels"]
+
+
+ONE = {"class_labels": [1], "boxes": [[0.5, 0.5, 0.2, 0.2]]}
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([ONE | {"class_labels": [CLASSES]}, ONE], "`labels` of image 0 holds classes that the model does not predict"),
+        ([ONE, ONE | {"class_labels": [-1]}], "`labels` of image 1 holds classes"),
+        ([ONE | {"boxes": [[16.0, 16.0, 8.0, 8.0]]}, ONE], "boxes that are not normalised"),
+        ([ONE | {"boxes": [[0.5, 0.5, -0.2, 0.2]]}, ONE], "boxes that are not normalised"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2, 0.0]]}, ONE], "or that have no area"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2, math.nan]]}, ONE], "boxes that are not normalised"),
+        ([ONE | {"boxes": [[0.5, 0.5, 0.2]]}, ONE], "`labels` of image 0 must be annotations"),
+        ([ONE | {"class_labels": [1, 2]}, ONE], "`labels` of image 0 must be annotations"),
+        ([ONE | {"class_labels": [1.5]}, ONE], "`labels` of image 0 must be annotations"),
+        ([ONE | {"class_labels": ["cat"]}, ONE], "`labels` of image 0 must be annotations"),
+        ([{"class_labels": [1]}, ONE], "`labels` of image 0 must be annotations"),
+        ([1, 2], "`labels` of image 0 must be annotations"),
+        ("a text", "`labels` must be annotations"),
+        (ONE, "`labels` must be annotations"),
+        ([ONE], "`labels` must hold one annotation for each image"),
+        ([ONE] * 3, "`labels` must hold one annotation for each image"),
+        ([], "`data` has no annotations"),
+        (None, "`data` has no annotations"),
+    ],
+    ids=str,
+)
+def test_annotations_that_are_none_are_refused(labels, message):
+    with pytest.raises(lsim.LayersimError, match=message):
+        lsim.detection_by_layer(tiny_detr(), scenes()["pixel_values"][:2], labels=labels)
+
+
+def test_annotations_beside_another_number_of_images_are_refused():
+    data = scenes()
+    for given in (
+        data | {"labels": data["labels"][:3]},
+        [data | {"labels": data["labels"][:3]}],
+        [{"pixel_values": data["pixel_values"], "labels": data["labels"][0]}],
+    ):
+        with pytest.raises(lsim.LayersimError, match="`labels` must hold one annotation for each image"):
+            lsim.detection_by_layer(tiny_detr(), given)
+    first, second, *_ = rows(data)
+    del second["labels"]
+    with pytest.raises(lsim.LayersimError, match="`labels` must hold one annotation for each image"):
+        lsim.detection_by_layer(tiny_detr(), [first, second])
+
+
+def test_data_that_are_no_images_are_refused():
+    for given, message in (
+        (["a text"], "no tokenizer"),
+        ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "takes `pixel_values`"),
+        (torch.zeros(1, 3, 32, 32, dtype=torch.long), "must be floating-point"),
+    ):
+        with pytest.raises(lsim.LayersimError, match=message):
+            lsim.detection_by_layer(tiny_detr(), given, labels=[ONE])
+
+
+def other_detectors():
+    import transformers as hf
+
+    from ..detectors import BACKBONE
+
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    config = hf.ConditionalDetrConfig(backbone_config=BACKBONE, num_queries=4, **sizes)
+    yield hf.ConditionalDetrForObjectDetection(config), "offsets from reference points"
+    vit = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    yield hf.YolosForObjectDetection(hf.YolosConfig(image_size=[32, 32], num_detection_tokens=4, **vit)), "of object queries"
+    yield tiny_detr().model, "without its class head"
+
+
+def test_other_models_are_refused_with_the_reason():
+    for model, message in other_detectors():
+        with pytest.raises(lsim.LayersimError, match=message):
+            lsim.detection_by_layer(model, torch.zeros(1, 3, 32, 32), labels=[ONE])
+    nnsight = pytest.importorskip("nnsight")
+    with pytest.raises(lsim.LayersimError, match="must be the Hugging Face model itself"):
+        lsim.detection_by_layer(nnsight.NNsight(tiny_detr()), torch.zeros(1, 3, 32, 32), labels=[ONE])
+
+
+def test_a_model_of_segments_names_its_detector():
+    import transformers as hf
+
+    from ..detectors import BACKBONE
+
+    backbone = BACKBONE | {"hidden_sizes": [8] * 4, "depths": [1] * 4, "out_features": [f"stage{i}" for i in (1, 2, 3, 4)]}
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    model = hf.DetrForSegmentation(hf.DetrConfig(backbone_config=backbone, num_queries=3, num_labels=CLASSES, **sizes))
+    pixels = torch.randn(1, 3, 64, 64)
+    with pytest.raises(lsim.LayersimError, match="layers of DetrForSegmentation are not known") as error:
+        lsim.detection_by_layer(model, pixels, labels=[ONE])
+    assert error.value.do.startswith("model.detr")
+    assert lsim.detection_by_layer(model.detr, pixels, labels=[ONE]).matched == 1
+
+
+def test_heads_that_are_not_the_model_s_are_refused():
+    model = tiny_detr()
+    handle = model.bbox_predictor.register_forward_hook(lambda _m, _a, out: out + 1)
+    with pytest.raises(lsim.LayersimError, match="do not give the model's own boxes"):
+        lsim.detection_by_layer(model, scenes())
+    handle.remove()
+
+
+def test_predictions_that_are_not_finite_are_refused():
+    model = tiny_detr()
+    with torch.no_grad():
+        model.class_labels_classifier.bias[0] = math.nan
+    with pytest.raises(lsim.LayersimError, match=r"do not give the model's own logits|NaN or infinite"):
+        lsim.detection_by_layer(model, scenes())

@@ -1,0 +1,381 @@
+"""`compare_grid`: all pairs of many models, each of which runs once a batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers.base import Analyzer, Run
+from tl_layersim.core import LayerMatrix, Sums
+from tl_layersim.models.view import Kernel, View
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(CKA rests|CKA is dominated|vocabularies have).*:UserWarning")
+CKAS = [lsim.CKA(minibatch=16), lsim.CKA(minibatch=16, estimator="biased"), lsim.CKA(estimator="exact")]
+
+
+def noisy(model: torch.nn.Module, seed: int, size: float = 0.05) -> torch.nn.Module:
+    """A copy of a model with a little noise on its weights."""
+    own, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(size * parameter.abs().mean() * noise)
+    return own
+
+
+def two_groups(each: int = 2) -> dict[str, torch.nn.Module]:
+    """Copies of two models with noise: x0, y0, x1, y1, ..."""
+    bases = {"x": tiny_llama(dtype=torch.float64), "y": tiny_llama(dtype=torch.float64, seed=1)}
+    return {f"{name}{i}": noisy(base, 7 * i + len(name)) for i in range(each) for name, base in bases.items()}
+
+
+def text_rows() -> dict[str, torch.Tensor]:
+    """Rows of tokens with padding and a last batch of one row."""
+    tokens, mask = random_tokens(9, 20), torch.ones(9, 20, dtype=torch.long)
+    mask[1, 12:] = 0
+    mask[5, :3] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+class Passes:
+    """Counts forward passes of models."""
+
+    def __init__(self, models: dict[str, torch.nn.Module]) -> None:
+        self.counts = dict.fromkeys(models, 0)
+        for name, model in models.items():
+            model.register_forward_pre_hook(lambda *_, name=name: self.counts.update({name: self.counts[name] + 1}))
+
+
+class TestGrid:
+    @pytest.fixture(scope="class")
+    def models(self):
+        return two_groups()
+
+    @pytest.fixture(scope="class")
+    def grid(self, models):
+        return lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16), groups=[*"xyxy"], batch_size=4)
+
+    @pytest.mark.parametrize("cka", CKAS, ids=lambda cka: cka.estimator)
+    def test_each_pair_is_what_compare_gives(self, models, cka):
+        grid = lsim.compare_grid(models, text_rows(), cka, batch_size=4)
+        for i, a in enumerate(models):
+            for j, b in enumerate(models):
+                one, own = lsim.compare(models[a], models[b], text_rows(), cka, batch_size=4), grid[a, b]
+                assert type(own) is type(one)
+                for name in one.tensor_fields():
+                    torch.testing.assert_close(getattr(own, name), getattr(one, name), rtol=1e-9, atol=1e-10)
+                assert float(grid.values[i, j]) == pytest.approx(one.distance(), abs=1e-6)
+                recorded, expected = (dict(vars(result.provenance)) for result in (own, one))
+                recorded.pop("seconds"), expected.pop("seconds")
+                assert recorded == expected
+                assert (own.samples, own.minibatches, own.column_layers) == (one.samples, one.minibatches, one.column_layers)
+
+    def test_the_distance_is_equation_two(self, grid):
+        for i, a in enumerate(grid.models):
+            for j, b in enumerate(grid.models):
+                cka = np.asarray(grid[a, b].values)
+                # The outputs of the three blocks, without the embedding.
+                angles = [math.acos(min(1.0, max(-1.0, cka[layer, layer]))) for layer in (1, 2, 3)]
+                assert float(grid.values[i, j]) == pytest.approx(math.sqrt(sum(angle**2 for angle in angles)), abs=1e-9)
+        assert torch.equal(grid.values, grid.values.T)
+
+    @pytest.mark.parametrize("cka", [CKAS[0], CKAS[2]], ids=lambda cka: cka.estimator)
+    @pytest.mark.parametrize("count", [2, 4])
+    def test_each_model_runs_once_a_batch(self, cka, count):
+        models = dict(list(two_groups().items())[:count])
+        passes = Passes(models)
+        lsim.compare_grid(models, text_rows(), cka, batch_size=4)
+        assert passes.counts == dict.fromkeys(models, 3)
+
+    def test_statistics_are_computed_once_a_model_and_batch(self, models, monkeypatch):
+        from tl_layersim.analyzers import _minibatch_hsic
+
+        centred, count = _minibatch_hsic.centred, []
+        monkeypatch.setattr(_minibatch_hsic, "centred", lambda *args: count.append(1) or centred(*args))
+        lsim.compare_grid(models, random_tokens(8, 16), lsim.CKA(minibatch=16), batch_size=4)
+        # Four minibatches in each of two batches.
+        assert len(count) == len(models) * 2 * 4
+
+    def test_groups_are_told_apart(self, grid):
+        assert [grid.models[n][0] for n in grid.order] in ([*"xxyy"], [*"yyxx"])
+        merges = grid.clusters()
+        assert merges[-1, 2] > 5 * merges[-2, 2]
+        means = dict(zip(grid.compare_groups().comparisons, grid.compare_groups().values.tolist(), strict=True))
+        assert means["between groups"] == means["x and y"] > 5 * means["within groups"]
+
+    def test_an_index_that_is_no_pair(self, grid):
+        for wrong in ("x0", ("x0",), ("x0", "z"), 0):
+            with pytest.raises(lsim.LayersimError, match="indexed by the names of two"):
+                grid[wrong]
+
+    def test_tables(self, grid):
+        table = grid.to_frame()
+        assert len(table) == 16
+        assert set(table.columns) == {"row_model", "column_model", "row_group", "column_group", "distance"}
+        [line] = table[(table.row_model == "x0") & (table.column_model == "y1")].to_dict("records")
+        assert (line["row_group"], line["column_group"], line["distance"]) == ("x", "y", float(grid.values[0, 3]))
+        assert len(grid.to_frame("dendrogram")) == 3
+        assert list(grid.to_frame("groups").comparison)[:2] == ["within groups", "between groups"]
+
+    def test_figures(self, grid, tmp_path):
+        heat = grid.plot()
+        names = [grid.models[n] for n in grid.order]
+        assert [name in text for name, text in zip(names, heat.layout.xaxis.ticktext, strict=True)] == [True] * 4
+        np.testing.assert_allclose(heat.data[0].z, grid.values[list(grid.order)][:, list(grid.order)])
+        assert heat.data[0].colorbar.title.text == "CKA distance (radians)"
+        assert (heat.layout.title.text, heat.layout.xaxis.title.text) == ("Distances between models", "Model")
+        tree = grid.plot("dendrogram")
+        heights = sorted(max(trace.y) for trace in tree.data if trace.y[0] is not None)
+        np.testing.assert_allclose(heights, grid.clusters()[:, 2])
+        assert tree.layout.yaxis.title.text == "CKA distance (radians)"
+        boxes = grid.plot("groups")
+        assert [len(trace.y) for trace in boxes.data if trace.type == "box"] == [1, 1, 4]
+        page = lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").read_text()
+        assert all(
+            title in page for title in ("Distances between models", "Dendrogram of the models", "within and between groups")
+        )
+
+    def test_without_groups(self, models, tmp_path):
+        grid = lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
+        assert grid.groups == ()
+        assert "row_group" not in grid.to_frame().columns
+        assert not grid.plot("dendrogram").layout.showlegend
+        with pytest.raises(lsim.LayersimError, match="`groups` must be given"):
+            grid.compare_groups()
+        with pytest.raises(lsim.LayersimError, match="`relabelings` must be at least 1"):
+            grid.compare_groups([*"xyxy"], relabelings=0)
+        assert grid.compare_groups([*"xyxy"]).p_value == pytest.approx(1 / 3)
+        assert "Dendrogram" in lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").read_text()
+
+    def test_save_and_load(self, grid, tmp_path):
+        again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
+        assert type(again) is type(grid)
+        assert torch.equal(again.values, grid.values)
+        assert (again.models, again.groups, again.provenance) == (grid.models, grid.groups, grid.provenance)
+        for pair in (("x0", "y1"), ("y1", "x0"), ("x0", "x0")):
+            assert torch.equal(again[pair].values, grid[pair].values)
+            assert again[pair].provenance == grid[pair].provenance
+        inside = lsim.load(lsim.Report({"many": grid}).save(tmp_path / "report.safetensors"))["many"]
+        assert torch.equal(inside["y0", "y1"].effective_samples, grid["y0", "y1"].effective_samples)
+
+    def test_a_checkpoint_is_resumed(self, models, grid, tmp_path):
+        path, data = tmp_path / "run.safetensors", text_rows()
+
+        def broken():
+            for number in range(9):
+                if number == 5:
+                    raise KeyboardInterrupt
+                yield {name: values[number].tolist() for name, values in data.items()}
+
+        rows = [{name: values[number].tolist() for name, values in data.items()} for number in range(9)]
+        call = {"groups": [*"xyxy"], "batch_size": 4, "checkpoint": path}
+        with pytest.raises(KeyboardInterrupt):
+            lsim.compare_grid(models, broken(), lsim.CKA(minibatch=16), **call)
+        assert path.exists()
+        again = lsim.compare_grid(models, rows, lsim.CKA(minibatch=16), **call)
+        whole = lsim.compare_grid(models, rows, lsim.CKA(minibatch=16), batch_size=4)
+        assert torch.equal(again.values, whole.values)
+        with pytest.raises(lsim.LayersimError):
+            lsim.compare_grid(dict(list(models.items())[:3]), rows, lsim.CKA(minibatch=16), batch_size=4, checkpoint=path)
+
+
+class TestModels:
+    def test_widths_and_kinds_may_differ(self):
+        models = {"llama": tiny_llama(), "gpt2": tiny_gpt2(), "wide": wide()}
+        data = random_tokens(6, 16)
+        grid = lsim.compare_grid(models, data, lsim.CKA(minibatch=16))
+        for a, b in (("llama", "wide"), ("wide", "gpt2")):
+            one = lsim.compare(models[a], models[b], data, lsim.CKA(minibatch=16))
+            torch.testing.assert_close(grid[a, b].values, one.values, rtol=1e-9, atol=1e-9)
+
+    def test_other_sites_and_positions(self):
+        models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_gpt2()}
+        options = {"at": "attn_out", "positions": slice(2, None), "batch_size": 3}
+        data = random_tokens(6, 16)
+        grid = lsim.compare_grid(models, data, lsim.CKA(minibatch=16), **options)
+        one = lsim.compare(models["b"], models["c"], data, lsim.CKA(minibatch=16), **options)
+        torch.testing.assert_close(grid["b", "c"].values, one.values, rtol=1e-9, atol=1e-9)
+        assert grid["b", "c"].layers == one.layers == tuple(f"blocks.{i}.hook_attn_out" for i in range(3))
+        assert float(grid.values[1, 2]) == pytest.approx(one.distance(), abs=1e-9)
+
+    def test_blocks_by_path_for_some_models(self):
+        models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
+        paths = [f"model.layers.{i}" for i in range(3)]
+        grid = lsim.compare_grid(models, random_tokens(6, 16), lsim.CKA(minibatch=16), layers={"b": paths})
+        one = lsim.compare(models["a"], models["b"], random_tokens(6, 16), lsim.CKA(minibatch=16), layers=(None, paths))
+        torch.testing.assert_close(grid["a", "b"].values, one.values)
+
+    def test_depths_that_differ(self):
+        models = {"a": tiny_llama(), "deep": tiny_llama(5)}
+        with pytest.raises(lsim.LayersimError, match="defined for models of equal depth"):
+            lsim.compare_grid(models, random_tokens(), lsim.CKA(minibatch=16))
+        grid = lsim.compare_grid(
+            models,
+            random_tokens(),
+            lsim.CKA(minibatch=16),
+            distance=lambda result: float(result.values[-1, -1].clamp(-1, 1).arccos()),
+        )
+        assert grid["a", "deep"].values.shape == (4, 6)
+        assert float(grid.values[0, 1]) == pytest.approx(math.acos(float(grid["a", "deep"].values[-1, -1])))
+
+    def test_a_tokenizer_of_any_model_reads_texts(self):
+        models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
+        models["b"].tokenizer = tiny_tokenizer()
+        texts = ["w3 w4 w5 w6 w7 w8", "w9 w10 w11 w12 w13 w14 w15"]
+        grid = lsim.compare_grid(models, texts, lsim.CKA(minibatch=4))
+        assert grid.provenance.tokens == 15
+        models["a"].tokenizer = tiny_tokenizer(90)
+        with pytest.raises(lsim.LayersimError, match="have different tokenizers"):
+            lsim.compare_grid(models, texts, lsim.CKA(minibatch=4))
+
+    def test_a_distance_that_is_not_defined(self):
+        models = two_groups()
+        flat = copy.deepcopy(models["x0"])
+        with torch.no_grad():
+            # Every token has one and the same residual.
+            flat.model.embed_tokens.weight.copy_(flat.model.embed_tokens.weight[:1].expand(100, -1))
+            for block in flat.model.layers:
+                block.self_attn.o_proj.weight.zero_()
+                block.mlp.down_proj.weight.zero_()
+        with pytest.raises(lsim.LayersimError, match=r"(?s)CKA is not defined at any layer.*x0 and flat"):
+            lsim.compare_grid(models | {"flat": flat}, text_rows(), lsim.CKA(minibatch=16))
+
+    def test_activations_that_are_not_finite(self):
+        models = two_groups()
+        with torch.no_grad():
+            models["x1"].model.layers[1].mlp.down_proj.weight.fill_(math.nan)
+        with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in batch 0, model 3"):
+            lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
+
+
+def wide():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    config = GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=100, n_positions=64, bos_token_id=1, eos_token_id=2)
+    return GPT2LMHeadModel(config).eval()
+
+
+def mean_kernel(*views: View) -> dict[str, torch.Tensor]:
+    return {
+        "total": torch.stack([view.activations.sum((1, 2)).double() for view in (views[0], views[-1])]),
+        "count": torch.tensor(views[0].activations.shape[1]),
+    }
+
+
+def product_kernel(*views: View, mean: torch.Tensor) -> dict[str, torch.Tensor]:
+    sums = [view.activations.double().sum((1, 2)) for view in (views[0], views[-1])]
+    return {"products": torch.outer(sums[0] - mean[0], 2 * sums[1]), "count": torch.tensor(1)}
+
+
+@dataclass(frozen=True)
+class Product(Analyzer):
+    """A measure that depends on the order of two models, with a first pass and without statistics of each model."""
+
+    name: ClassVar[str] = "product"
+    compares: ClassVar[bool] = True
+    scale: float = 1.0
+
+    def first_kernel(self) -> Kernel:
+        return mean_kernel
+
+    def kernel(self, first: Sums) -> Kernel:
+        from functools import partial
+
+        return partial(product_kernel, mean=first["total"] / first["count"])
+
+    def compute(self, sums: Sums, run: Run) -> LayerMatrix:
+        return LayerMatrix(
+            values=sums["products"] * self.scale,
+            layers=run.layers,
+            column_layers=run.column_layers,
+            provenance=run.provenance,
+        )
+
+
+class TestOtherAnalyzers:
+    def test_a_measure_that_depends_on_the_order(self):
+        models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
+        passes = Passes(models)
+        data = random_tokens(6, 12)
+        grid = lsim.compare_grid(models, data, Product(), batch_size=3, distance=lambda result: result.values.abs().mean())
+        # Two passes of two batches.
+        assert passes.counts == dict.fromkeys(models, 4)
+        for i, a in enumerate(models):
+            for j, b in enumerate(models):
+                one = lsim.compare(models[a], models[b], data, Product(), batch_size=3)
+                torch.testing.assert_close(grid[a, b].values, one.values)
+                assert float(grid.values[i, j]) == pytest.approx(float(one.values.abs().mean()))
+        assert not torch.equal(grid.values, grid.values.T)
+        assert grid.compare_groups([*"xxy"]).comparisons == (
+            "within groups",
+            "between groups",
+            "within x",
+            "x into y",
+            "y into x",
+        )
+
+    def test_a_distance_must_be_stated(self):
+        models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
+        with pytest.raises(lsim.LayersimError, match="`distance` must be given for Product"):
+            lsim.compare_grid(models, random_tokens(), Product())
+        with pytest.raises(lsim.LayersimError, match="`distance` must return one number"):
+            lsim.compare_grid(models, random_tokens(), Product(), distance=lambda result: result.values)
+
+    def test_exact_sums_of_all_pairs_must_fit(self):
+        models = {name: tiny_llama() for name in "abcd"}
+        need = 3 * 8 * (4 * 32) ** 2 / 1e9
+        lsim.compare(models["a"], models["b"], random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=2 * need))
+        with pytest.raises(lsim.LayersimError, match="more memory than `max_memory_gb`"):
+            lsim.compare_grid(models, random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=2 * need))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("models", "message"),
+        [
+            (lambda: [tiny_llama(), tiny_llama()], "`models` must be a mapping"),
+            (lambda: {1: tiny_llama(), 2: tiny_llama()}, "`models` must be a mapping"),
+            (lambda: {"a": tiny_llama()}, "`models` must hold two models or more"),
+            # Python keeps the last of two equal names.
+            (lambda: dict(zip("aa", (tiny_llama(), tiny_llama(seed=1)), strict=True)), "a mapping keeps only the last of two"),
+        ],
+    )
+    def test_models(self, models, message):
+        with pytest.raises(lsim.LayersimError, match=message):
+            lsim.compare_grid(models(), random_tokens(), lsim.CKA())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"groups": [*"xy"]}, "`groups` must be a mapping from models to groups, or a list"),
+            ({"groups": "xyx"}, "`groups` must be a mapping from models to groups, or a list"),
+            ({"groups": {"a": 1, "b": 1}}, "`groups` must name the group of every model"),
+            ({"groups": {"a": 1, "b": 1, "c": 2, "d": 2}}, "`groups` must name the group of every model"),
+            ({"groups": [1, 1, 1]}, "two groups or more"),
+            ({"groups": [1, 2, 3]}, "one of them with two models or more"),
+            ({"layers": {"z": []}}, "`layers` names a model that"),
+            ({"remote": {"z": True}}, "`remote` names a model that"),
+        ],
+    )
+    def test_options(self, options, message):
+        models = {name: tiny_llama(seed=n) for n, name in enumerate("abc")}
+        with pytest.raises(lsim.LayersimError, match=message):
+            lsim.compare_grid(models, random_tokens(), lsim.CKA(), **options)
+
+    @pytest.mark.parametrize(
+        ("analyzer", "message"),
+        [(lsim.Cosine(), "Cosine cannot compare two models"), ([lsim.CKA(), lsim.Cosine()], "must be one analyzer")],
+    )
+    def test_analyzers(self, analyzer, message):
+        with pytest.raises(lsim.LayersimError, match=message):
+            lsim.compare_grid({"a": tiny_llama(), "b": tiny_llama()}, random_tokens(), analyzer)

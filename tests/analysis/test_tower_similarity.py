@@ -1,0 +1,249 @@
+"""`tower_similarity` against the models' own features after every block, and the pairs that it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import tl_layersim as lsim
+
+from ..clip_models import KINDS, clip_of, features, pairs
+from ..oracles.cka import oracle_cka
+
+pytestmark = pytest.mark.filterwarnings("ignore:CKA is not defined at vision.blocks.0")
+
+
+def oracle(model, data, layers=(5, 4)) -> dict[str, np.ndarray]:
+    """Equation 23 and its means, pair by pair."""
+    vision = [features(model, "vision", data, blocks) for blocks in range(layers[0])]
+    text = [features(model, "text", data, blocks) for blocks in range(layers[1])]
+    rows = len(data["input_ids"])
+
+    def cosine(a, b) -> float:
+        return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+    def over(xs, ys, chosen, reduce):
+        return np.array([[reduce([cosine(x[i], y[j]) for i, j in chosen]) for y in ys] for x in xs])
+
+    same = [(i, i) for i in range(rows)]
+    others = [(i, j) for i in range(rows) for j in range(rows) if i != j]
+    return {
+        "values": over(vision, text, same, np.mean),
+        "std": over(vision, text, same, np.std),
+        "mismatched": over(vision, text, others, np.mean) if others else np.full(layers, np.nan),
+        "vision": over(vision, vision, same, np.mean),
+        "text": over(text, text, same, np.mean),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [9, 4])
+def test_every_kind_of_model_equals_its_own_features_after_every_block(kind, batch_size):
+    model, data = clip_of(kind), pairs()
+    found = lsim.tower_similarity(model, data, batch_size=batch_size)
+    for name, expected in oracle(model, data).items():
+        np.testing.assert_allclose(getattr(found, name).numpy(), expected, atol=1e-10, rtol=0, err_msg=name)
+    assert found.layers == ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{i}.hook_resid_post" for i in range(4)))
+    assert found.text_layers == ("text.blocks.0.hook_resid_pre", *(f"text.blocks.{i}.hook_resid_post" for i in range(3)))
+    assert (found.pairs, found.projected, found.provenance.tokens) == (9, True, 9)
+    torch.testing.assert_close(found.vision_to_last[1], found.values[:, -1])
+    torch.testing.assert_close(found.text_to_last[2], found.mismatched[-1])
+
+
+def test_the_last_layers_are_the_models_own_embeddings():
+    model, data = clip_of(), pairs()
+    with torch.no_grad():
+        own = model(**data)
+    cosines = own.image_embeds @ own.text_embeds.T
+    found = lsim.tower_similarity(model, data)
+    torch.testing.assert_close(found.values[-1, -1], cosines.diagonal().mean())
+    others = (cosines.sum() - cosines.diagonal().sum()) / 72
+    torch.testing.assert_close(found.mismatched[-1, -1], others)
+
+
+def test_cka_takes_residuals_of_unequal_width_before_the_norms():
+    model, data = clip_of(), pairs(24)
+    with torch.no_grad():
+        vision = model.vision_model(data["pixel_values"], output_hidden_states=True).hidden_states
+        text = model.text_model(data["input_ids"], data["attention_mask"], output_hidden_states=True).hidden_states
+    ends = (data["input_ids"] == 98).int().argmax(1)
+    images = np.stack([layer[:, 0].numpy() for layer in vision[1:]])
+    texts = np.stack([layer[torch.arange(24), ends].numpy() for layer in text])
+    found = lsim.tower_similarity(model, data, batch_size=24)
+    expected = oracle_cka([images], [texts])["values"]
+    np.testing.assert_allclose(found.cka[1:].numpy(), expected, atol=1e-8, rtol=0)
+    assert found.cka.shape == (5, 4)
+    assert bool(found.cka[0].isnan().all())
+
+
+def test_padding_and_the_order_of_batches_change_nothing():
+    model, data = clip_of(), pairs()
+    whole = lsim.tower_similarity(model, data)
+    rows = [{name: values[i] for name, values in data.items()} for i in reversed(range(9))]
+    wider = {
+        "input_ids": torch.nn.functional.pad(data["input_ids"], (0, 3)),
+        "attention_mask": torch.nn.functional.pad(data["attention_mask"], (0, 3)),
+        "pixel_values": data["pixel_values"],
+    }
+    for other in (rows, wider, [wider]):
+        found = lsim.tower_similarity(model, other, batch_size=4)
+        for name in ("values", "std", "mismatched", "vision", "text"):
+            torch.testing.assert_close(getattr(found, name), getattr(whole, name), atol=1e-12, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:CKA needs four pairs")
+def test_one_pair_has_no_other_pair_and_no_cka():
+    model, data = clip_of(), pairs(1)
+    found = lsim.tower_similarity(model, data)
+    np.testing.assert_allclose(found.values.numpy(), oracle(model, data)["values"], atol=1e-10)
+    assert all(bool(undefined.isnan().all()) for undefined in (found.mismatched, found.cka))
+    assert bool((found.std == 0).all())
+    assert math.isnan(found.headline()["the same with the texts of other pairs"])
+
+
+def test_batches_of_one_pair_have_no_cka_and_say_so():
+    with pytest.warns(lsim.LayersimWarning, match="no batch had them"):
+        found = lsim.tower_similarity(clip_of(), pairs(), batch_size=1)
+    torch.testing.assert_close(found.values, lsim.tower_similarity(clip_of(), pairs()).values, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lower_precision_is_near_float64(dtype):
+    model = copy.deepcopy(clip_of()).to(dtype)
+    found, exact = lsim.tower_similarity(model, pairs()), lsim.tower_similarity(clip_of(), pairs())
+    assert found.values.dtype == torch.float64
+    torch.testing.assert_close(found.values, exact.values, atol=3e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+
+
+def test_residuals_of_one_width_are_compared_without_projections():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    text = sizes | {"vocab_size": 100, "max_position_embeddings": 24, "eos_token_id": 98, "pad_token_id": 0, "bos_token_id": 1}
+    vision = sizes | {"image_size": 8, "patch_size": 4}
+    model, data = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval().double(), pairs()
+    found = lsim.tower_similarity(model, data, projected=False)
+    with torch.no_grad():
+        images = model.vision_model(data["pixel_values"], output_hidden_states=True).hidden_states
+        texts = model.text_model(data["input_ids"], data["attention_mask"], output_hidden_states=True).hidden_states
+    ends = (data["input_ids"] == 98).int().argmax(1)
+    a, b = images[1][:, 0], texts[2][torch.arange(9), ends]
+    torch.testing.assert_close(found.values[1, 2], torch.nn.functional.cosine_similarity(a, b).mean())
+    assert not found.projected
+    del model.visual_projection
+    with pytest.raises(lsim.LayersimError, match=r"lacks `visual_projection`(.|\n)*projected=False"):
+        lsim.tower_similarity(model, data)
+    torch.testing.assert_close(lsim.tower_similarity(model, data, projected=False).values, found.values)
+
+
+def test_towers_of_unequal_width_need_their_projections():
+    with pytest.raises(
+        lsim.LayersimError, match=r"width 24 and(.|\n)*width 16(.|\n)*`visual_projection` and `text_projection`"
+    ):
+        lsim.tower_similarity(clip_of(), pairs(), projected=False)
+    model = copy.deepcopy(clip_of())
+    del model.text_projection
+    with pytest.raises(lsim.LayersimError, match=r"lacks `text_projection`(.|\n)*from_pretrained"):
+        lsim.tower_similarity(model, pairs())
+
+
+def test_a_model_that_projects_in_another_way_is_refused():
+    class Own(hf.CLIPModel):
+        def forward(self, **given):
+            found = super().forward(**given)
+            found.image_embeds = found.image_embeds.flip(-1)
+            return found
+
+    model = copy.deepcopy(clip_of())
+    model.__class__ = Own
+    with pytest.raises(lsim.LayersimError, match=r"vision tower, projected, differs from the model's own `image_embeds`"):
+        lsim.tower_similarity(model, pairs())
+
+
+DATA = pairs()
+TOKENS, MASK, PIXELS = DATA["input_ids"], DATA["attention_mask"], DATA["pixel_values"]
+BAD = {
+    "texts alone": ({"input_ids": TOKENS, "attention_mask": MASK}, "texts without images"),
+    "tokens alone": (torch.full((9, 4), 98), "texts without images"),
+    "images alone": (PIXELS, "images without texts"),
+    "images in a mapping": ({"pixel_values": PIXELS}, "images without texts"),
+    "another size": ({**DATA, "pixel_values": PIXELS[..., :4]}, r"Input image size \(8\*4\)"),
+    "fewer images": ({**DATA, "pixel_values": PIXELS[:3]}, "`pixel_values` in the data does not fit the rows"),
+    "no end of text": ({**DATA, "input_ids": TOKENS.masked_fill(TOKENS == 98, 5)}, "without the end-of-text token"),
+    "too long": (
+        {
+            "input_ids": torch.cat([TOKENS, TOKENS, TOKENS], 1),
+            "pixel_values": PIXELS,
+            "attention_mask": torch.cat([MASK] * 3, 1),
+        },
+        "longer than the model's context",
+    ),
+    "whole numbers": ({**DATA, "pixel_values": (PIXELS * 9).long()}, "must be floating-point"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_pairs_are_refused(case):
+    data, message = BAD[case]
+    with pytest.raises(lsim.LayersimError, match=message):
+        lsim.tower_similarity(clip_of(), data)
+
+
+def test_other_models_are_refused():
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    siglip = hf.SiglipModel(
+        hf.SiglipConfig(text_config=small | {"vocab_size": 99}, vision_config=small | {"image_size": 8, "patch_size": 4})
+    )
+    with pytest.raises(lsim.LayersimError, match=r"pools all of its positions(.|\n)*SiglipModel"):
+        lsim.tower_similarity(siglip, pairs())
+    for model in (clip_of().vision_model, lsim.demo_model(), "openai/clip-vit-base-patch32"):
+        with pytest.raises(lsim.LayersimError, match="must be a model with a vision and a text tower"):
+            lsim.tower_similarity(model, pairs())
+
+
+def test_a_zero_projection_has_no_cosine():
+    model = copy.deepcopy(clip_of())
+    torch.nn.init.zeros_(model.text_projection.weight)
+    with pytest.raises(lsim.LayersimError, match="vectors of the text tower are zero"):
+        lsim.tower_similarity(model, pairs())
+
+
+def test_the_model_is_not_changed_and_the_result_survives_a_file(tmp_path):
+    model, data = copy.deepcopy(clip_of()).train(), pairs()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    found = lsim.tower_similarity(model, data, checkpoint=tmp_path / "run")
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert hooks == [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    again = lsim.load(found.save(tmp_path / "towers.safetensors"))
+    for name, axes in found.tensor_fields().items():
+        assert torch.equal(getattr(again, name).nan_to_num(7), getattr(found, name).nan_to_num(7))
+        assert found.plot(name).data, axes
+    frame = found.to_frame()
+    assert list(frame.columns[:3]) == ["vision_layer", "text_layer", "values"]
+    page = lsim.Report({"towers": found}).to_html(tmp_path / "page.html").read_text()
+    assert "After block of the vision tower" in page
+
+
+def test_images_and_texts_are_read_through_the_processor():
+    datasets = pytest.importorskip("datasets")
+    from ..clip_processor import image, processor, small_clip
+
+    made = processor()
+    model, texts = small_clip(made), ["a cat.", "a dog here.", "two birds.", "a.", "frog.", "a red cat."]
+    images = [image(seed) for seed in range(6)]
+    rows = datasets.Dataset.from_dict({"image": images, "text": texts})
+    given = made(images=images, text=texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        own = model(**given)
+    found = lsim.tower_similarity(model, rows, tokenizer=made, batch_size=4)
+    expected = (own.image_embeds * own.text_embeds).sum(-1).mean().double()
+    torch.testing.assert_close(found.values[-1, -1], expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.values, lsim.tower_similarity(model, dict(given), batch_size=4).values, atol=1e-6, rtol=0)
+    with pytest.raises(lsim.LayersimError, match=r"end-of-text token(.|\n)*truncation=True"):
+        lsim.tower_similarity(model, {"image": images, "text": ["a cat " * 20] * 6}, tokenizer=made)

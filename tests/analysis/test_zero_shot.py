@@ -1,0 +1,207 @@
+"""`zero_shot` against the models' own logits, layer by layer, and the classes and images that it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import tl_layersim as lsim
+
+from ..clip_models import END, KINDS, clip_of, features, pairs
+
+PIXELS = pairs(12)["pixel_values"]
+LABELS = torch.arange(12) % 3
+ONE_EACH = [torch.tensor([1, 5, END]), torch.tensor([1, 7, 9, 11, END]), torch.tensor([1, 20, 21, END])]
+SEVERAL = [[ONE_EACH[0], torch.tensor([1, 30, END])], [ONE_EACH[1]], [ONE_EACH[2], torch.tensor([1, 40, 41, 42, 43, END])]]
+
+
+def own_logits(model, pixels=PIXELS, prompts=ONE_EACH) -> torch.Tensor:
+    """`image class`, one class at a time, so that no prompt is padded."""
+    with torch.no_grad():
+        each = [model(input_ids=ids[None], pixel_values=pixels).logits_per_image for ids in prompts]
+    return torch.cat(each, dim=1)
+
+
+def oracle_logits(model, prompts, blocks: int) -> np.ndarray:
+    """Radford et al. 2021, section 3.1: norm 1, mean over prompts, norm 1; the image's features after some blocks."""
+    classes = []
+    for each in prompts:
+        vectors = []
+        for ids in each:
+            data = {"input_ids": ids[None], "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
+            vector = features(model, "text", data, 3)[0]
+            vectors.append(vector / np.linalg.norm(vector))
+        mean = np.mean(vectors, axis=0)
+        classes.append(mean / np.linalg.norm(mean))
+    images = features(model, "vision", {"pixel_values": PIXELS}, blocks)
+    images = images / np.linalg.norm(images, axis=1, keepdims=True)
+    return float(model.logit_scale.detach().exp()) * images @ np.stack(classes).T
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_prompt_a_class_gives_the_models_own_logits(kind):
+    model = clip_of(kind)
+    classifier = lsim.zero_shot_classifier(model, prompts=ONE_EACH)
+    logits = own_logits(model)
+    with torch.no_grad():
+        torch.testing.assert_close(classifier(PIXELS), logits, atol=1e-9, rtol=0)
+    found = lsim.zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS, batch_size=5)
+    assert float(found.accuracy[-1]) == float((logits.argmax(1) == LABELS).double().mean())
+    own = torch.nn.functional.cross_entropy(logits, LABELS)
+    torch.testing.assert_close(found.cross_entropy[-1], own, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "prompts", [SEVERAL, {"cat": SEVERAL[0], "dog": SEVERAL[1], "bird": SEVERAL[2]}], ids=["list", "names"]
+)
+def test_every_layer_equals_the_models_features_after_that_block(prompts):
+    model = clip_of()
+    found = lsim.zero_shot(model, PIXELS, prompts=prompts, labels=LABELS, top_k=(1, 2))
+    last = oracle_logits(model, SEVERAL, 4)
+    for block in range(4):
+        logits = oracle_logits(model, SEVERAL, block + 1)
+        order = np.argsort(-logits, axis=1)
+        true = LABELS.numpy()[:, None]
+        assert float(found.accuracy[block]) == np.mean(order[:, :1] == true)
+        assert float(found.top_k_accuracy[1, block]) == np.mean((order[:, :2] == true).any(1))
+        assert float(found.agreement[block]) == np.mean(order[:, 0] == last.argmax(1))
+        log_prob = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        expected = -np.take_along_axis(log_prob, true, 1).mean()
+        np.testing.assert_allclose(float(found.cross_entropy[block]), expected, atol=1e-9)
+    assert found.layers == ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(4)))
+    assert "accuracy of the last layer" in found.headline()
+    assert found.plot("accuracy").data
+
+
+def test_labels_come_from_the_data_or_by_row():
+    data = {"pixel_values": PIXELS, "label": LABELS}
+    by_data = lsim.zero_shot(clip_of(), data, prompts=ONE_EACH)
+    by_row = lsim.zero_shot(clip_of(), PIXELS, prompts=ONE_EACH, labels=LABELS, batch_size=5)
+    torch.testing.assert_close(by_data.accuracy, by_row.accuracy)
+    one = lsim.zero_shot(clip_of(), PIXELS[:1], prompts=ONE_EACH, labels=LABELS[:1])
+    assert one.positions == 1
+
+
+def test_the_classifier_is_a_model_like_any_other():
+    model = lsim.zero_shot_classifier(clip_of(), prompts=ONE_EACH)
+    data = {"pixel_values": PIXELS, "label": LABELS}
+    analyzers = [lsim.Cosine(center="none"), lsim.Saturation(), lsim.ExitCurve(labels="data"), lsim.LogitLens(labels="data")]
+    report = lsim.analyze(model, data, analyzers)
+    assert float(report["logit_lens"].agreement[-1]) == 1.0
+    with torch.no_grad():
+        states = clip_of().vision_model(PIXELS, output_hidden_states=True).hidden_states
+    expected = torch.nn.functional.cosine_similarity(states[1][:, 0], states[4][:, 0]).mean()
+    torch.testing.assert_close(report["cosine"].values[1, 4], expected)
+    heads = lsim.analyze(model, data, lsim.CKA(minibatch=12), at="attn_out")["cka"]
+    assert heads.layers[0] == "blocks.0.hook_attn_out"
+    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none"), positions="first") as probe:
+        model(PIXELS)
+    torch.testing.assert_close(probe.results()["cosine"].values, report["cosine"].values)
+    with pytest.raises(lsim.LayersimError, match="cannot be given for a zero-shot classifier"):
+        lsim.analyze(model, data, "cosine", layers=["vision_model.encoder.layers.0"])
+
+
+def test_the_clip_itself_is_not_changed():
+    model = copy.deepcopy(clip_of()).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lsim.zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+    assert all(module.training for module in model.modules())
+    assert before.keys() == model.state_dict().keys()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_half_precision_gives_the_models_own_predictions():
+    model = copy.deepcopy(clip_of()).to(torch.bfloat16)
+    found = lsim.zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+    logits = own_logits(model, PIXELS.to(torch.bfloat16)).float()
+    sure = logits.topk(2, dim=1).values.diff(dim=1).abs()[:, 0] > 0.1
+    assert abs(float(found.accuracy[-1]) - float((logits.argmax(1) == LABELS).double().mean())) <= float(
+        (~sure).double().mean()
+    )
+
+
+BAD = {
+    "no prompt of a class": ({"prompts": [ONE_EACH[0], []]}, "no prompt for class 1"),
+    "one class": ({"prompts": [ONE_EACH[0]]}, "at least one prompt for each of two classes"),
+    "neither": ({}, "must be given, and not both"),
+    "both": ({"class_names": ["cat", "dog"], "prompts": ONE_EACH}, "must be given, and not both"),
+    "no place for a name": ({"class_names": ["cat", "dog"], "template": "a photo"}, "must have a place {}"),
+    "texts without a tokenizer": ({"class_names": ["cat", "dog"]}, "has no tokenizer"),
+    "no end of text": ({"prompts": [torch.tensor([1, 5]), ONE_EACH[0]]}, "without the end-of-text token"),
+    "label out of range": ({"prompts": ONE_EACH, "labels": LABELS + 1}, "the head cannot predict(.|\n)*0 to 2"),
+    "fewer labels": ({"prompts": ONE_EACH, "labels": LABELS[:4]}, "`labels` has fewer rows"),
+    "no labels": ({"prompts": ONE_EACH, "labels": "data"}, "`data` has no labels"),
+    "top_k": ({"prompts": ONE_EACH, "top_k": 0}, "`top_k` must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_classes_and_labels_are_refused(case):
+    given, message = BAD[case]
+    with pytest.raises(lsim.LayersimError, match=message):
+        lsim.zero_shot(clip_of(), PIXELS, **({"labels": LABELS} | given))
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (["a text", "another"], "`images` must be images, not texts"),
+        (torch.ones(2, 5, dtype=torch.int64), "takes `pixel_values`, and the data are tokens"),
+        (PIXELS[:, :, :4], r"Input image size \(4\*8\)"),
+    ],
+)
+def test_other_data_than_images_is_refused(images, message):
+    with pytest.raises(lsim.LayersimError, match=message):
+        lsim.zero_shot(clip_of(), images, prompts=ONE_EACH, labels=LABELS[: len(images)])
+
+
+def test_other_models_are_refused():
+    with pytest.raises(lsim.LayersimError, match="must be a model with a vision and a text tower"):
+        lsim.zero_shot(clip_of().vision_model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+    model = copy.deepcopy(clip_of())
+    del model.visual_projection
+    with pytest.raises(lsim.LayersimError, match="lacks `visual_projection`"):
+        lsim.zero_shot(model, PIXELS, prompts=ONE_EACH, labels=LABELS)
+
+
+def test_a_model_with_other_logits_is_refused():
+    class Own(hf.CLIPModel):
+        def forward(self, **given):
+            found = super().forward(**given)
+            found.logits_per_image = found.logits_per_image - 3.0
+            return found
+
+    model = copy.deepcopy(clip_of())
+    model.__class__ = Own
+    with pytest.raises(lsim.LayersimError, match="differ from the model's own `logits_per_image`"):
+        lsim.zero_shot_classifier(model, prompts=ONE_EACH)
+
+
+def test_texts_and_images_are_read_through_the_processor():
+    datasets = pytest.importorskip("datasets")
+    from ..clip_processor import image, processor, small_clip
+
+    made = processor()
+    model, names, templates = small_clip(made), ["cat", "dog", "bird"], ["a photo of a {}.", "the {}."]
+    images = [image(seed) for seed in range(6)]
+    rows = datasets.Dataset.from_dict({"image": images, "label": [0, 1, 2, 0, 1, 2]})
+    found = lsim.zero_shot(model, rows, names, template=templates, tokenizer=made, batch_size=4)
+    with torch.no_grad():
+        texts = made(text=[t.format(n) for n in names for t in templates], return_tensors="pt", padding=True)
+        vectors = torch.nn.functional.normalize(model.get_text_features(**texts).pooler_output, dim=-1)
+        classes = torch.nn.functional.normalize(vectors.view(3, 2, -1).mean(1), dim=-1)
+        pixels = made(images=images, return_tensors="pt").pixel_values
+        own = torch.nn.functional.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
+    logits = model.logit_scale.exp().detach() * own @ classes.T
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    torch.testing.assert_close(
+        found.cross_entropy[-1], torch.nn.functional.cross_entropy(logits, labels).double(), atol=1e-5, rtol=0
+    )
+    assert float(found.accuracy[-1]) == float((logits.argmax(1) == labels).double().mean())
+    model.tokenizer, model.processor = made.tokenizer, made.image_processor
+    carried = lsim.zero_shot(model, rows, names, template=templates)
+    torch.testing.assert_close(carried.accuracy, found.accuracy)

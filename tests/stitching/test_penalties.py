@@ -1,0 +1,126 @@
+"""Penalties between models as a matrix, groups of models, and how often fronts run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.stitching import activation_store
+
+from ..analysis.test_model_grid import noisy
+from ..tiny_models import tiny_llama
+from .helpers import rotated, rows
+
+
+def texts() -> list[str]:
+    return [text[:100] for text in lsim.demo_text()[:6]]
+
+
+class TestGroups:
+    @pytest.fixture(scope="class")
+    def models(self):
+        """Copies of the demo model with a little noise, and copies of the same model in another basis."""
+        base = lsim.demo_model()
+        turned = rotated(base)[0]
+        turned.tokenizer = base.tokenizer
+        made = {"p0": noisy(base, 0), "q0": noisy(turned, 1), "p1": noisy(base, 2), "q1": noisy(turned, 3)}
+        for model in made.values():
+            model.tokenizer = base.tokenizer
+        return made
+
+    @pytest.fixture(scope="class")
+    def grid(self, models):
+        return lsim.stitch_grid(
+            models, texts(), layers=[2, 6], adapter="identity", groups={n: n[0] for n in models}, seq_len=32
+        )
+
+    def test_each_pair_is_a_stitch(self, models, grid):
+        found = grid.between_models(1)
+        own = grid.between_models("blocks.5.hook_resid_post", of="accuracy_penalty")
+        for a, b in (("p0", "q1"), ("q1", "p0"), ("p0", "p1"), ("q0", "q0")):
+            one = lsim.stitch(models[a], models[b], texts(), at=(6, 6), adapter="identity", seq_len=32)
+            place = found.models.index(a), found.models.index(b)
+            assert float(found.values[place]) == one.penalty
+            assert float(own.values[place]) == pytest.approx(one.accuracy_penalty)
+
+    def test_groups_are_told_apart(self, grid):
+        found = grid.between_models()
+        torch.testing.assert_close(found.values, grid.penalty.mean(-1))
+        assert [found.models[n][0] for n in found.order] in ([*"ppqq"], [*"qqpp"])
+        groups = found.compare_groups()
+        assert groups.comparisons == ("within groups", "between groups", "within p", "within q", "p into q", "q into p")
+        assert groups.count.tolist() == [4, 8, 2, 2, 4, 4]
+        assert float(groups.values[1]) > float(groups.values[0]) + 1
+        assert groups.p_value == groups.smallest_p == pytest.approx(1 / 3)
+
+    def test_figures_and_files(self, grid, tmp_path):
+        found = grid.between_models(0)
+        heat = found.plot()
+        assert heat.layout.yaxis.title.text == "Front (lower blocks)"
+        assert heat.layout.xaxis.title.text == "Back (upper blocks)"
+        assert heat.data[0].colorbar.title.text == "Stitching penalty (nats a token)"
+        order = list(found.order)
+        np.testing.assert_allclose(heat.data[0].z, found.values[order][:, order])
+        assert found.plot("dendrogram").layout.yaxis.title.text == "Stitching penalty (nats a token)"
+        assert "Stitching penalty within and between groups" in found.plot("groups").layout.title.text
+        accuracy = grid.between_models(0, "accuracy_penalty")
+        assert accuracy.plot().data[0].colorbar.title.text == "Accuracy penalty (fraction of targets)"
+        again = lsim.load(found.save(tmp_path / "penalties.safetensors"))
+        assert torch.equal(again.values, found.values)
+        assert (again.seam, again.groups, again.kind) == (found.seam, found.groups, "identity")
+        assert lsim.load(grid.save(tmp_path / "grid.safetensors")).groups == grid.groups
+        assert "penalty" in found.to_frame().columns
+        page = lsim.Report({"penalties": found}).to_html(tmp_path / "page.html").read_text()
+        assert "Stitching penalty between models" in page
+
+    def test_refusals(self, models, grid):
+        for wrong in (2, -1, "blocks.0.hook_resid_post"):
+            with pytest.raises(lsim.LayersimError, match="`seam` is not a stitch point"):
+                grid.between_models(wrong)
+        with pytest.raises(lsim.LayersimError, match="`groups` must name the group of every model"):
+            lsim.stitch_grid(models, texts(), adapter="identity", groups={"p0": "p"})
+        one = lsim.stitch_grid({"a": tiny_llama()}, rows(), adapter="identity")
+        with pytest.raises(lsim.LayersimError, match="needs two of them"):
+            one.between_models()
+
+
+class Passes:
+    """Counts calls of the blocks of a model's stack."""
+
+    def __init__(self, model: torch.nn.Module, block: int) -> None:
+        self.count = 0
+        model.model.layers[block].mlp.register_forward_pre_hook(lambda *_: setattr(self, "count", self.count + 1))
+
+
+def test_a_front_runs_once_a_batch_for_all_backs(tmp_path):
+    counts = []
+    for number, options in ((2, {}), (4, {}), (4, {"cache": tmp_path})):
+        made = {f"m{n}": tiny_llama(seed=n) for n in range(number)}
+        passes = Passes(made["m0"], 0)
+        grid = lsim.stitch_grid(made, rows(20), layers=[1], adapter="identity", batch_size=2, **options)
+        assert len(grid.batch_tokens) == 10
+        counts.append(passes.count)
+    # 10 batches as a front, 10 as a back alone, and a few passes of one row that check the split; for any number of backs.
+    assert counts == [23] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fit", ["lstsq", "sgd"])
+def test_fits_read_the_same_activations(fit, monkeypatch):
+    made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
+    options = {"adapter": "affine", "fit": fit, "batch_size": 4}
+    options |= {"training": lsim.StitchTraining(steps=3)} if fit == "sgd" else {}
+    grid = lsim.stitch_grid(made, rows(80), layers=[2], **options)
+    one = lsim.stitch(made["a"], made["b"], rows(80), at=(2, 2), **options)
+    assert float(grid.penalty[0, 1, 0]) == one.penalty
+
+
+def test_activations_that_do_not_fit_are_computed_anew(monkeypatch, capfd):
+    made = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
+    kept = lsim.stitch_grid(made, rows(), layers=[1], adapter="identity")
+    monkeypatch.setattr(activation_store, "_free", lambda folder: (1000.0, "memory"))
+    anew = lsim.stitch_grid(made, rows(), layers=[1], adapter="identity")
+    assert torch.equal(anew.penalty, kept.penalty)
+    assert "do not fit into memory and are computed anew for each back" in capfd.readouterr().err

@@ -1,0 +1,232 @@
+"""All pairs of many models: an analyzer of two models becomes one of many, each of which runs once a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations_with_replacement, product
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from ..analyzers.base import Analyzer, Exchange, Run, code_digest
+from ..core.errors import LayersimError, LayersimWarning, warn
+from ..core.results import Report, Result
+from ..core.sums import Sums
+from ..models.model_info import Model
+from ..models.view import Kernel, View
+from .model_grid import ModelGrid, either_order
+from .report_assembly import record_of_models
+
+# What a run asks of an analyzer.
+PROPERTIES = ("name", "one_pass", "first_without_model", "needs_unembed", "needs_sites", "needs_calls", "prompts")
+# Options that identify the analyzer in a checkpoint, and that the results of pairs do not record.
+IDENTITY = ("analyzer", "code")
+
+
+@dataclass(frozen=True, eq=False)
+class AllPairs(Analyzer):
+    """An analyzer of two models, applied to all pairs of many models, each with itself included.
+
+    Its kernel takes the views of all models, its sums are those of all pairs, and its result is a `ModelGrid`. Where the
+    measure has cross-model statistics, they are computed once for each model and batch.
+
+    Attributes:
+        measure: the analyzer of two models.
+        models: names of the models.
+        groups: the group of each model, or none.
+        distance: the number of a pair, from the result of that pair; None for the result's own `distance`.
+    """
+
+    measure: Analyzer
+    models: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    distance: Callable[[Any], float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in PROPERTIES:
+            object.__setattr__(self, name, getattr(self.measure, name))
+        if self.distance is None and not hasattr(_result_class(self.measure), "distance"):
+            raise LayersimError(
+                f"`distance` must be given for {type(self.measure).__name__}, whose result has no distance of its own.",
+                given=f"{self.measure!r} without distance=",
+                expected="a function that takes the result of two models and returns a number, 0 for equal models",
+                do="distance=lambda result: 1 - float(result.values.diagonal().mean())",
+            )
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The pairs that are summed: each once where the measure is symmetric, else in both orders."""
+        numbers = range(len(self.models))
+        return list(combinations_with_replacement(numbers, 2) if self.measure.symmetric else product(numbers, repeat=2))
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the measure."""
+        return getattr(self.measure, "seed", None)
+
+    @property
+    def whole_rows(self) -> bool:
+        return self.measure.whole_rows
+
+    @property
+    def needs_positions(self) -> bool:
+        return self.measure.needs_positions
+
+    @property
+    def by_statistics(self) -> bool:
+        return self.measure.exchange() is not None
+
+    @property
+    def label_source(self) -> str:
+        return self.measure.label_source
+
+    def check_sites(self, *models: Model) -> None:
+        self.measure.check_sites(*models)
+        if self.distance is None and len({len(model.layers) for model in models}) > 1:
+            raise LayersimError(
+                "The distance between models is defined for models of equal depth.",
+                given=", ".join(f"{name}: {len(model.layers)} sites" for name, model in zip(self.models, models, strict=True)),
+                expected="models with the same number of sites; at= with as many sites of each; or distance=",
+                do="distance=lambda result: float(result.values[-1, -1].clamp(-1, 1).arccos()), of the last layers",
+            )
+
+    def check(self, *models: Model) -> None:
+        self.measure.check(*models)
+
+    def check_batch(self, batch: Any, model: Model) -> None:
+        self.measure.check_batch(batch, model)
+
+    def cost(self, model: Model) -> str:
+        return self.measure.cost(model)
+
+    def options(self) -> dict[str, Any]:
+        cls = type(self.measure)
+        identity = dict(zip(IDENTITY, (f"{cls.__module__}.{cls.__qualname__}", code_digest(self.measure)), strict=True))
+        return self.measure.options() | identity
+
+    def first_kernel(self) -> Kernel | None:
+        kernel = self.measure.first_kernel()
+        if kernel is None or self.first_without_model:
+            return kernel
+        return partial(all_pairs_kernel, kernels=dict.fromkeys(self.pairs, kernel))
+
+    def kernel(self, first: Sums) -> Kernel:
+        kernels = {pair: self.measure.kernel(self._first(first, pair)) for pair in self.pairs}
+        return partial(all_pairs_kernel, kernels=kernels)
+
+    def exchange(self) -> Exchange | None:
+        own = self.measure.exchange()
+        return None if own is None else replace(own, join=partial(join_all_pairs, pairs=self.pairs, join=own.join))
+
+    def compute(self, sums: Sums, run: Run) -> ModelGrid:
+        with _warned_once(self.models):
+            results = {f"{a} {b}": self._result(sums, run, (a, b)) for a, b in self.pairs}
+        numbers = range(len(self.models))
+        values = [[self._number(either_order(results, a, b)) for b in numbers] for a in numbers]
+        return ModelGrid(
+            values=torch.tensor(values, dtype=torch.float64),
+            models=self.models,
+            groups=self.groups,
+            quantity=getattr(_result_class(self.measure), "distance_name", "Distance") if self.distance is None else "Distance",
+            results=Report(results),
+            layers=(),
+            provenance=replace(run.provenance, options=_without_identity(run.provenance.options)),
+        )
+
+    def _first(self, first: Sums, pair: tuple[int, int]) -> Sums:
+        return first if self.first_without_model else sums_of_pair(first, pair)
+
+    def _result(self, sums: Sums, run: Run, pair: tuple[int, int]) -> Result:
+        """The result of one pair, as `compare` returns it."""
+        models = [run.models[number] for number in pair]
+        options = _without_identity(run.provenance.options)
+        provenance = replace(run.provenance, options=options, **record_of_models(models))
+        about = (provenance, self._first(run.first, pair), models[0].head, models[0].stream, tuple(models))
+        try:
+            return self.measure.compute(sums_of_pair(sums, pair), Run(models[0].layers, models[1].layers, *about))
+        except LayersimError as error:
+            names = " and ".join(self.models[number] for number in pair)
+            raise LayersimError(error.what, given=f"{names}: {error.given}", expected=error.expected, do=error.do) from error
+
+    def _number(self, result: Any) -> float:
+        number = result.distance() if self.distance is None else self.distance(result)
+        try:
+            return float(number)
+        except (TypeError, ValueError) as error:
+            raise LayersimError(
+                "`distance` must return one number for each pair of models.",
+                given=f"{type(number).__name__}, for two of {', '.join(self.models[:3])}",
+                expected="a number",
+                do="distance=lambda result: 1 - float(result.values.diagonal().mean())",
+            ) from error
+
+
+def _result_class(analyzer: Analyzer) -> Any:
+    """The class of an analyzer's result, from the annotation of `compute`; None where it is not known."""
+    try:
+        return get_type_hints(type(analyzer).compute).get("return")
+    except NameError:
+        return None
+
+
+def _without_identity(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in IDENTITY}
+
+
+def all_pairs_kernel(*views: View, kernels: Mapping[tuple[int, int], Kernel]) -> dict[str, Tensor]:
+    """The outputs of kernels of two views, for pairs of many views; each name begins with the numbers of the pair.
+
+    Args:
+        *views: of the same tokens, one for each model.
+        kernels: by pair of views.
+    """
+    outputs = {(a, b): kernel(views[a], views[b]) for (a, b), kernel in kernels.items()}
+    return _named_by_pair(outputs)
+
+
+def join_all_pairs(
+    *statistics: Mapping[str, Tensor], pairs: list[tuple[int, int]], join: Callable[..., dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Join the prepared statistics of many models pair by pair.
+
+    Args:
+        *statistics: of one batch, one for each model.
+        pairs: numbers of the models that are joined.
+        join: see `Exchange`.
+    """
+    return _named_by_pair({(a, b): join(statistics[a], statistics[b]) for a, b in pairs})
+
+
+def _named_by_pair(outputs: Mapping[tuple[int, int], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{a} {b}/{name}": value for (a, b), own in outputs.items() for name, value in own.items()}
+
+
+def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
+    """The sums of one pair among those of all pairs.
+
+    Args:
+        sums: of all pairs, or none.
+        pair: numbers of the two models.
+    """
+    start = f"{pair[0]} {pair[1]}/"
+    return Sums({name.removeprefix(start): value for name, value in sums.fields.items() if name.startswith(start)})
+
+
+@contextmanager
+def _warned_once(models: tuple[str, ...]) -> Iterator[None]:
+    """A context in which warnings about the results of pairs are collected; the first is issued, with their number."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    own = [str(one.message) for one in caught if issubclass(one.category, LayersimWarning)]
+    for one in caught:
+        if not issubclass(one.category, LayersimWarning):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    if own:
+        more = f" {len(own) - 1} more warnings concern other pairs of the {len(models)} models." if len(own) > 1 else ""
+        warn(own[0] + more)

@@ -1,0 +1,204 @@
+"""`compare_grid`: compare all pairs of many models, each of which runs once a batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError
+from ..core.results import Report
+from ..core.wording import brief
+from ..data.batches import Batches
+from ..data.options import Column, DataOptions
+from ..models.hugging_face_check import verify_on_first_row
+from ..models.model_info import Model
+from ..models.model_inputs import shared_positions
+from ..remote.open import open_source
+from .all_pairs import AllPairs
+from .model_grid import ModelGrid
+from .model_groups import group_labels
+from .position_rules import chosen_rule
+from .run_analysis import run_analysis
+from .site_plan import DEFAULT, AtArgument, plan_sites
+from .validation import (
+    DataArgument,
+    choose_analyzers,
+    refuse_idle_options,
+    refuse_no_comparison,
+    shared_tokens,
+    with_tokenizer,
+)
+
+
+@typed
+def compare_grid(
+    models: Any,
+    data: DataArgument,
+    analyzer: Any,
+    *,
+    groups: Any = None,
+    distance: Callable[[Any], Any] | None = None,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    verify: Literal["hf"] | None = None,
+    layers: dict[str, list[str]] | None = None,
+    remote: bool | str | dict[str, bool | str] = False,
+    tokenizer: Any = None,
+    batch_size: int = 16,
+    seq_len: int | None = None,
+    pack: bool = False,
+    max_tokens: int | None = None,
+    skip_first: int = 0,
+    prepend_bos: bool = True,
+    column: Column | None = None,
+    positions: str | slice | Callable[[Tensor], Any] | None = None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> ModelGrid:
+    r"""Compare all pairs of some models on the same tokens: do they fall into groups?
+
+    Each model runs once a batch, however many it is compared with, and every pair has the result that `compare` gives. For CKA
+    of minibatches, the centred Gram matrices of each model are computed once a batch and joined for all pairs; beside the
+    models' own memory a batch needs 8 n bytes for each token and site of each model, n = `minibatch`. The exact estimator, and
+    measures without such statistics, hold the activations of all models on one batch. Memory does not grow with the data.
+
+    The distance of two models is that of the result, for CKA equation 2 of Brown et al.,
+
+    $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2},$$
+
+    over models of equal depth. Models of different depths, and analyzers without a distance, need `distance`.
+
+    Args:
+        models: a mapping from names to models, kinds as in `analyze`.
+        data: as in `analyze`, tokenised once, by the tokenizer of the first model that has one.
+        analyzer: an analyzer that compares two models, such as `CKA()`, or its name.
+        groups: a mapping from names of models to groups, or a list of groups in the order of the models, for
+            `compare_groups` and the figures of the result.
+        distance: the number of a pair, from the result that `compare` gives; 0 for equal models.
+        at: the sites to read in all models, see `analyze`.
+        per_head: see `analyze`.
+        verify: see `analyze`, for all models.
+        layers: paths of the blocks by name of the model, for layouts that are not known.
+        remote: as in `analyze`, for all models or by name; statistics return from servers as in `compare`.
+        tokenizer: used in place of the models' own.
+        batch_size: see `analyze`, as for all further options.
+        seq_len: see `analyze`.
+        pack: see `analyze`.
+        max_tokens: see `analyze`.
+        skip_first: see `analyze`.
+        prepend_bos: see `analyze`.
+        column: see `analyze`.
+        positions: see `analyze`; one rule for all models.
+        chat_template: see `analyze`.
+        add_generation_prompt: see `analyze`.
+        checkpoint: see `analyze`.
+
+    Returns:
+        A `ModelGrid`: distances `row_model column_model`, `grid["a", "b"]` for the result of a pair, heat map, dendrogram, and
+        `compare_groups()`.
+
+    Raises:
+        LayersimError: there are fewer than two models, they have different tokenizers or depths, or the analyzer does not
+            compare models.
+
+    Source:
+        Brown et al. 2023 (arXiv 2310.14993), section 4, appendix C.2, equation 2, figures 2 and 8.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> models = {name: lsim.demo_model() for name in "abc"}
+        >>> grid = lsim.compare_grid(models, lsim.demo_text()[:4], lsim.CKA(minibatch=64))
+        >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
+        (torch.Size([3, 3]), True, torch.Size([9, 9]))
+    """
+    names = model_names(models)
+    labels = () if groups is None else group_labels(groups, names)
+    chosen = choose_analyzers(analyzer)
+    [(key, measure)] = chosen.items() if len(chosen) == 1 else [_refuse_several(chosen)]
+    refuse_no_comparison(chosen, "compare_grid(models, data, {})")
+    many = AllPairs(measure, names, labels, distance)
+    places, paths = _by_name(remote, names, "remote"), _by_name(layers, names, "layers")
+    for place in places:
+        refuse_idle_options(place, True, checkpoint)
+    sources = [
+        open_source(models[name], layers=own, remote=place, either_stack=True)
+        for name, own, place in zip(names, paths, places, strict=True)
+    ]
+    for source in sources:
+        verify_on_first_row(source, verify)
+    plan = plan_sites(sources, chosen, at, per_head)
+    described = [source.model for source in sources]
+    rule = chosen_rule(positions, described, chosen, skip_first)
+    reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column, rule)
+    reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
+    shared = with_tokenizer(_tokens_of_all(described, tokenizer is not None), tokenizer)
+    batches = Batches(data, shared, reading, count_positions=partial(shared_positions, sources))
+    opened_with = {"layers": paths if layers else None, "verify": verify}
+    report = run_analysis(sources, batches, {key: many}, checkpoint, opened_with, plan)
+    assert isinstance(report, Report)
+    grid: ModelGrid = report[key]
+    return grid
+
+
+def model_names(models: Any) -> tuple[str, ...]:
+    """The names of models that are compared.
+
+    Raises:
+        LayersimError: `models` is no mapping from two names or more.
+    """
+    if not isinstance(models, Mapping) or not all(isinstance(name, str) and name for name in models):
+        raise LayersimError(
+            "`models` must be a mapping from names to models.",
+            given=brief(models),
+            expected="a name for each model",
+            do='{"base": model_a, "tuned": model_b}',
+        )
+    if len(models) < 2:
+        raise LayersimError(
+            "`models` must hold two models or more.",
+            given=f"{len(models)} model{'s' * (len(models) != 1)}: a mapping keeps only the last of two models of one name",
+            expected="a name of its own for each of two models or more",
+            do='{"base": model_a, "tuned": model_b}',
+        )
+    return tuple(models)
+
+
+def _by_name(given: Any, names: tuple[str, ...], argument: str) -> list[Any]:
+    """An option for each model, from one for all or a mapping from some names.
+
+    Raises:
+        LayersimError: the mapping names another model.
+    """
+    if not isinstance(given, dict):
+        return [given] * len(names)
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise LayersimError(
+            f"`{argument}` names a model that `models` does not hold.",
+            given=repr(unknown[0]),
+            expected=f"some of {', '.join(map(repr, names))}",
+            do=f"{argument}={{{names[0]!r}: ...}}",
+        )
+    return [given.get(name, False if argument == "remote" else None) for name in names]
+
+
+def _tokens_of_all(models: list[Model], given: bool) -> Model:
+    """A description of the inputs that all models accept; the first model with a tokenizer reads the data."""
+    with_own = sorted(models, key=lambda model: model.tokenizer is None)
+    return reduce(lambda a, b: shared_tokens(a, b, given=given), with_own)
+
+
+def _refuse_several(chosen: Mapping[str, Any]) -> Any:
+    raise LayersimError(
+        "`analyzer` must be one analyzer.",
+        given=", ".join(chosen),
+        expected="one that compares two models",
+        do="one call of compare_grid for each analyzer",
+    )

@@ -1,0 +1,166 @@
+"""Matrices of models by models: clustering, groups of models, and their figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError
+from ..core.results import Result, axes
+from .model_groups import GroupComparison, compare_groups, group_labels
+
+if TYPE_CHECKING:
+    import pandas
+    import plotly.graph_objects
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ModelMatrix(Result):
+    """A distance for each pair of some models.
+
+    Attributes:
+        values: `row_model column_model`, float64; larger for models that differ more. It may depend on the order of the two.
+        models: names of the models.
+        groups: the group of each model; empty where no groups were given.
+        quantity: the distance in words, with its unit.
+    """
+
+    values_name = "distance"
+    values: Float64[Tensor, "row_model column_model"] = axes("row_model", "column_model")
+    models: tuple[str, ...]
+    groups: tuple[str, ...]
+    quantity: str
+
+    @property
+    def row_models(self) -> tuple[str, ...]:
+        """Names of the models."""
+        return self.models
+
+    @property
+    def column_models(self) -> tuple[str, ...]:
+        """Names of the models."""
+        return self.models
+
+    def clusters(self) -> Any:
+        """The hierarchical clustering of the models, `merge 4`, as `scipy.cluster.hierarchy.linkage` returns it.
+
+        Average linkage on the mean of both directions, with a negative mean (a penalty below 0) taken as 0; the order of leaves
+        puts similar models side by side.
+
+        Raises:
+            LayersimError: a distance is not a number.
+        """
+        from scipy.cluster.hierarchy import linkage
+
+        bad = self._undefined()
+        if bad:
+            raise LayersimError(
+                "Models cannot be clustered: the distance of some pairs is not defined.",
+                given=", ".join(f"{a} and {b}" for a, b in bad[:3]),
+                expected="a number for each pair of models",
+                do="leave these models out, or sites at which the measure is defined, such as at=... without the embedding",
+            )
+        return linkage(self._both_directions().numpy(), method="average", optimal_ordering=True)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Numbers of the models in the order of the dendrogram; as given where a distance is not defined."""
+        from scipy.cluster.hierarchy import leaves_list
+
+        if self._undefined():
+            return tuple(range(len(self.models)))
+        return tuple(leaves_list(self.clusters()).tolist())
+
+    @typed
+    def compare_groups(self, groups: Any = None, *, relabelings: int = 100_000, seed: int = 0) -> GroupComparison:
+        """Distances within and between groups of models, and a permutation test of their difference.
+
+        Args:
+            groups: a mapping from names of models to groups, or a list in the order of the models. Default: the groups that the
+                models were compared with.
+            relabelings: the largest number of relabelings. All are evaluated where there are at most so many: two groups of ten
+                models have 92,378. Else so many random ones are drawn.
+            seed: of random relabelings.
+
+        Returns:
+            A `GroupComparison`: means, standard deviations and numbers of pairs, the p-value with the number of relabelings and
+            the smallest p-value that is possible, a figure.
+
+        Raises:
+            LayersimError: groups do not fit the models, or a distance is not defined.
+
+        Source:
+            Brown et al. 2023 (arXiv 2310.14993), section 4, appendix B, figure 8.
+        """
+        labels = self.groups if groups is None else group_labels(groups, self.models)
+        if not labels:
+            raise LayersimError(
+                "`groups` must be given: the models were compared without groups.",
+                given="groups=None",
+                expected="a group for each model",
+                do=f"groups={{{', '.join(f'{m!r}: {g!r}' for m, g in zip(self.models, 'aabb', strict=False))}}}",
+            )
+        if relabelings < 1:
+            raise LayersimError(
+                "`relabelings` must be at least 1.", given=f"relabelings={relabelings}", expected="1 or more", do="100_000"
+            )
+        return compare_groups(self, self.values, labels, (self.models, self.quantity), relabelings, seed)
+
+    def to_frame(self, field: str = "values") -> pandas.DataFrame:
+        """A tidy table with one line for each pair, with their groups; or of `"groups"` or the merges of `"dendrogram"`."""
+        import pandas
+
+        if field == "groups":
+            return self.compare_groups().to_frame() if self.groups and not self._undefined() else pandas.DataFrame()
+        if field == "dendrogram":
+            merges = [] if self._undefined() else self.clusters()
+            return pandas.DataFrame(merges, columns=["first", "second", "distance", "models"])
+        table = super().to_frame(field)
+        for side in ("row", "column") if self.groups else ():
+            group_of = dict(zip(self.models, self.groups, strict=True))
+            table.insert(2, f"{side}_group", table[f"{side}_model"].map(group_of))
+        return table
+
+    def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
+        """A heat map of the models in the order of the dendrogram, the `"dendrogram"`, or `"groups"`, their comparison."""
+        from ..reporting import models
+
+        if field == "groups":
+            return self.compare_groups().plot()
+        field = self.values_name if field == "values" else field
+        title = {picture.field: picture.title for picture in self.pictures}.get(field, self.quantity)
+        if field == "dendrogram":
+            return models.dendrogram(self.clusters(), self.models, self.groups, title, self.quantity)
+        if field != self.values_name:
+            return super().plot(field)
+        order = list(self.order)
+        names, groups = ([names[n] for n in order] if names else [] for names in (self.models, self.groups))
+        return models.model_heatmap(self.values[order][:, order].numpy(), names, groups, title, self.quantity, self.sides())
+
+    def sides(self) -> tuple[str, str]:
+        """Titles of the rows and of the columns in a figure."""
+        return "Model", "Model"
+
+    def headline(self) -> dict[str, float]:
+        different = ~torch.eye(len(self.models), dtype=torch.bool)
+        values = self.values[different]
+        return {"smallest distance of two models": float(values.min()), "largest": float(values.max())}
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__}({', '.join(self.models)}; {self.provenance.tokens} tokens)"]
+        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+
+    def _undefined(self) -> list[tuple[str, str]]:
+        """The pairs of different models whose distance is not a number."""
+        return [(self.models[a], self.models[b]) for a, b in self.values.isnan().nonzero().tolist() if a != b]
+
+    def _both_directions(self) -> Tensor:
+        """Mean distance over both directions of each pair, at least 0, `pair`, in the order of scipy's condensed matrices."""
+        rows, columns = torch.triu_indices(len(self.models), len(self.models), 1)
+        return ((self.values + self.values.T) / 2)[rows, columns].clamp(min=0)

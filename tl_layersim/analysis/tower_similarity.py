@@ -1,0 +1,256 @@
+"""`tower_similarity`: cosine similarity and CKA between the layers of the vision and the text tower of a CLIP."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..analyzers.base import Analyzer, Run
+from ..analyzers.cka import CKA
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import Report
+from ..core.sums import Sums
+from ..data.batches import Batches
+from ..data.columns import is_floats, is_image
+from ..data.inputs import PIXELS
+from ..data.labels import LABELS
+from ..data.options import Column, DataOptions
+from ..models.tower_source import TowerSource, open_towers, pair_model, unit, verify_projections
+from ..models.towers import refuse_no_projection, text_position
+from ..models.unembed import Unembed
+from ..models.view import Kernel, View
+from .run_analysis import run_analysis
+from .site_plan import plan_sites
+from .tower_similarity_result import TowerSimilarity
+from .validation import DataArgument, with_tokenizer
+
+OF_CKA = "cka "
+COMPARISONS = ("last layer of the same tower", "last layer of the other tower", "the same, other pairs")
+
+
+@dataclass(frozen=True)
+class TowerComparison(Analyzer):
+    """Cosine between the layers of two towers through their projections, and CKA without them.
+
+    Args:
+        minibatch: samples in a minibatch of CKA.
+        seed: of the shuffle of CKA.
+        projections: of both towers, None to compare residuals as they are.
+    """
+
+    name: ClassVar[str] = "tower_similarity"
+    compares: ClassVar[bool] = True
+
+    minibatch: int
+    seed: int
+    projections: tuple[Unembed, Unembed] | None
+
+    def options(self) -> dict[str, Any]:
+        return {"minibatch": self.minibatch, "seed": self.seed, "projected": self.projections is not None}
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(tower_kernel, projections=self.projections, cka=self._cka().kernel(first))
+
+    def _cka(self) -> CKA:
+        return CKA(minibatch=self.minibatch, seed=self.seed)
+
+    def compute(self, sums: Sums, run: Run) -> TowerSimilarity:
+        count = int(sums["count"])
+        _refuse_zeros(sums, run)
+        values = sums["matched"] / count
+        others = sums["vision units"] @ sums["text units"].T - sums["matched"]
+        mismatched = others / (count * (count - 1)) if count > 1 else torch.full_like(others, math.nan)
+        within = [_symmetric(sums[tower] / count) for tower in ("vision", "text")]
+        return TowerSimilarity(
+            values=values.clamp(-1, 1),
+            std=(sums["square"] / count - values.square()).clamp(min=0).sqrt(),
+            mismatched=mismatched,
+            vision=within[0],
+            text=within[1],
+            cka=self._of_cka(sums, run),
+            vision_to_last=torch.stack([within[0][:, -1], values[:, -1], mismatched[:, -1]]),
+            text_to_last=torch.stack([within[1][:, -1], values[-1], mismatched[-1]]),
+            text_layers=run.column_layers,
+            comparisons=COMPARISONS,
+            projected=self.projections is not None,
+            pairs=count,
+            layers=run.layers,
+            provenance=run.provenance,
+        )
+
+    def _of_cka(self, sums: Sums, run: Run) -> Tensor:
+        own = Sums({name.removeprefix(OF_CKA): value for name, value in sums.fields.items() if name.startswith(OF_CKA)})
+        if int(own["samples"]):
+            return self._cka().compute(own, run).values
+        warn("CKA needs four pairs in one batch, and no batch had them: `cka` is NaN. Pass more data, or a larger batch_size=.")
+        return torch.full_like(sums["matched"], math.nan)
+
+
+def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None, cka: Kernel) -> dict[str, Tensor]:
+    """Sums over pairs of the cosines between all layers, of unit vectors, and of the HSIC of residuals.
+
+    Args:
+        vision: activations of images, one sample a row.
+        text: activations of the texts of the same rows, one sample a row.
+        projections: of both towers, None to compare residuals as they are.
+        cka: the kernel of CKA.
+    """
+    images, texts = (
+        unit(view.activations if projections is None else projections[number](view.activations))
+        for number, view in enumerate((vision, text))
+    )
+    known = [x.isfinite().all(-1) for x in (images, texts)]
+    images, texts = images.nan_to_num(), texts.nan_to_num().to(images.device)
+    cosine = torch.einsum("vnd,tnd->nvt", images, texts)
+    return {
+        "count": torch.tensor(images.shape[1]),
+        "vision zeros": (~known[0]).sum(1),
+        "text zeros": (~known[1]).sum(1),
+        "matched": cosine.sum(0),
+        "square": cosine.square().sum(0),
+        "vision": torch.einsum("and,bnd->ab", images, images),
+        "text": torch.einsum("and,bnd->ab", texts, texts),
+        "vision units": images.sum(1),
+        "text units": texts.sum(1),
+    } | {f"{OF_CKA}{name}": value for name, value in cka(vision, text).items()}
+
+
+def _symmetric(values: Tensor) -> Tensor:
+    """Cosines within a tower: at most 1, and exactly 1 of a layer with itself."""
+    return values.clamp(-1, 1).fill_diagonal_(1.0)
+
+
+def _refuse_zeros(sums: Sums, run: Run) -> None:
+    for tower, names in (("vision", run.layers), ("text", run.column_layers)):
+        zero = {name: int(n) for name, n in zip(names, sums[f"{tower} zeros"], strict=True) if n}
+        if zero:
+            raise LayersimError(
+                f"The cosine is not defined: vectors of the {tower} tower are zero.",
+                given=", ".join(f"{name}: {n} rows" for name, n in list(zero.items())[:4]),
+                expected="vectors other than zero",
+                do="load the trained weights of both towers and of both projections",
+            )
+
+
+@typed
+def tower_similarity(
+    clip: Any,
+    data: DataArgument,
+    *,
+    projected: bool = True,
+    minibatch: int = 256,
+    seed: int = 0,
+    tokenizer: Any = None,
+    batch_size: int = 64,
+    column: Column | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> TowerSimilarity:
+    r"""Similarity between every layer of the vision tower and every layer of the text tower of a CLIP, in one pass over pairs.
+
+    An image is read at [CLS], a text at the token that the model reads, for CLIP its end-of-text token. Each layer goes through
+    its tower's own final norm and projection, as the last layer does in the model:
+
+    $$v^{(l)} = W_\mathrm{vision} \, \mathrm{LN}_\mathrm{vision}(\hat v^{(l)}), \qquad
+    t^{(l)} = W_\mathrm{text} \, \mathrm{LN}_\mathrm{text}(\hat t^{(l)}), \qquad
+    \mathrm{COS}(l, l') = \frac{1}{N} \sum_i \frac{\langle v_i^{(l)}, t_i^{(l')} \rangle}{|v_i^{(l)}| \, |t_i^{(l')}|}$$
+
+    Equation 23 of the paper writes the norm after the projection; CLIP has it before, and so has this function. On the first
+    row, the projected last layers are checked against the model's own `image_embeds` and `text_embeds`.
+
+    Args:
+        clip: `CLIPModel`, `MetaClip2Model`, `ChineseCLIPModel` or `AltCLIPModel` of transformers.
+        data: pairs of an image and a text, one in each row: a mapping with `pixel_values`, `input_ids` and `attention_mask`;
+            batches of these; or rows with a column of images and one of texts, with the model's processor. Columns are read as
+            by `analyze`.
+        projected: False compares residuals as they are, without norms and projections, in models whose towers have one width.
+        minibatch: samples in a minibatch of CKA, see `CKA`. A forward batch is at least one minibatch.
+        seed: of the shuffle into minibatches.
+        tokenizer: the model's processor, where images and texts are given.
+        batch_size: rows in a forward pass.
+        column: the column of texts, where it is not clear.
+        checkpoint: a file for partial sums, see `analyze`.
+
+    Returns:
+        A `TowerSimilarity`; its `values` are `vision_layer text_layer`.
+
+    Raises:
+        LayersimError: the model has no two towers or lacks a projection; a row has no image or no end of text; the images have
+            another size than the model takes; or a text is longer than the text tower's context.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix D, equation 23, figures 22 and 23.
+
+    Examples:
+        >>> import tl_layersim as lsim, torch
+        >>> from transformers import CLIPConfig, CLIPModel
+        >>> tiny = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> text = tiny | dict(vocab_size=20, eos_token_id=19)
+        >>> vision = tiny | dict(image_size=8, patch_size=4)
+        >>> clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
+        >>> tokens = torch.cat([torch.randint(3, 19, (8, 5)), torch.full((8, 1), 19)], 1)
+        >>> found = lsim.tower_similarity(clip, {"input_ids": tokens, "pixel_values": torch.randn(8, 3, 8, 8)})
+        >>> found.values.shape, found.pairs
+        (torch.Size([3, 3]), 8)
+    """
+    sources = open_towers(clip)
+    _refuse_images_alone(data)
+    projections = _projections(clip, sources, projected)
+    chosen: dict[str, Analyzer] = {TowerComparison.name: TowerComparison(minibatch, seed, projections)}
+    if projected:
+        sources[0].check_first_row(partial(verify_projections, sources))
+    described = with_tokenizer(pair_model(sources[0].model, sources[1].model), tokenizer)
+    reading = DataOptions(batch_size=batch_size, column=column, positions=text_position(clip, sources[1].tower))
+    batches = Batches(data, described, reading)
+    report = run_analysis(list(sources), batches, chosen, checkpoint, {}, plan_sites(list(sources), chosen))
+    assert isinstance(report, Report)
+    found: TowerSimilarity = report[TowerComparison.name]
+    return found
+
+
+def _refuse_images_alone(data: Any) -> None:
+    """Refuse images without texts.
+
+    Raises:
+        LayersimError: the data are images or pixels alone.
+    """
+    first = data[0] if isinstance(data, list | tuple) and data else data
+    alone = is_image(first) or is_floats(first) or (isinstance(first, Mapping) and {*first} <= {PIXELS, *LABELS})
+    if alone:
+        raise LayersimError(
+            "`data` has images without texts.",
+            given=f"{', '.join(first)} alone" if isinstance(first, Mapping) else type(first).__name__,
+            expected=f"`input_ids` beside `{PIXELS}`, or a column of texts beside the images, with tokenizer=processor",
+            do=f"data={{'{PIXELS}': pixels, 'input_ids': tokens, 'attention_mask': mask}}, with one text for each image",
+        )
+
+
+def _projections(
+    clip: torch.nn.Module, sources: tuple[TowerSource, TowerSource], projected: bool
+) -> tuple[Unembed, Unembed] | None:
+    """The projections of both towers; None where residuals are compared.
+
+    Raises:
+        LayersimError: a projection is missing, or residuals of different widths are compared.
+    """
+    towers, widths = [source.tower for source in sources], [source.model.d_model for source in sources]
+    same = widths[0] == widths[1]
+    if projected:
+        alone = "tower_similarity(clip, data, projected=False), as both towers have one width" if same else ""
+        refuse_no_projection(clip, tuple(towers), alone or "CLIPModel.from_pretrained(name), which has both projections")
+        return sources[0].projected(), sources[1].projected()
+    if not same:
+        raise LayersimError(
+            "The towers have different widths, so a cosine between them needs their projections.",
+            given=f"projected=False, with a vision tower of width {widths[0]} and a text tower of width {widths[1]}",
+            expected=f"projected=True, which applies `{towers[0].head.parts[-1]}` and `{towers[1].head.parts[-1]}`",
+            do="tower_similarity(clip, data); its `cka` compares residuals of any widths",
+        )
+    return None

@@ -1,0 +1,139 @@
+"""Source of one tower of a CLIP, which reads its own inputs of rows of images and texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..data.batches import Batch
+from ..data.inputs import PIXELS, refuse_integers
+from ..data.positions import Positions
+from .head_layout import open_head
+from .hooked import HookedSource
+from .layout import POST_NORM, PRE_NORM, is_post_norm
+from .model_description import hash_config, hash_weights, processor_of
+from .model_info import Model, layer_names
+from .towers import Tower, find_towers, text_starts_anew
+from .unembed import Unembed, rounding
+from .view import View
+
+
+class TowerSource(HookedSource):
+    """Source of one tower of a CLIP.
+
+    Args:
+        clip: the model with both towers.
+        tower: the tower to read.
+    """
+
+    def __init__(self, clip: torch.nn.Module, tower: Tower) -> None:
+        self.clip, self.tower = clip, tower
+        self._positions: dict[tuple[int, ...], int] = {}
+        module = clip.get_submodule(tower.path)
+        count = len(module.get_submodule(tower.blocks))  # type: ignore[arg-type]  # a list of modules
+        super().__init__(module, [f"{tower.blocks}.{number}" for number in range(count)])
+
+    def _open(self, layers: list[str] | None, unembed: list[str] | None) -> None:
+        super()._open(layers, unembed)
+        config: Any = self.clip.config
+        own = self._model
+        # A model may carry its tokenizer, or the processor of both.
+        carrier = self.clip if hasattr(self.clip, "tokenizer") else getattr(self.clip, "processor", None)
+        self._model = replace(
+            own,
+            name=f"{getattr(config, '_name_or_path', '') or type(self.clip).__name__}, {self.tower.name} tower",
+            config_hash=hash_config(config.to_dict() | {"transformers_version": None, "_name_or_path": None}),
+            weights_hash=hash_weights(self.clip),
+            basis=POST_NORM if is_post_norm(self.module, self.paths[0]) else PRE_NORM,
+            layers=tuple(f"{self.tower.name}.{name}" for name in layer_names(len(self.paths))),
+            stream="whole",
+            d_model=getattr(getattr(self.module, "config", None), "hidden_size", own.d_model),
+            tokenizer=getattr(carrier, "tokenizer", None),
+            processor=processor_of(self.clip),
+        )
+
+    def collect(self, batch: Batch) -> View:
+        return super().collect(self._own(batch))
+
+    def projected(self) -> Unembed:
+        """The final norm and the projection of the tower, a map from residuals to the space that both towers share."""
+        return open_head(self.clip, self.tower.head)[1]
+
+    def _own(self, batch: Batch) -> Batch:
+        """The batch with the inputs of this tower alone, and the position that it is read at as the only counted one."""
+        if self.tower.name == "text":
+            text_starts_anew([start for _, start in batch.origins], self.model.context)
+            inputs = {name: values for name, values in batch.inputs.items() if name in self.model.inputs}
+            return replace(batch, inputs=inputs, positional=batch.positional & inputs.keys())
+        pixels = batch.inputs.get(PIXELS)
+        if pixels is None:
+            raise LayersimError(
+                "`data` has texts without images.",
+                given="rows of token ids" + (f" with {', '.join(batch.inputs)}" if batch.inputs else ""),
+                expected=f"`{PIXELS}` beside `input_ids`, or a column of images beside the texts, with tokenizer=processor",
+                do=f"data={{'{PIXELS}': pixels, 'input_ids': tokens, 'attention_mask': mask}}, with one text for each image",
+            )
+        refuse_integers(PIXELS, pixels)
+        rows = torch.zeros(len(pixels), 1, dtype=torch.int64)
+        alone = Batch(rows, rows == 0, rows == 0, batch.first, None, batch.origins, inputs={PIXELS: pixels}, has_tokens=False)
+        key = tuple(pixels.shape[1:])
+        if key not in self._positions:
+            self._positions[key] = self.count_positions(alone.first_row)
+        return alone.with_positions(self._positions[key], Positions("first"))
+
+
+def open_towers(clip: Any) -> tuple[TowerSource, TowerSource]:
+    """Sources of the vision and of the text tower.
+
+    Args:
+        clip: the model with both.
+
+    Raises:
+        LayersimError: the model is of another kind.
+    """
+    vision, text = find_towers(clip)
+    return TowerSource(clip, vision), TowerSource(clip, text)
+
+
+def pair_model(vision: Model, text: Model) -> Model:
+    """The description of the inputs of both towers, by which rows of images and texts are read."""
+    name = text.name.removesuffix(", text tower")
+    return replace(text, name=name, inputs={**text.inputs, **vision.inputs, PIXELS: None}, processor=vision.processor)
+
+
+def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -> None:
+    """Compare the projected last layers of the first row with the model's own embeddings of image and text.
+
+    Args:
+        sources: of the vision and the text tower.
+        batch: rows of images and texts.
+
+    Raises:
+        LayersimError: they differ by more than rounding.
+    """
+    row, clip = batch.first_row, sources[0].clip
+    device, dtype = next((p.device, p.dtype) for p in clip.parameters())
+    own = [unit(source.projected()(source.collect(row).activations[-1])) for source in sources]
+    inputs = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in row.inputs.items()}
+    with torch.no_grad():
+        output: Any = clip(input_ids=row.tokens.to(device), **inputs)
+    for source, ours, name in zip(sources, own, ("image_embeds", "text_embeds"), strict=True):
+        # Vectors that are zero on both sides are refused with the result.
+        gap = float((ours.nan_to_num() - unit(getattr(output, name)).nan_to_num()).norm())
+        if not gap <= rounding(dtype):
+            raise LayersimError(
+                f"The last layer of the {source.tower.name} tower, projected, differs from the model's own `{name}`.",
+                given=f"unit vectors that differ by {gap:.2g} on the first row, of {type(clip).__name__}",
+                expected=f"{source.tower.head} at the position that the model reads",
+                do="a model whose class computes its embeddings as transformers does; tower_similarity(..., projected=False)",
+            )
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of norm 1 in the same directions, in float64; NaN for a zero vector."""
+    x = x.detach().double()
+    return x / x.norm(dim=-1, keepdim=True)

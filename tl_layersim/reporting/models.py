@@ -1,0 +1,160 @@
+"""Figures of many models: heat map of models by models, dendrogram, and distances within and between groups."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.colors import qualitative
+
+from .style import BLUE, ORANGE, colour_bar, styled
+
+# Most models whose distances stand in the cells of a heat map, and whose names fit without being turned.
+MOST_NUMBERS = 12
+# Pixels of a character and of a model on an axis.
+CHARACTER, CELL = 7, 26
+
+
+def model_heatmap(
+    values: Any, names: Sequence[str], groups: Sequence[str], title: str, quantity: str, sides: tuple[str, str]
+) -> go.Figure:
+    """Heat map of models by models, with the numbers in the cells of a small one.
+
+    Args:
+        values: `model model`.
+        names: of the models, in the order of the rows.
+        groups: of the models, or none; the colours of the names.
+        title: of the figure.
+        quantity: title of the colour bar.
+        sides: titles of the rows and of the columns.
+    """
+    low = min(0.0, float(np.nan_to_num(values).min()))
+    numbers: dict[str, Any] = {"texttemplate": "%{z:.3~g}"} if len(names) <= MOST_NUMBERS else {}
+    heat = go.Heatmap(
+        z=values,
+        zmin=low,
+        colorscale="Viridis",
+        colorbar=colour_bar(quantity),
+        customdata=[[(row, column) for column in names] for row in names],
+        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}<extra></extra>",
+        **numbers,
+    )
+    fig = go.Figure(heat)
+    ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": _coloured(names, groups)}
+    fig.update_xaxes(title=sides[1], constrain="domain", showgrid=False, automargin=True, **ticks)
+    fig.update_yaxes(title=sides[0], autorange="reversed", scaleanchor="x", constrain="domain", **ticks)
+    fig.update_yaxes(showgrid=False, automargin=True)
+    fig.update_xaxes(tickangle=_angle(names))
+    _legend_of_groups(fig, groups)
+    side = max(460, CELL * len(names) + 200)
+    return _with_room(styled(fig, title, height=side, width=side + 110), names, groups)
+
+
+def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: str, quantity: str) -> go.Figure:
+    """Dendrogram of models.
+
+    Args:
+        merges: `merge 4`, as of `scipy.cluster.hierarchy.linkage`.
+        names: of the models, in the order in which they were clustered.
+        groups: of the models, or none; the colours of the names.
+        title: of the figure.
+        quantity: title of the vertical axis.
+    """
+    from plotly.figure_factory import create_dendrogram
+
+    numbers = np.arange(len(names), dtype=float)
+    # The distances are known already; the figure needs their merges only.
+    fig = create_dendrogram(numbers[:, None], labels=numbers.astype(int), distfun=lambda x: x, linkagefun=lambda _: merges)
+    order = [int(number) for number in fig.layout.xaxis.ticktext]
+    fig.update_traces(line={"color": BLUE, "width": 2}, hoverinfo="y", showlegend=False)
+    shown = [[names[n] for n in order], [groups[n] for n in order] if groups else []]
+    fig.update_xaxes(
+        title="Model", ticktext=_coloured(*shown), tickangle=_angle(names), ticks="", showline=False, automargin=True
+    )
+    # Leaves stand at 5, 15, 25, ...
+    fig.update_xaxes(range=[0, 10 * len(names)])
+    fig.update_yaxes(title=quantity, rangemode="tozero", showline=False, ticks="", showgrid=True, automargin=True)
+    fig.update_layout(showlegend=len(groups) > 0)
+    _legend_of_groups(fig, groups)
+    return _with_room(styled(fig, title, height=440, width=max(560, CELL * len(names) + 160)), names, groups)
+
+
+def group_distances(series: Mapping[str, Any], inside: Sequence[bool], quantity: str, test: str) -> go.Figure:
+    """The distances of pairs of models, each as a point beside the box of its quartiles, by the groups of the two.
+
+    Args:
+        series: distances by comparison.
+        inside: for each comparison, whether both models are of one group.
+        quantity: title of the vertical axis.
+        test: the result of the test in words, below the title.
+    """
+    fig = go.Figure()
+    shown = set()
+    for (name, values), within in zip(series.items(), inside, strict=True):
+        fig.add_box(
+            y=values,
+            name=html.escape(name),
+            boxpoints="all",
+            jitter=0.4,
+            pointpos=0,
+            line={"width": 1.5},
+            fillcolor="rgba(0, 0, 0, 0)",
+            marker={"color": BLUE if within else ORANGE, "size": 5},
+            legendgroup=str(within),
+            showlegend=False,
+            hovertemplate="%{y:.4f}<extra></extra>",
+        )
+        shown.add(within)
+    for within in sorted(shown, reverse=True):
+        label, colour = ("within a group", BLUE) if within else ("between groups", ORANGE)
+        fig.add_scatter(
+            x=[None], y=[None], mode="markers", name=label, marker={"color": colour, "size": 10, "symbol": "square"}
+        )
+    fig.update_xaxes(title="Groups of the two models", automargin=True, tickangle=_angle(list(series)))
+    low = min((float(np.min(values)) for values in series.values() if len(values)), default=0.0)
+    fig.update_yaxes(title=quantity, rangemode="tozero" if low >= 0 else "normal")
+    title = f"{quantity.partition(' (')[0]} within and between groups<br><sub>{html.escape(test)}</sub>"
+    fig = styled(fig, title, height=480, width=max(620, 130 * len(series) + 120))
+    return _with_room(fig.update_layout(margin_t=80), list(series), ["shown"])
+
+
+def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """Names in the colours of their groups."""
+    colours = _colours(groups)
+    plain = [html.escape(name) for name in names]
+    if not groups:
+        return plain
+    return [f'<span style="color:{colours[group]}">{name}</span>' for name, group in zip(plain, groups, strict=True)]
+
+
+def _colours(groups: Sequence[str]) -> dict[str, str]:
+    """A colour for each group, by its place among the sorted groups."""
+    return {group: qualitative.D3[n % len(qualitative.D3)] for n, group in enumerate(sorted(set(groups)))}
+
+
+def _legend_of_groups(fig: go.Figure, groups: Sequence[str]) -> None:
+    for group, colour in _colours(groups).items():
+        _legend_entry(fig, html.escape(group), colour)
+
+
+def _legend_entry(fig: go.Figure, name: str, colour: str) -> None:
+    """An entry of the legend that belongs to no points."""
+    marker = {"color": colour, "size": 10, "symbol": "square"}
+    fig.add_scatter(x=[None], y=[None], mode="markers", name=name, marker=marker, showlegend=True)
+
+
+def _angle(names: Sequence[str]) -> int:
+    """The angle of labels along the horizontal axis: turned where they would overlap."""
+    return -45 if max(map(len, names)) * len(names) > 60 else 0
+
+
+def _with_room(fig: go.Figure, names: Sequence[str], groups: Sequence[str]) -> go.Figure:
+    """The figure with its legend below the labels of the horizontal axis."""
+    turned = bool(_angle(names))
+    room = CHARACTER * max(map(len, names)) * 0.75 if turned else 15
+    height = fig.layout.height + (room if turned else 0) + (30 if groups else 0)
+    below = (room + 55) / (height - 130 - room)
+    return fig.update_layout(height=int(height), legend={"orientation": "h", "yanchor": "top", "y": -below, "x": 0})
