@@ -51,11 +51,15 @@ def train(options: argparse.Namespace) -> None:
     rows, test = rows_of(options.train, options.train_rows), rows_of(options.test, options.test_rows)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     Path(options.out).mkdir(parents=True, exist_ok=True)
-    held_out = {name: with_cues(test, agreement, 10_000) for name, agreement in (("right", 1.0), ("random", 0.5), ("wrong", 0.0))}
+    held_out = {
+        name: with_cues(test, agreement, 10_000) for name, agreement in (("right", 1.0), ("random", 0.5), ("wrong", 0.0))
+    }
     for seed in options.seeds:
         for group, agreement in AGREEMENT.items():
             torch.manual_seed(seed)
             model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=2, dtype=torch.float32)
+            # The embeddings stay as they are: their optimiser steps would be most of the time.
+            model.base_model.embeddings.requires_grad_(False)
             folder = Path(options.out) / f"{group}-{seed}"
             training = lsim.AlignedTraining(
                 objective="standard",
@@ -93,12 +97,12 @@ def main() -> None:
     parser.add_argument("--train")
     parser.add_argument("--test", required=True)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=32)
     parser.add_argument("--train-rows", type=int, default=4000)
-    parser.add_argument("--test-rows", type=int, default=500)
+    parser.add_argument("--test-rows", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     options = parser.parse_args()
     torch.set_num_threads(1)

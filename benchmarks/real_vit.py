@@ -47,7 +47,9 @@ def augmented(pixels: Tensor, generator: torch.Generator) -> Tensor:
     """Each image flipped at random, and cut at random out of itself with a border of 4."""
     count, _, height, width = pixels.shape
     flip = torch.rand(count, generator=generator) < 0.5
-    bordered = torch.nn.functional.pad(torch.where(flip[:, None, None, None], pixels.flip(-1), pixels), (4, 4, 4, 4), value=-1.0)
+    bordered = torch.nn.functional.pad(
+        torch.where(flip[:, None, None, None], pixels.flip(-1), pixels), (4, 4, 4, 4), value=-1.0
+    )
     top, left = torch.randint(0, 9, (2, count), generator=generator)
     cut = torch.stack([image[:, y : y + height, x : x + width] for image, y, x in zip(bordered, top, left, strict=True)])
     return cut.contiguous()

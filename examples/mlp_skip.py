@@ -101,16 +101,18 @@ for column, skip in enumerate((False, True), 1):
     )
     curves = {
         "accuracy": report["logit_lens"].accuracy,
-        "COS to the last layer": report["cosine"].values[:, -1],
-        "CKA to the last layer": report["cka"].values[:, -1],
+        "COS to the last layer": report["cosine"].values[1:, -1],
+        "CKA to the last layer": report["cka"].values[1:, -1],
     }
     print(f"\n{data}, {'with' if skip else 'without'} skip connections\nlayer  " + "  ".join(curves))
-    for layer in range(DEPTH + 1):
-        print(f"{layer:5}  " + "  ".join(f"{float(curve[layer]):{len(name)}.3f}" for name, curve in curves.items()))
+    for layer in range(DEPTH):
+        print(f"{layer + 1:5}  " + "  ".join(f"{float(curve[layer]):{len(name)}.3f}" for name, curve in curves.items()))
     for (name, curve), colour in zip(curves.items(), ("#1b6ca8", "#d1495b", "#66a182"), strict=True):
-        line = go.Scatter(y=curve.tolist(), name=name, line_color=colour, legendgroup=name, showlegend=skip)
+        line = go.Scatter(
+            x=list(range(1, DEPTH + 1)), y=curve.tolist(), name=name, line_color=colour, legendgroup=name, showlegend=skip
+        )
         figure.add_trace(line, row=1, col=column)
-figure.update_xaxes(title_text="Layer (0 is the input of the first)", dtick=1)
+figure.update_xaxes(title_text="Layer", dtick=1)
 figure.update_yaxes(range=[-0.25, 1.05])
 figure.update_layout(title=f"MLP of {DEPTH} layers, {data.split(' (')[0]}", width=900, height=420)
 figure.write_html(OUT / "mlp_skip.html")

@@ -275,7 +275,10 @@ def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tens
         `2`, float64: the Euclidean norm of the difference, and that of the logits; infinite and NaN if the shapes differ. The
         norm and not the largest difference, because half precision is inexact at some ids and a wrong head at all of them.
     """
+    # One vector for each row, without positions.
+    hidden = hidden[None] if hidden.dim() == 1 else hidden
     if unembed.reads == "every":
+        logits = logits[None] if logits.dim() == 1 else logits
         count = min(8, logits.shape[0])
         hidden, logits = hidden[-count:], logits[-count:]
     elif unembed.pool is not None:
