@@ -1,10 +1,10 @@
-"""Fine-tune a real model with the same budget in three ways, with several seeds, and measure what became of its layers.
+"""Fine-tune a real model with the same budget in four ways, with several seeds, and measure what became of its layers.
 
     python benchmarks/real_aligned.py --model FOLDER --train FILE --test FILE --out FOLDER
 
-Standard training, aligned training by turns with standard, and aligned training at each step; with each seed the rows come in
-another order. Each run is written as it ends, and a second call goes on with what is missing. Prints tables of means with the
-standard deviation over seeds.
+Standard training, aligned training by turns with standard, aligned training at each step, and multi-exit training, in which
+each layer has a head of its own; with each seed the rows come in another order. Each run is written as it ends, and a second
+call goes on with what is missing. Prints tables of means with the standard deviation over seeds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ARMS = {
     "standard": {"objective": "standard"},
     "alternating": {"objective": "aligned", "schedule": "alternating"},
     "always": {"objective": "aligned", "schedule": "always"},
+    "own heads": {"objective": "multi-head", "schedule": "always"},
 }
 THRESHOLD = 0.9
 
@@ -42,12 +43,12 @@ def paragraphs(path: str) -> list[str]:
     return [line.strip() for line in lines if len(line.strip()) > 200]
 
 
-def measure(model: Any, texts: list[str], tokens: int, seq_len: int) -> dict[str, Any]:
-    """What its layers say and how they lie, on held-out text."""
+def measure(model: Any, texts: list[str], tokens: int, seq_len: int, heads: lsim.ExitHeads | None = None) -> dict[str, Any]:
+    """What its layers say and how they lie, on held-out text; by heads of their own where they have them."""
     report = lsim.analyze(
         model,
         texts,
-        [lsim.LogitLens(), lsim.Saturation(), lsim.Cosine(center="none"), lsim.ExitCurve()],
+        [lsim.LogitLens(heads=heads), lsim.Saturation(heads=heads), lsim.Cosine(center="none"), lsim.ExitCurve(heads=heads)],
         max_tokens=tokens,
         seq_len=seq_len,
         pack=True,
@@ -105,7 +106,7 @@ def main() -> None:
             )
             start = time.perf_counter()
             kept = options.out / f"{arm}-{seed}.part"
-            lsim.finetune_aligned(
+            result = lsim.finetune_aligned(
                 model,
                 train,
                 training,
@@ -117,7 +118,8 @@ def main() -> None:
                 checkpoint=kept,
             )
             minutes = (time.perf_counter() - start) / 60
-            found = measure(model, test, options.test_tokens, options.seq_len) | {"minutes": minutes}
+            heads = result.heads if how["objective"] == "multi-head" else None
+            found = measure(model, test, options.test_tokens, options.seq_len, heads) | {"minutes": minutes}
             file.write_text(json.dumps(found))
             kept.unlink(missing_ok=True)
             print(arm, seed, f"{minutes:.1f} min, perplexity {found['perplexity']:.1f}", flush=True)

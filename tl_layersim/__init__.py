@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .early_exit.costs import ExitCosts
     from .early_exit.frequent_tokens import frequent_tokens
     from .early_exit.truncate import truncate
+    from .models.exit_heads import ExitHeads
     from .models.hooks import eval_mode
     from .models.site_table import sites
     from .stitching.adapter import Adapter
@@ -72,6 +73,7 @@ _HOME = {
     "early_exit.costs": ("ExitCosts",),
     "early_exit.frequent_tokens": ("frequent_tokens",),
     "early_exit.truncate": ("truncate",),
+    "models.exit_heads": ("ExitHeads",),
     "models.hooks": ("eval_mode",),
     "models.site_table": ("sites",),
     "stitching.adapter": ("Adapter",),
@@ -100,6 +102,7 @@ __all__ = [
     "EarlyExit",
     "ExitCosts",
     "ExitCurve",
+    "ExitHeads",
     "LayersimError",
     "LayersimWarning",
     "LogitLens",

@@ -46,3 +46,14 @@ def test_what_is_wrong_is_named(text, says, do):
     with pytest.raises(lsim.LayersimError, match=says) as caught:
         with_options({"cka": lsim.CKA()}, [text])
     assert do in str(caught.value)
+
+
+def test_heads_of_layers_are_a_file(tmp_path):
+    import torch
+
+    heads = lsim.ExitHeads(torch.ones(2, 5, 3))
+    path = heads.save(tmp_path / "heads.safetensors")
+    chosen = with_options({"logit_lens": lsim.LogitLens()}, [f"logit_lens.heads={path}"])["logit_lens"]
+    assert chosen.heads.digest == heads.digest
+    with pytest.raises(lsim.LayersimError, match="names a file that does not exist"):
+        with_options({"saturation": lsim.Saturation()}, ["saturation.heads=nothing.safetensors"])

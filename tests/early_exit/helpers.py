@@ -43,11 +43,11 @@ def layers_of(model):
     return read, lambda h: model.lm_head(norm(h)).detach()
 
 
-def naive_exit(states, lens, at, rule, threshold, shortlist=None):
-    """(logits, exit) of one position, from its residuals at all layers."""
+def naive_exit(states, lens, at, rule, threshold, shortlist=None, heads=()):
+    """(logits, exit) of one position, from its residuals at all layers; `heads` are functions of the residual, by layer."""
     streak, last = 0, None
     for layer in at:
-        logits = lens(states[layer])
+        logits = heads[layer - 1](states[layer]) if heads else lens(states[layer])
         asked = logits if shortlist is None else logits[shortlist]
         p = asked.double().softmax(-1).sort(descending=True).values
         if rule == "patience":
@@ -66,12 +66,12 @@ def naive_exit(states, lens, at, rule, threshold, shortlist=None):
     return lens(states[-1]), len(states) - 1
 
 
-def naive_generate(model, row, new, at, rule, threshold, shortlist=None, eos=None):
+def naive_generate(model, row, new, at, rule, threshold, shortlist=None, eos=None, heads=()):
     read, lens = layers_of(model)
     row, tokens, exits = row.tolist(), [], []
     for _ in range(new):
         states = [h[0, -1] for h in read(input_ids=torch.tensor([row]))]
-        logits, layer = naive_exit(states, lens, at, rule, threshold, shortlist)
+        logits, layer = naive_exit(states, lens, at, rule, threshold, shortlist, heads)
         tokens.append(int(logits.argmax()))
         exits.append(layer)
         row.append(tokens[-1])

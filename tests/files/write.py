@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_layersim as lsim
+from tl_layersim.core.storage import write as write_heads
 from tl_layersim.stitching.experiment import StitchExperiment
-from tl_layersim.training.export import write as write_heads
 
 from ..tiny_models import tiny_tokenizer
 from ..views import provenance

@@ -42,13 +42,22 @@ def next_of(batches: list[np.ndarray]) -> list[int | None]:
 
 
 def lens_by_token(
-    batches: list[np.ndarray], targets: list[int | None], norm: bool = True, head: np.ndarray = HEAD
+    batches: list[np.ndarray],
+    targets: list[int | None],
+    norm: bool = True,
+    head: np.ndarray = HEAD,
+    heads: list[tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> list[list[dict[str, float]]]:
-    """`token layer`: everything that a layer says at a token, from its logits, one by one."""
+    """`token layer`: everything that a layer says at a token, from its logits, one by one.
+
+    With `heads`, every layer below the last has a weight and a bias of its own.
+    """
     x = np.concatenate(batches, axis=1)
     table = []
     for t in range(x.shape[1]):
         logits = [say(x[layer, t], layer == len(x) - 1, norm, head) for layer in range(1, len(x))]
+        for layer, (weight, bias) in enumerate(heads or []):
+            logits[layer] = say(x[layer + 1, t], False, norm, weight) + bias
         p_last = softmax(logits[-1])
         row = []
         for z in logits:

@@ -16,9 +16,10 @@ def oracle_exit_curve(
     thresholds: tuple[float, ...] | None = None,
     norm: bool = True,
     head: np.ndarray = HEAD,
+    heads: list[tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> dict[str, np.ndarray]:
     thresholds = thresholds or (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
-    table = lens_by_token(batches, targets or next_of(batches), norm, head)
+    table = lens_by_token(batches, targets or next_of(batches), norm, head, heads)
     blocks = len(table[0])
     out: dict[str, list] = {"values": [], "accuracy": [], "agreement": [], "perplexity": [], "speedup": []}
     for threshold in thresholds:

@@ -18,8 +18,9 @@ def oracle_logit_lens(
     norm: bool = True,
     ks: tuple[int, ...] = (1, 5),
     head: np.ndarray = HEAD,
+    heads: list[tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> dict[str, np.ndarray]:
-    table = lens_by_token(batches, targets or next_of(batches), norm, head)
+    table = lens_by_token(batches, targets or next_of(batches), norm, head, heads)
     known = [row for row in table if "p" in row[0]]
     layers = range(len(table[0]))
 

@@ -11,11 +11,15 @@ from .common import HEAD, cosine_of, lens_by_token
 
 
 def oracle_saturation(
-    batches: list[np.ndarray], norm: bool = True, center: bool = False, head: np.ndarray = HEAD
+    batches: list[np.ndarray],
+    norm: bool = True,
+    center: bool = False,
+    head: np.ndarray = HEAD,
+    heads: list[tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> dict[str, np.ndarray]:
     x = np.concatenate(batches, axis=1)
     mean = x.mean(1, keepdims=True) if center else 0 * x[:, :1]
-    table = lens_by_token(batches, [None] * x.shape[1], norm, head)
+    table = lens_by_token(batches, [None] * x.shape[1], norm, head, heads)
     blocks = len(table[0])
     events: list[list[float]] = [[] for _ in range(blocks)]
     for t, row in enumerate(table):

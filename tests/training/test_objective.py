@@ -46,13 +46,12 @@ class TestObjectives:
             for z, w in zip(logits[:2], layer_weights("linear", 3), strict=False)
         )
         assert float(result.loss[0]) == pytest.approx(float(expected.detach()), rel=1e-7)
-        from tl_layersim.core.storage import read
-
-        _, heads = read(tmp_path / "m" / "heads.safetensors", ("heads",))
-        assert set(heads) == {"layer 1", "layer 2"}
-        assert not torch.equal(heads["layer 1"], heads["layer 2"])
+        heads = lsim.ExitHeads.load(tmp_path / "m" / "heads.safetensors")
+        assert torch.equal(heads.weight, result.heads.weight)
+        assert heads.bias is None
+        assert not torch.equal(*heads.weight)
         x = model.model.norm(model(tokens, output_hidden_states=True).hidden_states[1])
-        loss = CE((x @ heads["layer 1"].T)[:, :-1].flatten(0, 1), right)
+        loss = CE((x @ heads.weight[0].T)[:, :-1].flatten(0, 1), right)
         assert float(result.values[-1, 0]) == pytest.approx(float(loss.detach()), rel=1e-7)
 
     def test_no_gradient_of_the_divergence_reaches_the_last_layer(self):

@@ -47,8 +47,9 @@ def test_the_divergence_has_gradients_that_can_be_asked_for():
     torch.manual_seed(0)
     last, x = torch.randn(5, 32).double(), torch.randn(5, 32).double().requires_grad_()
     head = objective.head_of(1)
-    found = torch.autograd.grad(objective._divergence(last, x, head), (x, head))
+    weight = head.weight
+    found = torch.autograd.grad(objective._divergence(last, x, head), (x, weight))
     # KL(p || q) of the last layer's p, q of this layer: its gradient by this layer's logits is q - p.
-    p, q = ((z @ w.T).softmax(-1).detach() for z, w in ((last, objective.stream.unembed.linear.weight), (x, head)))
-    torch.testing.assert_close(found[0], (q - p) @ head.detach(), rtol=1e-9, atol=1e-12)
+    p, q = ((z @ w.T).softmax(-1).detach() for z, w in ((last, objective.stream.unembed.linear.weight), (x, weight)))
+    torch.testing.assert_close(found[0], (q - p) @ weight.detach(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found[1], (q - p).T @ x.detach(), rtol=1e-9, atol=1e-12)

@@ -28,6 +28,7 @@ from .data_pass import DataPass, batch_sizes
 from .report_assembly import make_report
 from .site_plan import SitePlan
 from .submitted_run import RemoteRun, start
+from .validation import refuse_large_heads
 
 
 def run_analysis(
@@ -100,6 +101,8 @@ def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping
     for name, analyzer in analyzers.items():
         analyzer.check_sites(*models[name])
         analyzer.check(*models[name])
+        if any(source.is_remote for source in sources):
+            refuse_large_heads(analyzer)
         if analyzer.prompts and batches.options.pack:
             raise LayersimError(
                 f"`pack` must be False for {type(analyzer).__name__}, which takes each row for a prompt.",

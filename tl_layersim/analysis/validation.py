@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer
 from ..core.distributed import rank_and_size
-from ..core.errors import LayersimError, LayersimWarning
+from ..core.errors import LayersimError, LayersimWarning, in_words
 from ..core.server_addresses import shown
 from ..core.wording import brief
 from ..data.inputs import PIXELS
 from ..data.options import DATA_OPTIONS
+from ..models.exit_heads import ExitHeads
 from ..models.model_info import Model
+
+# Bytes of the heads of layers that a request to a server carries at most.
+LARGEST_HEADS = 512_000_000
 
 if TYPE_CHECKING:
     AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str]
@@ -102,6 +106,22 @@ def _check_analyzer(analyzer: Any) -> None:
             given=", ".join(sorted(clash)),
             expected=f"names other than {', '.join(DATA_OPTIONS)}",
             do="rename the field of the dataclass",
+        )
+
+
+def refuse_large_heads(analyzer: Analyzer) -> None:
+    """Refuse heads of layers that are too large to be sent to a server with every request.
+
+    Raises:
+        LayersimError: they take more than `LARGEST_HEADS` bytes.
+    """
+    heads = getattr(analyzer, "heads", None)
+    if isinstance(heads, ExitHeads) and heads.nbytes > LARGEST_HEADS:
+        raise LayersimError(
+            f"`heads` of {type(analyzer).__name__} are too large for a server: every request carries them.",
+            given=f"{in_words(heads.nbytes)}, {heads}",
+            expected=f"at most {in_words(LARGEST_HEADS)}",
+            do="the model in this process; heads.to(torch.bfloat16) halves the size of float32 heads",
         )
 
 

@@ -20,6 +20,7 @@ from ..core.results import Result
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..models.activation_checks import need_equal_width, need_stream
+from ..models.exit_heads import ExitHeads
 from ..models.layout import classes_with_head
 from ..models.model_info import Model
 from ..models.unembed import Head
@@ -212,7 +213,7 @@ class Analyzer(ABC):
         """
 
     def options(self) -> dict[str, Any]:
-        """The options as plain data for the result's provenance; tensors are replaced by a digest.
+        """The options as plain data for the result's provenance; tensors and heads are replaced by a digest.
 
         Raises:
             LayersimError: an option is of a type that cannot be written to a file.
@@ -246,6 +247,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         digest = hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
         return f"tensor {tuple(value.shape)} sha256 {digest}"
+    if isinstance(value, ExitHeads):
+        return str(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if value is None or isinstance(value, str | bool | int | float):
@@ -281,17 +284,19 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
 
 
 @named
-def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False) -> None:
-    """Refuse a model without a known unembedding, or one whose logits do not predict the targets.
+def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False, heads: Any = None) -> None:
+    """Refuse a model without a known unembedding, one whose logits do not predict the targets, or one of other heads.
 
     Args:
         model: to be analyzed.
         analyzer: its name, for the message.
         targets: whether predictions are compared with targets.
         own_labels: whether the targets are labels instead of next tokens.
+        heads: `ExitHeads` of the layers below the last, None where every layer is read by the model's own head.
 
     Raises:
-        LayersimError: the unembedding is not known, or the head classifies rows and the targets are next tokens.
+        LayersimError: the unembedding is not known, the head classifies rows and the targets are next tokens, or the heads
+            belong to another model.
     """
     if model.head is None:
         raise LayersimError(
@@ -300,6 +305,8 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
             expected="a model with a final norm and a head that gives logits",
             do=f"load it by {classes_with_head(model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
         )
+    if isinstance(heads, ExitHeads):
+        heads.check(model)
     if targets and not own_labels and "MaskedLM" in model.source:
         warnings.warn(
             f"{model.name} was trained to predict the token at a masked position, and its input contains the next token: the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
@@ -20,6 +21,8 @@ from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import RANKED, bad_logits, read_lens, read_positions
+from ..models.exit_heads import ExitHeads, as_heads, plain_heads
+from ..models.layer_heads import LayerHeads
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
@@ -214,6 +217,7 @@ class ExitCurve(Analyzer):
         norm: "final" applies the model's final norm to every layer, "none" to the last layer only; see `LogitLens`.
         labels: the targets; see `LogitLens`.
         lens_memory_mb: megabytes for the logits of one chunk of tokens.
+        heads: `ExitHeads` of the layers below the last, or their file; see `LogitLens`.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3, figure 7.
@@ -235,10 +239,12 @@ class ExitCurve(Analyzer):
     norm: Literal["final", "none"] = "final"
     labels: Any = "next_token"
     lens_memory_mb: int | float = 128
+    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
         check_memory(self.lens_memory_mb)
+        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
         several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
         object.__setattr__(self, "thresholds", several)
         wrong = [value for value in several if not 0 <= value <= 1]
@@ -255,7 +261,13 @@ class ExitCurve(Analyzer):
         return label_source(self.labels)
 
     def check(self, *models: Model) -> None:
-        need_head(models[0], "ExitCurve", targets=not is_none(self.labels), own_labels=bool(self.label_source))
+        need_head(
+            models[0],
+            "ExitCurve",
+            targets=not is_none(self.labels),
+            own_labels=bool(self.label_source),
+            heads=self.heads,
+        )
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch, model)
@@ -268,6 +280,7 @@ class ExitCurve(Analyzer):
             normed=self.norm == "final",
             labels=self.labels,
             memory_mb=float(self.lens_memory_mb),
+            heads=plain_heads(self.heads),
         )
 
     def _ascending(self) -> tuple[float, ...]:
@@ -291,13 +304,21 @@ class ExitCurve(Analyzer):
             thresholds=self._ascending(),
             positions=count,
             targets=targets,
-            unembedding=unembedding(run, self.norm),
+            unembedding=unembedding(run, self.norm, self.heads is not None),
             layers=run.layers,
             provenance=run.provenance,
         )
 
 
-def exit_kernel(view: View, *, thresholds: Tensor, normed: bool, labels: str | Tensor, memory_mb: float) -> dict[str, Tensor]:
+def exit_kernel(
+    view: View,
+    *,
+    thresholds: Tensor,
+    normed: bool,
+    labels: str | Tensor,
+    memory_mb: float,
+    heads: LayerHeads | None = None,
+) -> dict[str, Tensor]:
     """Sums over positions of exits at each threshold, and of the predictions at the exits.
 
     Args:
@@ -306,9 +327,10 @@ def exit_kernel(view: View, *, thresholds: Tensor, normed: bool, labels: str | T
         normed: whether the final norm is applied to every layer.
         labels: the targets.
         memory_mb: megabytes for logits.
+        heads: of the layers below the last; None for the model's own at every layer.
     """
     target = with_labels(view, labels, read_positions(view))
-    lens = read_lens(view, target, normed, memory_mb, RANKED, label_key(labels))
+    lens = read_lens(view, target, normed, memory_mb, RANKED, label_key(labels), heads)
     top, best = lens["best_prob"], lens["best"]
     layers = len(top)
     known = target != NO_LABEL

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
@@ -19,6 +20,8 @@ from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import bad_logits, read_lens, read_positions
+from ..models.exit_heads import ExitHeads, as_heads, plain_heads
+from ..models.layer_heads import LayerHeads
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
@@ -45,7 +48,7 @@ class LogitLensResult(Result):
         ks: the k of `top_k_accuracy`.
         positions: number of positions.
         targets: number of positions with a target.
-        unembedding: the map from the residual x to logits; with `norm="none"`, the map below the last layer.
+        unembedding: the map from the residual x to logits; with `norm="none"` or `heads`, the map below the last layer.
     """
 
     values_name: ClassVar[str] = "cross_entropy"
@@ -190,10 +193,12 @@ class LogitLens(Analyzer):
     top_k: int | tuple[int, ...] | list[int] = (1, 5)
     labels: Any = "next_token"
     lens_memory_mb: int | float = 128
+    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
         check_memory(self.lens_memory_mb)
+        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)
         if not ks or min(ks) < 1:
@@ -209,7 +214,13 @@ class LogitLens(Analyzer):
         return label_source(self.labels)
 
     def check(self, *models: Model) -> None:
-        need_head(models[0], "LogitLens", targets=not is_none(self.labels), own_labels=bool(self.label_source))
+        need_head(
+            models[0],
+            "LogitLens",
+            targets=not is_none(self.labels),
+            own_labels=bool(self.label_source),
+            heads=self.heads,
+        )
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch, model)
@@ -221,6 +232,7 @@ class LogitLens(Analyzer):
             ks=self._ks(),
             labels=self.labels,
             memory_mb=float(self.lens_memory_mb),
+            heads=plain_heads(self.heads),
         )
 
     def _ks(self) -> tuple[int, ...]:
@@ -248,23 +260,35 @@ class LogitLens(Analyzer):
             ks=self._ks(),
             positions=count,
             targets=targets,
-            unembedding=unembedding(run, self.norm),
+            unembedding=unembedding(run, self.norm, self.heads is not None),
             layers=run.layers,
             provenance=run.provenance,
         )
 
 
-def unembedding(run: Run, norm: str) -> str:
+def unembedding(run: Run, norm: str, has_heads: bool = False) -> str:
     """The map from the residual x to logits, written as text.
 
     Args:
         run: the finished run.
         norm: "final" or "none".
+        has_heads: whether layers below the last are read by heads of their own.
     """
-    return "" if run.head is None else run.head.written(norm == "final")
+    head = run.head
+    if head is None:
+        return ""
+    return (replace(head, parts=(*head.parts[:-1], "heads[layer]")) if has_heads else head).written(norm == "final")
 
 
-def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | Tensor, memory_mb: float) -> dict[str, Tensor]:
+def lens_kernel(
+    view: View,
+    *,
+    normed: bool,
+    ks: tuple[int, ...],
+    labels: str | Tensor,
+    memory_mb: float,
+    heads: LayerHeads | None = None,
+) -> dict[str, Tensor]:
     """Sums over positions of the loss, ranks and entropy of every layer's predictions.
 
     Args:
@@ -273,9 +297,10 @@ def lens_kernel(view: View, *, normed: bool, ks: tuple[int, ...], labels: str | 
         ks: of top-k accuracy.
         labels: the targets.
         memory_mb: megabytes for logits.
+        heads: of the layers below the last; None for the model's own at every layer.
     """
     target = with_labels(view, labels, read_positions(view))
-    lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels))
+    lens = read_lens(view, target, normed, memory_mb, max(ks), label_key(labels), heads)
     known = target != NO_LABEL
     log_prob, before = lens["target_log_prob"][:, known], lens["before"][:, known]
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -17,6 +18,8 @@ from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..models.activation_checks import refuse_bad_logits
 from ..models.chunked_logit_lens import read_vectors, saturation_layers
+from ..models.exit_heads import ExitHeads, as_heads, plain_heads
+from ..models.layer_heads import LayerHeads
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._hsic import beyond_rounding
@@ -96,14 +99,15 @@ class Saturation(Analyzer):
     $$l_t = \min \{ l : \arg\max_v \mathrm{logits}^{(l)}_{t v} = \dots = \arg\max_v \mathrm{logits}^{(L)}_{t v} \}$$
 
     The result is exact and cheaper than the logit lens: from the last block down, logits are computed only for tokens that
-    agree with the final prediction so far. In one run with a `LogitLens` or `ExitCurve` listed before it, with the same norm,
-    it reuses their logits. Of equal logits the lowest id counts as most likely.
+    agree with the final prediction so far. In one run with a `LogitLens` or `ExitCurve` listed before it, with the same norm
+    and heads, it reuses their logits. Of equal logits the lowest id counts as most likely.
 
     Args:
         norm: "final" applies the model's final norm to every layer, "none" to the last layer only; see `LogitLens`.
         center: of the cosine to the last layer: "none" for raw residuals; "dataset" subtracts each layer's mean over all
             counted tokens, as `Cosine()` does, which takes a first pass over the data.
         lens_memory_mb: megabytes for the logits of one chunk of tokens.
+        heads: `ExitHeads` of the layers below the last, or their file; see `LogitLens`.
 
     Source:
         Geva et al. 2022; Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.2, figures 1 c, 3, 6 and 19.
@@ -125,19 +129,27 @@ class Saturation(Analyzer):
     norm: Literal["final", "none"] = "final"
     center: Literal["none", "dataset"] = "none"
     lens_memory_mb: int | float = 128
+    heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_memory(self.lens_memory_mb)
+        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     def check(self, *models: Model) -> None:
-        need_head(models[0], "Saturation")
+        need_head(models[0], "Saturation", heads=self.heads)
 
     def first_kernel(self) -> Kernel | None:
         return mean_kernel if self.center == "dataset" else None
 
     def kernel(self, first: Sums) -> Kernel:
         mean = first["total"] / first["count"] if first else None
-        return partial(saturation_kernel, normed=self.norm == "final", mean=mean, memory_mb=float(self.lens_memory_mb))
+        return partial(
+            saturation_kernel,
+            normed=self.norm == "final",
+            mean=mean,
+            memory_mb=float(self.lens_memory_mb),
+            heads=plain_heads(self.heads),
+        )
 
     def compute(self, sums: Sums, run: Run) -> SaturationResult:
         counts = sums["counts"].double()
@@ -161,7 +173,7 @@ class Saturation(Analyzer):
             early_share=counts[:-1].sum() / total,
             cosine_to_last=cosine,
             correlation=_correlation(counts[:-1], cosine[:-1]),
-            unembedding=unembedding(run, self.norm),
+            unembedding=unembedding(run, self.norm, self.heads is not None),
             layers=run.layers,
             provenance=run.provenance,
         )
@@ -176,7 +188,9 @@ def _correlation(counts: Tensor, cosine: Tensor) -> Tensor:
     return torch.corrcoef(torch.stack([x, y]))[0, 1]
 
 
-def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_mb: float) -> dict[str, Tensor]:
+def saturation_kernel(
+    view: View, *, normed: bool, mean: Tensor | None, memory_mb: float, heads: LayerHeads | None = None
+) -> dict[str, Tensor]:
     """Number of tokens by saturation layer, and the sum of their cosines to the last layer.
 
     Args:
@@ -184,8 +198,9 @@ def saturation_kernel(view: View, *, normed: bool, mean: Tensor | None, memory_m
         normed: whether the final norm is applied to every layer.
         mean: `residual d_model` to subtract for the cosine, None for no centring.
         memory_mb: megabytes for logits.
+        heads: of the layers below the last; None for the model's own at every layer.
     """
-    layer, bad = saturation_layers(view, normed, memory_mb)
+    layer, bad = saturation_layers(view, normed, memory_mb, heads)
     x = read_vectors(view, view.activations)
     blocks, width = len(x) - 1, x.shape[-1]
     mean = torch.zeros(len(x), width, dtype=torch.float64) if mean is None else mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch import Tensor
 from ..analysis.validation import with_tokenizer
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
-from .arguments import check_curve_rule, check_layers, sequence_rows, shortlist_ids
+from ..models.exit_heads import ExitHeads, as_heads
+from .arguments import check_curve_heads, check_curve_rule, check_layers, sequence_rows, shortlist_ids
 from .costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
 from .decoding import Decoding
 from .exit_check import ExitCheck
+from .exit_lens import ExitLens
 from .full_model_check import check_decoding, check_full_sequence, is_causal, refusing_crashes
 from .full_sequence import FullSequence
 from .generation_loop import GenerationLoop
@@ -49,9 +52,12 @@ class EarlyExit:
             too large. Tokens are always chosen from the whole vocabulary.
         layers: paths of the blocks, for layouts that are not known.
         unembed: paths of the final norm and head, where they are not found.
+        heads: `ExitHeads` of the layers below the last, or their file: checks after a layer, and tokens that exit there, are
+            read by its own head. The last layer keeps the model's. A curve must be measured with the same heads.
 
     Attributes:
         at: the layers of the checks.
+        heads: of the layers below the last, None where every layer is read by the model's own head.
         plan: an `ExitPlan`, the layers with the expected exits and speed-up; None without a curve.
 
     Raises:
@@ -83,6 +89,7 @@ class EarlyExit:
         shortlist: Any = None,
         layers: list[str] | None = None,
         unembed: list[str] | None = None,
+        heads: ExitHeads | str | os.PathLike[str] | None = None,
     ) -> None:
         if min_layer < 1:
             raise LayersimError(
@@ -98,8 +105,11 @@ class EarlyExit:
         ids = None if shortlist is None else shortlist_ids(shortlist, rule_class, self.split_model, self.unembed)
         self.rule = rule_class(float(threshold), ids)
         blocks = len(self.split_model.blocks)
+        self.heads = as_heads(heads)
+        self._lens = self._lens_of(self.heads, blocks)
         if curve is not None:
             check_curve_rule(rule_class)
+            check_curve_heads(curve, self.heads)
         costs = costs or ExitCosts.count(model, rule=rule, shortlist=ids, layers=layers, unembed=unembed)
         given = check_layers(at, min_layer, blocks)
         self.plan: ExitPlan | None = None
@@ -113,6 +123,13 @@ class EarlyExit:
         # Numbers of blocks after which tokens may exit.
         self.ends = (blocks,) if self.rule.never else (*self.at, blocks)
         self._verify()
+
+    def _lens_of(self, heads: ExitHeads | None, blocks: int) -> ExitLens:
+        """The predictions of each layer."""
+        if heads is None:
+            return ExitLens(self.unembed, blocks)
+        heads.check(self.split_model.model, self.unembed.linear)
+        return ExitLens(self.unembed, blocks, heads.plain.on(self.split_model.device), heads.norm == "final")
 
     def _verify(self) -> None:
         """Determine what the model supports, and check that early exit reproduces its logits.
@@ -128,7 +145,7 @@ class EarlyExit:
             self.generates = self.causal and takes_cache(split_model)
             ends = (*self.at, len(split_model.blocks))
             with refusing_crashes(split_model):
-                check_full_sequence(split_model, self.unembed, ends, self.causal)
+                check_full_sequence(split_model, self._lens, ends, self.causal)
                 if self.generates:
                     check_decoding(split_model, self.unembed, ends)
 
@@ -224,7 +241,7 @@ class EarlyExit:
         attended = None if attended is None else attended.to(self.split_model.device)
         with self.split_model.evaluating(), torch.no_grad():
             state = Decoding(self.split_model, self.ends, tokens, attended, tokens.shape[1] + max_new_tokens)
-            check = ExitCheck(self.rule, self.unembed, len(tokens))
+            check = ExitCheck(self.rule, self._lens, len(tokens))
             loop = GenerationLoop(state, check, sampler, stop_criteria, max_new_tokens)
             loop.run()
         return loop.result(tokenizer)
@@ -248,7 +265,7 @@ class EarlyExit:
         self._refuse_changed_head()
         rows = sequence_rows(tokens, attention_mask, self.split_model, self.unembed.reads, self.causal)
         with self.split_model.evaluating(), torch.no_grad():
-            full_sequence = FullSequence(self.split_model, self.unembed, self.ends, self.rule)
+            full_sequence = FullSequence(self.split_model, self._lens, self.ends, self.rule)
             logits, exits = full_sequence(rows)
         blocks, counts = len(self.split_model.blocks), full_sequence.counts
         if self.unembed.reads != "every":

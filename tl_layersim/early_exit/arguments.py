@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..models.exit_heads import ExitHeads
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
 from .full_model_check import classified_positions
@@ -86,6 +87,26 @@ def check_curve_rule(rule: type[ExitRule]) -> None:
             given=f"curve= with rule={rule.name!r}",
             expected=f"rule={' or '.join(map(repr, measured))}, or no curve",
             do="at=(...)",
+        )
+
+
+def check_curve_heads(curve: Any, heads: ExitHeads | None) -> None:
+    """Refuse an exit curve that was measured with other heads than those of the layers.
+
+    Raises:
+        LayersimError: names both.
+    """
+    provenance = getattr(curve, "provenance", None)
+    measured = None if provenance is None else provenance.options.get("heads")
+    own = None if heads is None else str(heads)
+    if measured != own:
+        raise LayersimError(
+            "`curve` was measured with other heads.",
+            given=f"a curve of {measured or 'the head of the model'}, and heads={own}",
+            expected="the curve of the heads with which the layers are read",
+            do="curve=analyze(model, data, [ExitCurve(norm=heads.norm, heads=heads)])['exit_curve']"
+            if heads is not None
+            else "heads=, those of the curve",
         )
 
 

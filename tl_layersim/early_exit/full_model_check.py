@@ -12,6 +12,7 @@ from ..core.errors import LayersimError
 from ..models.split_model import LocalSplitModel, logits_of
 from ..models.unembed import Unembed, rounding
 from .decoding import Decoding
+from .exit_lens import ExitLens
 from .full_sequence import FullSequence, Rows
 from .supported_models import no_cache, reads_pixels, synthetic_inputs
 
@@ -83,13 +84,13 @@ def check_decoding(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[i
         _refuse_different(split_model, logits[row], own, "when tokens exit early and run through the upper blocks later")
 
 
-def check_full_sequence(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[int, ...], causal: bool) -> None:
+def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> None:
     """Compare a full-sequence pass, in which one row and most positions exit early, to the model's own forward pass.
 
     Raises:
         LayersimError: the logits differ by more than rounding.
     """
-    inputs = synthetic_inputs(split_model, 2, 6)
+    inputs, unembed = synthetic_inputs(split_model, 2, 6), lens.unembed
     if unembed.reads == "every":
         positions = torch.ones(2, 6, dtype=torch.bool, device=split_model.device)
         forced = torch.zeros(2, 6, dtype=torch.int64, device=split_model.device)
@@ -99,7 +100,7 @@ def check_full_sequence(split_model: LocalSplitModel, unembed: Unembed, ends: tu
         positions = classified_positions(split_model, unembed.reads, inputs)
         forced = torch.zeros(positions.shape, dtype=torch.int64, device=split_model.device)
         forced[1] = len(ends)
-    logits, _ = FullSequence(split_model, unembed, ends, forced=forced)(Rows(inputs, positions, causal))
+    logits, _ = FullSequence(split_model, lens, ends, forced=forced)(Rows(inputs, positions, causal))
     own = logits_of(split_model.module(**inputs, **no_cache(split_model)))[1]
     ours = logits[1][positions[1]][-1 if unembed.reads != "every" else 3]
     _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when rows and positions exit early")

@@ -13,9 +13,9 @@ from ..core.errors import LayersimError
 from ..models.block_call import first_tensor
 from ..models.hooks import ForwardRun, on_leave
 from ..models.split_model import LocalSplitModel
-from ..models.unembed import Unembed
 from .decoding import Counts, entered
 from .exit_check import ExitCheck
+from .exit_lens import ExitLens
 from .rules.base import ExitRule
 from .supported_models import no_cache
 
@@ -47,7 +47,7 @@ class FullSequence:
 
     Args:
         split_model: the model.
-        unembed: its final norm and head.
+        lens: the predictions of its layers.
         ends: numbers of blocks after which positions may exit; the last is the number of all blocks.
         rule: the exit rule; None where `forced` gives all exits or `ends` has no check.
         forced: `row pos`, the index in `ends` at which each position exits, for verification.
@@ -56,12 +56,12 @@ class FullSequence:
     def __init__(
         self,
         split_model: LocalSplitModel,
-        unembed: Unembed,
+        lens: ExitLens,
         ends: tuple[int, ...],
         rule: ExitRule | None = None,
         forced: Tensor | None = None,
     ) -> None:
-        self.split_model, self.unembed, self.ends, self.rule, self.forced = split_model, unembed, ends, rule, forced
+        self.split_model, self.lens, self.ends, self.rule, self.forced = split_model, lens, ends, rule, forced
         self.counts = Counts()
         self.forward = ForwardRun()
 
@@ -71,7 +71,7 @@ class FullSequence:
         self.running = rows.positions.clone()
         self.exits = torch.zeros(self.running.shape, dtype=torch.int64)
         self.logits: Tensor | None = None
-        self.check = None if self.rule is None else ExitCheck(self.rule, self.unembed, self.running.numel())
+        self.check = None if self.rule is None else ExitCheck(self.rule, self.lens, self.running.numel())
         self.first_tokens = 0
         self.rows, self.length = torch.arange(len(self.running), device=self.running.device), self.running.shape[1]
         self.segment, self.hidden = 0, torch.empty(0)
@@ -130,8 +130,11 @@ class FullSequence:
             self.counts.checks += len(x)
             exits, logits = self._decide(number, hidden, x, before, index)
         if logits is None:
-            logits = self.unembed(*self._head_input(hidden, x))
-        self._exit(self.ends[number], index[exits], logits[exits])
+            read, needs_norm = self._head_input(number, hidden, x)
+            logits = self.lens(read[exits], self.ends[number], needs_norm)
+        else:
+            logits = logits[exits]
+        self._exit(self.ends[number], index[exits], logits)
         if last:
             self.rows, self.stopped = self.rows[:0], True
             self.forward.stop()
@@ -139,14 +142,17 @@ class FullSequence:
 
     def _residuals(self, hidden: Tensor, running: Tensor) -> Tensor:
         """Residuals `token d_model` of the running positions, or the pooled one of each row, from `row pos d_model`."""
-        if self.unembed.pool is not None:
-            return self.unembed.pool(hidden, self._attended(hidden))
+        if self.lens.unembed.pool is not None:
+            return self.lens.unembed.pool(hidden, self._attended(hidden))
         # Vision models run more positions than the one that is classified.
         return hidden[:, : self.length][running]
 
-    def _head_input(self, hidden: Tensor, x: Tensor) -> tuple[Tensor, bool]:
-        """The vectors from which `Unembed` computes logits, and whether it is to apply the final norm to them."""
-        return (x, True) if self.unembed.pool is None else (self.unembed.pooled(hidden, self._attended(hidden)), False)
+    def _head_input(self, number: int, hidden: Tensor, x: Tensor) -> tuple[Tensor, bool]:
+        """The vectors from which the lens computes logits, and whether the final norm is still to be applied to them."""
+        unembed = self.lens.unembed
+        if unembed.pool is None:
+            return x, True
+        return unembed.pooled(hidden, self._attended(hidden), self.lens.norms(self.ends[number])), False
 
     def _attended(self, hidden: Tensor) -> Tensor:
         """The attended positions of the current rows, `row pos`."""
@@ -158,8 +164,8 @@ class FullSequence:
         if self.forced is not None:
             return (self.forced.flatten()[index] == number), None
         assert self.check is not None
-        read = self._head_input(hidden, x) if self.check.rule.reads_logits else (x, True)
-        return self.check(x, before, index, *read)
+        read = self._head_input(number, hidden, x) if self.check.rule.reads_logits else (x, True)
+        return self.check(x, before, index, self.ends[number], *read)
 
     def _exit(self, layer: int, index: Tensor, logits: Tensor) -> None:
         """Store the logits and the exit of the positions that exit."""

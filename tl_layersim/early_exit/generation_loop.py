@@ -70,17 +70,17 @@ class GenerationLoop:
     def decide(self, layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
         """Return the rows that continue after a segment, and store the logits of those that exit."""
         if layer == self.state.ends[-1]:
-            self._exit(layer, rows, self.check.unembed(x))
+            self._exit(layer, rows, self.check.lens(x, layer))
             return []
         self.state.counts.checks += len(rows)
-        exits, logits = self.check(x, entering, torch.tensor(rows))
+        exits, logits = self.check(x, entering, torch.tensor(rows), layer)
         flags = exits.tolist()
         exiting = [row for row, flag in zip(rows, flags, strict=True) if flag]
         if not exiting:
             return rows
         every = len(exiting) == len(rows)
         if logits is None:
-            logits = self.check.unembed(x if every else x[exits])
+            logits = self.check.lens(x if every else x[exits], layer)
         elif not every:
             logits = logits[exits]
         self._exit(layer, exiting, logits)

@@ -14,6 +14,7 @@ from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
 from .decoding import Decoding
 from .exit_check import ExitCheck
+from .exit_lens import ExitLens
 from .rules.base import ExitRule
 from .supported_models import synthetic_inputs
 
@@ -78,7 +79,7 @@ def timed_costs(
     with split_model.evaluating(), torch.no_grad():
         split_model.tuples()
         prompt = synthetic_inputs(split_model, batch, context)["input_ids"]
-        timer = _Timer(split_model, unembed, ExitCheck(rule, unembed, batch), prompt, low, clock)
+        timer = _Timer(split_model, unembed, ExitCheck(rule, ExitLens(unembed, blocks), batch), prompt, low, clock)
         times = timer.times(repeats)
     return _costs(times, blocks, low, batch) | {"full_check": rule.gives_logits}
 
@@ -126,8 +127,8 @@ class _Timer:
             [
                 lambda: seconds_of(lambda: self.unembed(x).argmax(-1).tolist(), self.clock),
                 lambda: seconds_of(lambda: self.unembed(x[:1]).argmax(-1).tolist(), self.clock),
-                lambda: seconds_of(lambda: self.check(x, entering, index)[0].tolist(), self.clock),
-                lambda: seconds_of(lambda: self.check(x[:1], entering[:1], index[:1])[0].tolist(), self.clock),
+                lambda: seconds_of(lambda: self.check(x, entering, index, low)[0].tolist(), self.clock),
+                lambda: seconds_of(lambda: self.check(x[:1], entering[:1], index[:1], low)[0].tolist(), self.clock),
             ],
             repeats,
         )
@@ -151,7 +152,7 @@ class _Timer:
 
         def decide(layer: int, rows: list[int], x: Tensor, entering: Tensor) -> list[int]:
             if checked and layer == low:
-                self.check(x, entering, self.index)[0].tolist()
+                self.check(x, entering, self.index, low)[0].tolist()
             if unembedded and layer == blocks:
                 self.unembed(x).argmax(-1).tolist()
             # An alternating round ends with fewer rows.

@@ -13,6 +13,7 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..models.split_model import logits_of
 from ..models.unembed import rounding
+from .exit_lens import ExitLens
 from .full_model_check import classified_positions, relative_gap
 from .full_sequence import FullSequence, Rows
 from .supported_models import open_for_early_exit, synthetic_inputs
@@ -134,7 +135,7 @@ def _verify(split_model: Any, unembed: Any, short: Any, n_layers: int) -> None:
     short_split, _ = open_for_early_exit(short, None, None)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
         logits = logits_of(short(**inputs))
-        lens, _ = FullSequence(split_model, unembed, (n_layers,))(Rows(inputs, positions, False))
+        lens, _ = FullSequence(split_model, ExitLens(unembed, n_layers), (n_layers,))(Rows(inputs, positions, False))
         lens = lens if every else lens[positions]
     gap = relative_gap(logits, lens)
     if not gap <= rounding(lens.dtype):

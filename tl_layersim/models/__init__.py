@@ -13,6 +13,8 @@ Other packages may import from these modules:
 - `layout`, `model_inputs`: the classes of models with a head, and the arguments of a forward pass.
 - `unembed`, `chunked_logit_lens`, `cross_entropy`: the logit lens, its statistics at every layer, cross-entropy.
 - `head_layout`, `detection_heads`: the final norm and the head of a model; the class head and the box head of a DETR.
+- `exit_heads`, `layer_heads`: heads of layers below the last, as users pass them and as kernels carry them.
+- `model_description`: `hash_weights`, a digest of a model's weights.
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
 - `hook_point`, `hook_points`, `site_table`: places at which activations are read, their resolution from `at=`, and their table.

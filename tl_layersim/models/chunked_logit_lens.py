@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL
 from .cross_entropy import LEAST, block_size, on_float64_device
+from .layer_heads import LayerHeads, layer_logits
 from .unembed import Unembed
 from .view import View, by_row, row_ends
 
@@ -55,7 +56,15 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
     return torch.stack([unembed.pooled(*by_row(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
 
 
-def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked: int, key: str) -> dict[str, Tensor]:
+def read_lens(
+    view: View,
+    target: Tensor,
+    normed: bool,
+    memory_mb: float,
+    ranked: int,
+    key: str,
+    heads: LayerHeads | None = None,
+) -> dict[str, Tensor]:
     """Statistics of the logit lens at every layer and token, each `layer token`.
 
     The result is kept in `view.memo`, and all analyzers of a run use it.
@@ -67,19 +76,21 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
         memory_mb: memory for the logits of one chunk of tokens.
         ranked: number of ranks that are distinguished.
         key: names the target in `view.memo`.
+        heads: of the layers below the last; None for the model's own at every layer.
 
     Returns:
         `best`, the id with the largest logit (the lowest id among equals), and `best_prob`; `target_log_prob`; `before`,
         the number of ids with a higher rank than the target, at most `ranked`; `entropy` and `kl` = KL(last layer || this
         layer), in nats. All are computed in float64 from the logits in the model's own dtype.
     """
-    key = f"lens normed={normed} target={key}"
+    key = f"{_key_of(normed, heads)} target={key}"
     if key in view.memo and view.memo[key]["ranked"] >= ranked:
         known: dict[str, Tensor] = view.memo[key]["lens"]
         return known
     ranked = max(ranked, RANKED)
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
+    heads = None if heads is None else heads.fitting(view.unembed, x, needs_norm)
     layers, tokens = x.shape[:2]
     names = ("best_prob", "target_log_prob", "entropy", "kl")
     out = {name: torch.zeros(layers, tokens, dtype=torch.float64, device=x.device) for name in names}
@@ -92,7 +103,7 @@ def read_lens(view: View, target: Tensor, normed: bool, memory_mb: float, ranked
         if needs_norm and not normed:
             # The last layer is always read with the final norm, as the model reads it.
             some = torch.cat([some[:, :-1], view.unembed.normed(some[:, -1:]).to(some)], 1)
-        z = view.unembed(some, normed and needs_norm, spare)
+        z = layer_logits(view.unembed, some, normed and needs_norm, heads, spare)
         z_here = on_float64_device(z)
         for name, value in _read_chunk(z_here, target[span].to(z_here.device), ranked).items():
             out[name][:, span] = value.T.to(x.device)
@@ -225,7 +236,12 @@ def bad_logits(lens: dict[str, Tensor]) -> Tensor:
     return (~(lens["best_prob"].isfinite() & lens["entropy"].isfinite())).sum(1)
 
 
-def saturation_layers(view: View, normed: bool, memory_mb: float) -> tuple[Tensor, Tensor]:
+def _key_of(normed: bool, heads: LayerHeads | None) -> str:
+    """The first part of the keys in `view.memo`, which says how the layers are read."""
+    return f"lens normed={normed} heads={heads.digest if heads else ''}"
+
+
+def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHeads | None = None) -> tuple[Tensor, Tensor]:
     """Saturation layers, `token`: index of the block from which on the top-1 prediction equals the last layer's.
 
     Layers are read from the last one down, and only at tokens that have agreed so far.
@@ -234,31 +250,35 @@ def saturation_layers(view: View, normed: bool, memory_mb: float) -> tuple[Tenso
         The saturation layers, and `layer`, the number of positions with logits that are not finite, among those computed.
     """
     for key, known in view.memo.items():
-        if key.startswith(f"lens normed={normed} "):
+        if key.startswith(f"{_key_of(normed, heads)} "):
             best: Tensor = known["lens"]["best"]
             agree = (best == best[-1]).long()
             return len(best) - agree.flip(0).cumprod(0).sum(0), bad_logits(known["lens"])
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
+    heads = None if heads is None else heads.fitting(view.unembed, x, needs_norm)
     layers, tokens = x.shape[:2]
     alive = torch.arange(tokens, device=x.device)
     layer_of = torch.full((tokens,), layers - 1, device=x.device)
     bad = torch.zeros(layers, dtype=torch.int64, device=x.device)
     final, bad[-1] = _top_ids(view, x[-1], needs_norm, memory_mb)
     for layer in range(layers - 2, -1, -1):
-        best_id, bad[layer] = _top_ids(view, x[layer, alive], normed and needs_norm, memory_mb)
+        best_id, bad[layer] = _top_ids(view, x[layer, alive], normed and needs_norm, memory_mb, heads, layer)
         alive = alive[best_id == final[alive]]
         layer_of[alive] = layer
     return layer_of, bad
 
 
-def _top_ids(view: View, x: Tensor, normed: bool, memory_mb: float) -> tuple[Tensor, Tensor]:
+def _top_ids(
+    view: View, x: Tensor, normed: bool, memory_mb: float, heads: LayerHeads | None = None, layer: int = 0
+) -> tuple[Tensor, Tensor]:
     """The top-1 prediction at each row of x, `token d_model`; and the number of rows whose largest logit is not finite."""
     assert view.unembed is not None
     out, bad = torch.empty(len(x), dtype=torch.int64, device=x.device), torch.tensor(0, device=x.device)
     start, step, spare = 0, 1, None
     while start < len(x):
-        z = view.unembed(x[start : start + step], normed, spare)
+        some = x[start : start + step]
+        z = view.unembed(some, normed, spare) if heads is None else heads.logits(view.unembed, some, layer, normed)
         groups = torch.empty(len(z), -(-z.shape[-1] // GROUP_SIZE), dtype=z.dtype, device=z.device)
         out[start : start + step] = top_id(z, _group_maxima(z, groups)).to(x.device)
         bad += (~groups.amax(-1).isfinite()).sum().to(x.device)

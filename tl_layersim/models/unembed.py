@@ -194,19 +194,34 @@ class Unembed:
             spare: memory `token vocabulary` for the logits, None to allocate it.
         """
         shape = x.shape
-        if normed:
-            x = self.normed(x)
-        # One row of many positions; for heads that read one position of a row, many rows of one position.
-        x = x.reshape(1, -1, shape[-1]) if self.reads == "every" else x.reshape(-1, 1, shape[-1])
-        x = x.to(device=self.device, dtype=self.dtype)
-        for part in self.parts if spare is None or self.linear is None else self.parts[:-1]:
-            # A norm that is kept in float32 returns float32, which a half-precision head does not accept.
-            x = tensor_of(part(x if self.dtype is None else x.to(self.dtype)))
+        x = self._through(self.parts if spare is None or self.linear is None else self.parts[:-1], x, normed)
         if spare is not None and self.linear is not None:
             x = x.reshape(-1, x.shape[-1]).to(self.linear.weight.dtype)
             weight, bias, out = self.linear.weight.T, self.linear.bias, spare[: len(x)]
             x = torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
         return x.reshape(*shape[:-1], x.shape[-1])
+
+    def features(self, x: Tensor, normed: bool = True) -> Tensor:
+        """What the last of `parts` reads, `... width`: the normed residuals, or the output of a pooler.
+
+        Args:
+            x: residuals `... d_model`.
+            normed: whether the final norm is applied.
+        """
+        out = self._through(self.parts[:-1], x, normed)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    def _through(self, parts: tuple[HeadModule, ...], x: Tensor, normed: bool) -> Tensor:
+        """The output of some of the parts, one after the other; the residuals in the dtype of the head where there are none."""
+        if normed:
+            x = self.normed(x)
+        # One row of many positions; for heads that read one position of a row, many rows of one position.
+        x = x.reshape(1, -1, x.shape[-1]) if self.reads == "every" else x.reshape(-1, 1, x.shape[-1])
+        x = x.to(device=self.device, dtype=self.dtype)
+        for part in parts:
+            # A norm that is kept in float32 returns float32, which a half-precision head does not accept.
+            x = tensor_of(part(x if self.dtype is None else x.to(self.dtype)))
+        return x
 
     def normed(self, x: Tensor) -> Tensor:
         """The final norm of residuals `... d_model`, in the model's dtype; the residuals themselves where there is no norm."""

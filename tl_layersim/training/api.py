@@ -81,7 +81,8 @@ def finetune_aligned(
         column: see `analyze`.
 
     Returns:
-        An `AlignedResult`: the training loss, and held-out loss and accuracy by layer before, during and after.
+        An `AlignedResult`: the training loss, and held-out loss and accuracy by layer before, during and after; with
+        `objective="multi-head"` also the trained heads.
 
     Raises:
         LayersimError: the model cannot be trained in this process, or the arguments contradict one another.
@@ -135,14 +136,15 @@ def finetune_aligned(
         trained = sum(parameter.numel() for parameter in objective.trained_parameters().values())
         state = tuning.run(open_training_file(checkpoint, identity))
         finish()
+    heads = objective.exit_heads()
     if training.save_to is not None and tuning.accelerator.is_main_process:
-        save_or_warn(model, training.save_to, described.tokenizer, objective.heads, training_rows.take([0]))
+        save_or_warn(model, training.save_to, described.tokenizer, heads, training_rows.take([0]))
     tuning.accelerator.wait_for_everyone()
     counts = found_in_data(training_rows, eval_rows) | {"parameters": trained}
     run = _record(stream, training_rows, eval_rows, training, reading.record() | counts, digests, time.perf_counter() - start)
     if not isinstance(usual, str):
         warn_of_unused(usual, replace(run, sequences=len(training_rows) + len(eval_rows)))
-    return AlignedResult.of(state, run, stream.reads, known.layers)
+    return AlignedResult.of(state, run, stream.reads, known.layers, heads)
 
 
 def _refuse_float16(model: Model) -> None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..core.errors import LayersimError, warn
-from ..core.storage import write
+from ..models.exit_heads import ExitHeads
 from ..models.hooks import eval_mode
 from ..models.split_model import logits_of
 from ..models.unembed import rounding
@@ -60,7 +60,7 @@ def _hugging_face(model: Any) -> nn.Module | None:
 
 
 def save_model(
-    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: nn.ParameterList | None, batch: TrainingBatch
+    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None, batch: TrainingBatch
 ) -> Path:
     """Write model and tokenizer.
 
@@ -81,21 +81,21 @@ def save_model(
         tokenizer.save_pretrained(folder)
     (folder / "heads.safetensors").unlink(missing_ok=True)
     if heads is not None:
-        write(folder / "heads.safetensors", "heads", {}, {f"layer {i}": head for i, head in enumerate(heads, 1)})
+        heads.save(folder / "heads.safetensors")
     return folder
 
 
 def save_or_warn(
-    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: nn.ParameterList | None, batch: TrainingBatch
+    model: Any, folder: str | os.PathLike[str], tokenizer: Any, heads: ExitHeads | None, batch: TrainingBatch
 ) -> None:
     """`save_model`, with a warning where writing fails: the trained model and its curves are still in memory."""
     try:
         save_model(model, folder, tokenizer, heads, batch)
     except (OSError, SafetensorError) as error:
-        lost = ", without the heads of the layers below the last" if heads is not None else ""
+        also = ", and result.heads.save(path)" if heads is not None else ""
         warn(
-            f"The trained model could not be written to {folder}: {error}. It is still in memory{lost}: free some space and "
-            "call model.save_pretrained(folder), with a folder on another disk if need be."
+            f"The trained model could not be written to {folder}: {error}. It is still in memory: free some space and "
+            f"call model.save_pretrained(folder){also}, with a folder on another disk if need be."
         )
 
 

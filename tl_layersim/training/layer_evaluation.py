@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..analysis.api import analyze
+from ..analyzers.base import Analyzer
 from ..analyzers.cosine import Cosine
 from ..analyzers.exit_curve import THRESHOLDS, ExitCurve
 from ..analyzers.logit_lens import LogitLens
@@ -24,11 +26,13 @@ from ..core.errors import LayersimError, as_fraction, warn
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
 from ..early_exit.api import EarlyExit
+from ..models.exit_heads import ExitHeads, as_heads
 from ..models.targets import usual_labels
 from ..remote.open import open_source
 from .layer_evaluation_results import GenerationQuality, LayerChange, coherence, diversity
 
 SHORTEST = 4
+Heads: TypeAlias = ExitHeads | str | os.PathLike[str] | None
 
 
 @typed
@@ -38,6 +42,7 @@ def evaluate_layers(
     data: Any,
     *,
     names: tuple[str, str] = ("before", "after"),
+    heads: tuple[Heads, Heads] = (None, None),
     labels: Any = None,
     threshold: int | float = 0.9,
     eps: int | float = 0.1,
@@ -56,6 +61,7 @@ def evaluate_layers(
         after: the other model.
         data: as in `analyze`; held-out data, not the training data.
         names: of the two models.
+        heads: for each model the `ExitHeads` of its layers below the last, or their file; None for the model's own head.
         labels: the targets, see `LogitLens`. Default: next tokens, for a classifier the data's own.
         threshold: of early exit.
         eps: of the effective depth, see `LogitLensResult.effective_depth`.
@@ -110,13 +116,15 @@ def evaluate_layers(
             do="compare(before, after, data, CKA()) takes models of any depth",
         )
     targets = usual_labels(labels, list(zip(pair, models, strict=True)))
-    analyzers = [
-        LogitLens(labels=targets),
-        Saturation(),
-        Cosine(center=center),
-        ExitCurve(thresholds=tuple(sorted({*THRESHOLDS, float(threshold)})), labels=targets),
+    thresholds = tuple(sorted({*THRESHOLDS, float(threshold)}))
+    own = [as_heads(one) for one in heads]
+    for one, model in zip(own, pair, strict=True):
+        if one is not None:
+            one.check(model)
+    reports = [
+        analyze(model, data, _analyzers(targets, thresholds, center, one), **options)
+        for model, one in zip(models, own, strict=True)
     ]
-    reports = [analyze(model, data, analyzers, **options) for model in models]
     runs = [report["logit_lens"].provenance for report in reports]
     if runs[0].data != runs[1].data:
         raise LayersimError(
@@ -128,13 +136,37 @@ def evaluate_layers(
     # What the head reads of a row; the last token where it reads every position.
     pool: Literal["head", "last"] = "last" if pair[0].head is None or pair[0].head.reads == "every" else "head"
     collapse = [_collapse(model, data, NeuralCollapse(labels=targets, pool=pool), options) for model in models]
-    both = replace(runs[0], **{name: _both(runs, name) for name in ("model", "config_hash", "weights_hash", "source")})
+    read_by = {"norm": [_norm(one) for one in own], "heads": [None if one is None else str(one) for one in own]}
+    both = replace(
+        runs[0],
+        options=runs[0].options | read_by,
+        **{name: _both(runs, name) for name in ("model", "config_hash", "weights_hash", "source")},
+    )
     change = _change(reports, collapse, both, names, float(threshold), float(eps), center)
     results: dict[str, Result] = {"layers": change}
     results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
     if prompts is not None:
-        results["generation"] = _quality(models, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
+        read_by_own = tuple(zip(models, own, strict=True))
+        results["generation"] = _quality(read_by_own, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
     return Report(results)
+
+
+def _analyzers(
+    targets: Any, thresholds: tuple[float, ...], center: Literal["dataset", "none"], heads: ExitHeads | None
+) -> list[Analyzer]:
+    """The analyzers of one model, whose layers are read as its heads were trained."""
+    norm = _norm(heads)
+    return [
+        LogitLens(norm=norm, labels=targets, heads=heads),
+        Saturation(norm=norm, heads=heads),
+        Cosine(center=center),
+        ExitCurve(thresholds=thresholds, norm=norm, labels=targets, heads=heads),
+    ]
+
+
+def _norm(heads: ExitHeads | None) -> Literal["final", "none"]:
+    """The norm with which the layers of a model are read."""
+    return "final" if heads is None else heads.norm
 
 
 def _both(runs: list[Provenance], name: str) -> str:
@@ -195,7 +227,7 @@ def _change(
 
 
 def _quality(
-    models: tuple[Any, Any],
+    models: tuple[tuple[Any, ExitHeads | None], ...],
     prompts: list[str],
     new_tokens: int,
     top_p: float,
@@ -204,15 +236,16 @@ def _quality(
     like: LayerChange,
     options: dict[str, Any],
 ) -> GenerationQuality:
-    """Diversity and coherence of continuations from each layer."""
+    """Diversity and coherence of continuations from each layer of two models, each with the heads of its layers."""
     depth = like.values.shape[1]
     varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))
     with tqdm(total=2 * depth, desc="generating", unit="layer", disable=None) as bar:
-        for number, model in enumerate(models):
+        for number, (model, heads) in enumerate(models):
             for layer in range(depth):
                 # At threshold 0 everything exits at the first check; the last layer is the whole model.
                 threshold, at = (0.0, (layer + 1,)) if layer + 1 < depth else (1.0, ())
-                early = EarlyExit(model, threshold, at=at, layers=options.get("layers"), unembed=options.get("unembed"))
+                blocks, unembed = options.get("layers"), options.get("unembed")
+                early = EarlyExit(model, threshold, at=at, layers=blocks, unembed=unembed, heads=heads)
                 written = early.generate(
                     prompts,
                     max_new_tokens=new_tokens,

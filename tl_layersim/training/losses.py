@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..core.errors import LayersimError
@@ -83,7 +83,7 @@ def positions_with_targets(reads: str, targets: Tensor, attended: Tensor | None,
     return rows * positions + column[rows], targets[rows]
 
 
-def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: Tensor | None = None) -> Tensor:
+def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None = None) -> Tensor:
     """Weighted sum of cross-entropies in nats, in chunks of tokens: at most `LOGITS` logits are held at once.
 
     Args:
@@ -91,15 +91,14 @@ def summed_loss(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, h
         x: `token d_model`, residuals, after the final norm where it is applied.
         targets: `token`.
         weights: `token`, the weight of each cross-entropy.
-        head: `vocabulary d_model`, in place of the model's own head.
+        head: in place of the last part of the model's own head.
     """
-    linear = unembed.linear
-    weight = head if head is not None else None if linear is None else linear.weight
+    linear = unembed.linear if head is None else head
     with torch.autocast(x.device.type, enabled=False):
         if not len(x):
             return x.float().sum() * 0
-        if weight is not None and len(unembed.parts) == 1 and unembed.soft_cap is None:
-            bias = None if linear is None or linear.bias is None else linear.bias * unembed.scale
+        if linear is not None and len(unembed.parts) == 1 and unembed.soft_cap is None:
+            weight, bias = linear.weight, None if linear.bias is None else linear.bias * unembed.scale
             loss: Tensor = _Summed.apply(x.to(weight.dtype) * unembed.scale, weight, bias, targets, weights)  # type: ignore[no-untyped-call]
             return loss
         return _chunked(unembed, x, targets, weights, head)
@@ -163,7 +162,7 @@ class _Weighted(torch.autograd.Function):
         return slopes * slope, None, None
 
 
-def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: Tensor | None) -> Tensor:
+def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head: nn.Linear | None) -> Tensor:
     """`summed_loss` of a head that is not one linear layer; logits of a chunk are computed again in the backward pass."""
 
     def loss(chunk: Tensor, chunk_targets: Tensor, chunk_weights: Tensor) -> Tensor:
@@ -199,13 +198,12 @@ def rows_at_once(width: int) -> int:
     return max(1, LOGITS // width)
 
 
-def logits_at(unembed: Unembed, x: Tensor, head: Tensor | None) -> Tensor:
-    """Logits of normed residuals, in float32 or wider."""
+def logits_at(unembed: Unembed, x: Tensor, head: nn.Linear | None) -> Tensor:
+    """Logits of normed residuals, in float32 or wider; `head` replaces the last part of the model's own head."""
     if head is None:
         logits = unembed(x, normed=False)
     else:
-        bias = None if unembed.linear is None else unembed.linear.bias
-        logits = unembed.finish(torch.nn.functional.linear(x.to(head.dtype), head, bias))
+        logits = unembed.finish(head(unembed.features(x, normed=False).to(head.weight.dtype)))
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

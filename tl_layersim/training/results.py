@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.errors import LayersimError
 from ..core.provenance import Provenance
 from ..core.results import Picture, Result, axes
+from ..models.exit_heads import ExitHeads
 from .state import State
 
 
@@ -18,6 +20,10 @@ from .state import State
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AlignedResult(Result):
     """Result of a fine-tune: training loss, and held-out loss and accuracy of each layer by evaluation. Tensors are float64.
+
+    Args:
+        exit_heads: the trained heads of the layers below the last, None where every layer has the model's own. Files of the
+            result do not hold them.
 
     Attributes:
         values: `look layer`, the same as `held_out_loss`: cross-entropy in nats of each layer, under
@@ -35,6 +41,7 @@ class AlignedResult(Result):
     loss: Float64[Tensor, " step"] = axes("step")
     looks: tuple[int, ...]
     unit: str
+    exit_heads: InitVar[ExitHeads | None] = None
 
     pictures = (
         Picture("held_out_loss", "Held-out loss of each layer", "Before, during and after training."),
@@ -47,6 +54,27 @@ class AlignedResult(Result):
         ),
     )
 
+    def __post_init__(self, exit_heads: ExitHeads | None) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_exit_heads", exit_heads)
+
+    @property
+    def heads(self) -> ExitHeads:
+        """The trained heads of the layers below the last, for `LogitLens(heads=...)`, `EarlyExit(model, heads=...)` and others.
+
+        Raises:
+            LayersimError: the layers have no heads of their own, or the result was read from a file.
+        """
+        heads: ExitHeads | None = vars(self)["_exit_heads"]
+        if heads is None:
+            raise LayersimError(
+                "This result has no heads of layers below the last.",
+                given=f"objective={self.provenance.options.get('objective')!r}, or a result that was read from a file",
+                expected="the result of a training with objective='multi-head' in this process",
+                do="ExitHeads.load(path), of result.heads.save(path) or of heads.safetensors in the folder save_to=",
+            )
+        return heads
+
     @property
     def held_out_loss(self) -> Tensor:
         """Held-out cross-entropies in nats, `look layer`, the same as `values`."""
@@ -58,7 +86,7 @@ class AlignedResult(Result):
         return tuple(range(1, len(self.loss) + 1))
 
     @staticmethod
-    def of(state: State, run: Provenance, reads: str, layers: tuple[str, ...]) -> AlignedResult:
+    def of(state: State, run: Provenance, reads: str, layers: tuple[str, ...], heads: ExitHeads | None = None) -> AlignedResult:
         """The result of a finished training."""
         loss, hits, count = torch.stack(list(state.evaluations.values())).unbind(1)
         return AlignedResult(
@@ -69,6 +97,7 @@ class AlignedResult(Result):
             unit="token" if reads == "every" else "row",
             layers=layers,
             provenance=run,
+            exit_heads=heads,
         )
 
     def headline(self) -> dict[str, float]:

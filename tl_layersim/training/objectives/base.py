@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ...core.errors import LayersimError
 from ...models.cross_entropy import cross_entropy
+from ...models.exit_heads import ExitHeads
+from ...models.model_description import hash_weights
 from ..losses import Weights, chunks, layer_weights, logits_at, rows_at_once
 from ..residual_stream import ResidualStream, TrainingBatch
 
@@ -54,7 +56,7 @@ class Objective(nn.Module, ABC):
         own_settings: names of the settings that only this objective (or few objectives) reads. Elsewhere they are refused.
         has_own_parameters: whether the objective trains parameters that are not part of the model.
         weights: w_l of each layer, the first block's first.
-        heads: a weight `vocabulary d_model` for each layer below the last, where layers have heads of their own; else None.
+        heads: a linear layer for each layer below the last, where layers have heads of their own; else None.
     """
 
     name: ClassVar[str]
@@ -66,7 +68,7 @@ class Objective(nn.Module, ABC):
         self.stream, self.settings = stream, settings
         self.module = stream.module
         self.weights = layer_weights(settings.weights, stream.n_layers)
-        self.heads: nn.ParameterList | None = None
+        self.heads: nn.ModuleList | None = None
 
     @classmethod
     def check_settings(cls, settings: ObjectiveSettings) -> None:
@@ -125,9 +127,29 @@ class Objective(nn.Module, ABC):
         """The parameters that the optimiser updates, by name: all of the model and the objective that require a gradient."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
-    def head_of(self, layer: int) -> Tensor | None:
+    def head_of(self, layer: int) -> nn.Linear | None:
         """The layer's own head, None for the model's."""
-        return self.heads[layer - 1] if self.heads is not None and layer < self.stream.n_layers else None
+        if self.heads is None or layer == self.stream.n_layers:
+            return None
+        head = self.heads[layer - 1]
+        assert isinstance(head, nn.Linear)
+        return head
+
+    def exit_heads(self) -> ExitHeads | None:
+        """A copy of the heads of the layers below the last; None where every layer has the model's own head.
+
+        The model's weights, with which they belong together, are those that it has now.
+        """
+        heads = [head for layer in range(1, self.stream.n_layers) if (head := self.head_of(layer)) is not None]
+        if not heads:
+            return None
+        return ExitHeads(
+            torch.stack([head.weight.detach() for head in heads]),
+            None if heads[0].bias is None else torch.stack([head.bias.detach() for head in heads]),
+            norm="final" if self.norms_every_layer else "none",
+            layers=self.stream.source.model.layers[1:-1],
+            weights_hash=hash_weights(self.module),
+        )
 
     @torch.no_grad()
     def evaluate(self, batch: TrainingBatch) -> Tensor:

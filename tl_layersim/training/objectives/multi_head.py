@@ -19,7 +19,8 @@ from .base import Objective, ObjectiveSettings, out_of_range
 class MultiHeadObjective(Objective):
     r"""The weighted cross-entropies of all layers, $\sum_l w_l CE'_l$, each layer below the last read by a head of its own.
 
-    The heads are copies of the model's head at the start. With `kl`, the loss has a further term
+    A layer's own head is a linear layer with the shape of the last part of the model's head, and begins as its copy. Parts
+    before it, such as BERT's pooler, are shared. With `kl`, the loss has a further term
     $\kappa \sum_l w_l KL(p^L \| p^l)$, through which no gradient reaches $p^L$.
     """
 
@@ -29,16 +30,15 @@ class MultiHeadObjective(Objective):
 
     def __init__(self, stream: ResidualStream, settings: ObjectiveSettings) -> None:
         super().__init__(stream, settings)
-        unembed = stream.unembed
-        if unembed.linear is None or len(unembed.parts) != 1:
+        own = stream.unembed.linear
+        if own is None:
             raise LayersimError(
-                f"`objective` {self.name!r} needs a model whose head is one linear layer: each layer gets a copy of it.",
+                f"`objective` {self.name!r} needs a model whose head ends in a linear layer: each layer gets a copy of it.",
                 given=str(stream.source.model.head),
-                expected="a plain linear head",
+                expected="a head whose last part is a plain linear layer",
                 do="objective='aligned', which uses the model's own head",
             )
-        weight = unembed.linear.weight.detach()
-        self.heads = nn.ParameterList([nn.Parameter(weight.clone()) for _ in range(stream.n_layers - 1)])
+        self.heads = nn.ModuleList([_copy_of(own) for _ in range(stream.n_layers - 1)])
 
     @classmethod
     def check_settings(cls, settings: ObjectiveSettings) -> None:
@@ -58,7 +58,7 @@ class MultiHeadObjective(Objective):
                 total = total + weight * self.settings.kl * self._divergence(last, x, head)
         return total
 
-    def _divergence(self, last: Tensor, x: Tensor, head: Tensor) -> Tensor:
+    def _divergence(self, last: Tensor, x: Tensor, head: nn.Linear) -> Tensor:
         """Sum over tokens of KL(last layer || this layer), in chunks; its gradient does not reach the last layer."""
         unembed = self.stream.unembed
 
@@ -68,6 +68,16 @@ class MultiHeadObjective(Objective):
             log_probs = logits_at(unembed, chunk, head).log_softmax(-1)
             return nn.functional.kl_div(log_probs, last_log_probs, reduction="sum", log_target=True)
 
-        size = rows_at_once(len(head))
+        size = rows_at_once(head.out_features)
         parts = (checkpoint(of_chunk, last.detach()[at], x[at], use_reentrant=False) for at in chunks(len(x), size))
         return torch.stack(list(parts)).sum()
+
+
+def _copy_of(linear: nn.Linear) -> nn.Linear:
+    """A linear layer with the same weights, all of which are trained, and without hooks."""
+    # On the meta device, so that no random numbers are drawn.
+    copy = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    copy.weight = nn.Parameter(linear.weight.detach().clone())
+    if linear.bias is not None:
+        copy.bias = nn.Parameter(linear.bias.detach().clone())
+    return copy

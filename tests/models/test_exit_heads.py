@@ -1,0 +1,77 @@
+"""Heads of layers as an object: shapes, files, copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core import storage
+
+from ..core.helpers import FILES
+
+
+def heads(**options) -> lsim.ExitHeads:
+    torch.manual_seed(0)
+    return lsim.ExitHeads(torch.randn(2, 5, 3), torch.randn(2, 5), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_file_gives_back_the_same_heads(tmp_path, dtype):
+    for given in (heads(norm="none", layers=["a", "b"], weights_hash="12").to(dtype), lsim.ExitHeads(torch.ones(1, 2, 2))):
+        found = lsim.ExitHeads.load(given.save(tmp_path / "heads.safetensors"))
+        assert torch.equal(found.weight, given.weight)
+        assert found.weight.dtype == given.weight.dtype
+        assert (found.bias is None) == (given.bias is None)
+        assert given.bias is None or torch.equal(found.bias, given.bias)
+        assert (found.norm, found.layers, found.weights_hash) == (given.norm, given.layers, given.weights_hash)
+        assert (repr(found), found.digest) == (repr(given), given.digest)
+
+
+def test_the_digest_is_of_weights_biases_and_norm():
+    one = heads()
+    others = [lsim.ExitHeads(one.weight), lsim.ExitHeads(one.weight, one.bias, norm="none"), lsim.ExitHeads(one.weight + 1)]
+    assert len({one.digest, *(other.digest for other in others)}) == 4
+    assert heads().digest == one.digest
+
+
+def test_names_of_layers_and_size():
+    one = heads()
+    assert one.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
+    assert (len(one), one.nbytes) == (2, 4 * (30 + 10))
+    assert one.to("cpu") is one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"),
+    [
+        ((torch.tensor(1.0),), {}, "must have shapes"),
+        ((torch.zeros(5, 3),), {}, "must have shapes"),
+        ((torch.zeros(0, 5, 3),), {}, "must have shapes"),
+        ((torch.zeros(2, 5, 3), torch.zeros(2, 3)), {}, "must have shapes"),
+        ((torch.zeros(2, 5, 3), torch.zeros(5)), {}, "must have shapes"),
+        ((torch.zeros(2, 5, 3),), {"layers": ["a"]}, "1 names for 2 heads"),
+        ((torch.zeros(2, 5, 3, dtype=torch.int64),), {}, "one floating-point type"),
+        ((torch.zeros(2, 5, 3), torch.zeros(2, 5).double()), {}, "one floating-point type"),
+        ((torch.full((2, 5, 3), torch.nan),), {}, "NaN or infinite"),
+        ((torch.zeros(2, 5, 3),), {"norm": "last"}, "norm"),
+    ],
+)
+def test_tensors_that_are_no_heads_are_refused(arguments, options, says):
+    with pytest.raises(lsim.LayersimError, match=says):
+        lsim.ExitHeads(*arguments, **options)
+
+
+def test_files_that_hold_no_heads_are_refused(tmp_path):
+    with pytest.raises(lsim.LayersimError, match="holds another kind of data"):
+        lsim.ExitHeads.load(storage.write(tmp_path / "x", "result", {}, {"weight": torch.ones(1, 2, 2)}))
+    with pytest.raises(lsim.LayersimError, match="whole file of heads"):
+        lsim.ExitHeads.load(storage.write(tmp_path / "x", "heads", {"norm": "final"}, {"weight": torch.ones(1, 2, 2)}))
+    with pytest.raises(FileNotFoundError):
+        lsim.ExitHeads.load(tmp_path / "nothing")
+
+
+@pytest.mark.filterwarnings("ignore:.*without a checksum")
+def test_a_file_of_version_0_1_does_not_say_how_its_heads_read():
+    with pytest.raises(lsim.LayersimError, match="did not record with which norm"):
+        lsim.ExitHeads.load(FILES / "heads.safetensors")
