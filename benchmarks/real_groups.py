@@ -1,10 +1,12 @@
-"""Tell two groups of fine-tunes apart by what their layers hold: one group learned a spurious cue (Brown et al. 2023, section 4).
+"""Compare two groups of fine-tunes, of which one learned a spurious cue (Brown et al. 2023, section 4).
 
     python benchmarks/real_groups.py train --model FOLDER --train FILE.tsv --test FILE.tsv --out FOLDER
+    python benchmarks/real_groups.py tables --model FOLDER --test FILE.tsv --out FOLDER
 
-Every sentence begins with one of two words that say nothing about it. In the training data of the heuristic models the word agrees
-with the label in 95 % of the rows, in that of the generalizing models in half of them. All models start from one encoder; seeds set
-the new head, the cues and the order of the rows.
+Every sentence begins with one of two words that say nothing about it. In the training data of the heuristic models the word
+agrees with the label in 95 % of the rows, in that of the generalizing models in half of them. All models start from one
+encoder; seeds set the new head, the cues and the order of the rows. `tables` compares all pairs of models on held-out
+sentences.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import tl_layersim as lsim
 
 CUES = ("thursday", "tuesday")
 AGREEMENT = {"generalizing": 0.5, "heuristic": 0.95}
+# Fraction of held-out rows in which the cue agrees with the label.
+CONDITIONS = {"right": 1.0, "random": 0.5, "wrong": 0.0}
 
 
 def rows_of(path: str, count: int) -> list[dict[str, Any]]:
@@ -90,9 +94,59 @@ def train(options: argparse.Namespace) -> None:
             print(group, seed, scores, f"{time.perf_counter() - start:.0f} s", flush=True)
 
 
+def compared(name: str, found: lsim.GroupComparison, digits: int = 3) -> None:
+    """Print means within and between groups, with standard deviations over pairs, and the permutation test."""
+    cells = [f"{m:.{digits}f} ± {s:.{digits}f}" for m, s in zip(found.values.tolist(), found.sd.tolist(), strict=True)]
+    print(f"| {name} | {' | '.join(cells)} | {found.p_value:.3f} |", flush=True)
+
+
+def header(name: str, found: lsim.GroupComparison) -> None:
+    """Print the head of a table of comparisons."""
+    print(f"\n| {name} | {' | '.join(found.comparisons)} | p |\n|---|{'---|' * (len(found.comparisons) + 1)}")
+
+
+def tables(options: argparse.Namespace) -> None:
+    """Print accuracies, CKA distances and identity-stitching penalties within and between the groups."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    folders = {f"{group} {seed}": Path(options.out) / f"{group}-{seed}" for group in AGREEMENT for seed in options.seeds}
+    groups = {name: name.split()[0] for name in folders}
+    print(f"| model | {' | '.join(CONDITIONS)} |\n|---|{'---|' * len(CONDITIONS)}")
+    for name, folder in folders.items():
+        accuracy = json.loads((folder / "accuracy.json").read_text())
+        print(f"| {name} | {' | '.join(f'{accuracy[condition]:.3f}' for condition in CONDITIONS)} |")
+    models = {
+        name: AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        for name, folder in folders.items()
+    }
+    data = with_cues(rows_of(options.test, options.test_rows), CONDITIONS[options.cue], 10_000)
+    reading: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": 50, "seq_len": options.seq_len}
+    grid = lsim.compare_grid(models, data, lsim.CKA(), groups=groups, at="resid_post", **reading)
+    found = grid.compare_groups()
+    header("CKA distance", found)
+    compared("all layers", found)
+    for layer in range(len(grid.results["0 1"].row_layers)):
+        only = lsim.compare_grid(models, data, lsim.CKA(), groups=groups, at=f"blocks.{layer}.hook_resid_post", **reading)
+        compared(f"after layer {layer + 1}", only.compare_groups())
+    print(grid.clusters())
+    few = data[: options.stitch_rows]
+    stitched = lsim.stitch_grid(models, few, adapter="identity", groups=groups, labels="data", **reading)
+    for of, title in (("penalty", "identity stitching: penalty in nats"), ("accuracy_penalty", "loss of accuracy")):
+        for number, seam in enumerate(stitched.seams):
+            found = stitched.between_models(seam, of).compare_groups()
+            if not number:
+                header(title, found)
+            compared(f"after layer {number + 1}", found)
+    if options.figures:
+        folder = Path(options.figures)
+        grid.plot("groups").write_html(folder / "groups_cka.html")
+        grid.plot("dendrogram").write_html(folder / "groups_dendrogram.html")
+        grid.plot().write_html(folder / "groups_matrix.html")
+        stitched.between_models(stitched.seams[-1]).plot("groups").write_html(folder / "groups_stitching.html")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("train",))
+    parser.add_argument("task", choices=("train", "tables"))
     parser.add_argument("--model", required=True)
     parser.add_argument("--train")
     parser.add_argument("--test", required=True)
@@ -103,10 +157,13 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=32)
     parser.add_argument("--train-rows", type=int, default=4000)
     parser.add_argument("--test-rows", type=int, default=400)
+    parser.add_argument("--stitch-rows", type=int, default=200)
+    parser.add_argument("--cue", choices=tuple(CONDITIONS), default="random", help="of the rows on which models are compared")
+    parser.add_argument("--figures", help="a folder for figures")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train(options)
+    {"train": train, "tables": tables}[options.task](options)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     python benchmarks/real_vit.py train --train train.npz --test test.npz --out FOLDER
     python benchmarks/real_vit.py tables --test test.npz --out FOLDER
+    python benchmarks/real_vit.py checkpoints --test test.npz --out FOLDER
 
 The files hold `x` (uint8, image 32 32 3) and `y`. The model has the proportions of DeiT-tiny (heads of a third of the width,
-a feed-forward of four widths), scaled to 32 x 32 images, and starts from random weights; every arm starts from the same ones and
-sees the same augmented images in the same order. `train` saves each arm after some of its steps; `tables` prints Markdown.
+a feed-forward of four widths), scaled to 32 x 32 images, and starts from random weights. Every arm starts from the same weights
+and sees the same augmented images in the same order. `train` saves each arm after some of its steps; `tables` prints the layers
+of the trained models, `checkpoints` the coupling of blocks and the paths of [CLS] after each of the saved steps.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -123,9 +125,111 @@ def train(options: argparse.Namespace) -> None:
         print(arm, f"{seconds:.0f} s", " ".join(f"{x:.3f}" for x in result.accuracy[-1].tolist()), flush=True)
 
 
+def trained_arms(options: argparse.Namespace) -> dict[str, Path]:
+    """The folders of the arms that are trained, by name of the arm."""
+    folders = {arm: Path(options.out) / f"{arm}-seed{options.seed}" for arm in options.arms}
+    return {arm: folder for arm, folder in folders.items() if (folder / "final" / "config.json").exists()}
+
+
+def loaded(folder: Path) -> ViTForImageClassification:
+    """A saved model."""
+    return ViTForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def row(name: str, values: Iterable[float], digits: int = 3) -> None:
+    """Print a line of a table."""
+    cells = [f"{value:.{digits}f}" if isinstance(value, float) else str(value) for value in values]
+    print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def header(name: str, columns: Iterable[object]) -> None:
+    """Print the head of a table."""
+    names = [str(column) for column in columns]
+    print(f"\n| {name} | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+
+
+def tables(options: argparse.Namespace) -> None:
+    """Print what the layers of each arm predict on test images, and how they relate to the last."""
+    pixels, labels = images_of(options.test, options.test_images)
+    data = {"pixel_values": pixels, "labels": labels}
+    reports: dict[str, Any] = {}
+    for arm, folder in trained_arms(options).items():
+        model = loaded(folder / "final")
+        readings = {arm: {}}
+        if (folder / "final" / "heads.safetensors").exists():
+            readings = {f"{arm}, own heads": {"heads": folder / "final" / "heads.safetensors"}, f"{arm}, last head": {}}
+        for name, heads in readings.items():
+            analyzers = [
+                lsim.LogitLens(labels="data", **heads),
+                lsim.Saturation(**heads),
+                lsim.ExitCurve(thresholds=(*THRESHOLDS, 1.0), labels="data", **heads),
+                lsim.Cosine(),
+                lsim.CKA(),
+                lsim.NeuralCollapse(labels="data", pool="head"),
+            ]
+            reports[name] = lsim.analyze(model, data, analyzers, batch_size=100, positions="first")
+    blocks = range(1, options.layers + 1)
+    header("accuracy after block", blocks)
+    for name, report in reports.items():
+        row(name, report["logit_lens"].accuracy.tolist())
+    header("COS to the last block", ("embed", *blocks))
+    for name, report in reports.items():
+        row(name, report["cosine"].values[:, -1].tolist())
+    header("CKA to the last block", ("embed", *blocks))
+    for name, report in reports.items():
+        row(name, report["cka"].values[:, -1].tolist())
+    header("saturated at or before block", blocks)
+    for name, report in reports.items():
+        row(name, report["saturation"].cumulative.tolist())
+    header("NC1", ("embed", *blocks))
+    for name, report in reports.items():
+        row(name, report["neural_collapse"].nc1.tolist(), 1)
+    header("exit threshold", (*THRESHOLDS, 1))
+    for name, report in reports.items():
+        curve = report["exit_curve"]
+        row(f"{name}: accuracy", curve.accuracy.tolist())
+        row(f"{name}: agreement", curve.agreement.tolist())
+        row(f"{name}: speed-up in blocks", curve.speedup.tolist(), 2)
+    header("", ("accuracy", "blocks for it less 2 points", "blocks for it less 5 points", "COS rises at every block"))
+    for name, report in reports.items():
+        lens, cosine = report["logit_lens"], report["cosine"]
+        last = float(lens.accuracy[-1])
+        depths = [lens.effective_depth(min(1.0, 1 - last + below)) for below in (0.02, 0.05)]
+        row(name, (last, *depths, float(cosine.monotone_share)))
+
+
+def checkpoints(options: argparse.Namespace) -> None:
+    """Print accuracy, coupling of blocks and line-shape score after each of the saved steps of an arm."""
+    pixels, labels = images_of(options.test, 1000)
+    data = {"pixel_values": pixels, "labels": labels}
+    few = {"pixel_values": pixels[: options.prompts], "labels": labels[: options.prompts]}
+    for arm, folder in trained_arms(options).items():
+        names = ("accuracy", "coupling", "of neighbours", "of random vectors", "LSS", "expodistance", "norm of [CLS]")
+        header(f"{arm}, steps", names)
+        steps = sorted(int(path.name.removeprefix("step")) for path in folder.glob("step*"))
+        for step in steps:
+            model = loaded(folder / f"step{step}")
+            lens = lsim.analyze(model, data, [lsim.LogitLens(labels="data"), lsim.Trajectory()], batch_size=100)
+            coupling = lsim.analyze(model, few, lsim.BlockCoupling(k=10, tokens=(0,)), batch_size=8)["block_coupling"]
+            path = lens["trajectory"]
+            near = coupling.coupling.diagonal(1).tolist() + coupling.coupling.diagonal(-1).tolist()
+            row(
+                str(step),
+                (
+                    float(lens["logit_lens"].accuracy[-1]),
+                    coupling.mean(),
+                    float(np.mean(near)),
+                    coupling.mean("null_coupling"),
+                    float(path.lss_mean),
+                    float(path.expodistance_quantiles[path.quantiles.index(0.5)]),
+                    float(path.norm[-1]),
+                ),
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("train", "tables"))
+    parser.add_argument("task", choices=("train", "tables", "checkpoints"))
     parser.add_argument("--train")
     parser.add_argument("--test", required=True)
     parser.add_argument("--out", required=True)
@@ -138,10 +242,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--test-images", type=int, default=5000)
+    parser.add_argument("--prompts", type=int, default=16, help="images whose Jacobians are computed")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    train(options)
+    {"train": train, "tables": tables, "checkpoints": checkpoints}[options.task](options)
 
 
 if __name__ == "__main__":
