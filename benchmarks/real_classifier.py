@@ -3,10 +3,11 @@
     python benchmarks/real_classifier.py --model FOLDER --train FILE.tsv --test FILE.tsv
     python benchmarks/real_classifier.py --model FOLDER --train TEXT.txt --test TEXT.txt --task pairs
 
-`--task sentences`: the files have a sentence and a label (or a label and a sentence) in each line. `--task pairs`: the files are
-plain text with a paragraph in each line; two sentences are of class 1 if the second follows the first in its paragraph, and of class
-0 if it comes from another paragraph. Prints held-out results by layer, with the standard deviation over seeds; each layer is read
-by the model's own pooler and classifier. `--save FOLDER` keeps the models; models that the folder holds are not trained again.
+`--task sentences`: the files have a sentence and a label (or a label and a sentence) in each line. `--task pairs`: the files
+are plain text with a paragraph in each line; two sentences are of class 1 if the second follows the first in its paragraph, and
+of class 0 if it comes from another paragraph. Prints held-out results by layer, with the standard deviation over seeds; each
+layer is read by the model's own pooler and classifier. `--save FOLDER` keeps the models; models that the folder holds are not
+trained again.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,18 @@ def with_cues(rows: list[dict[str, Any]], agreement: float, seed: int) -> list[d
     ]
 
 
+def accuracies(model: Any, test: list[dict[str, Any]], tokenizer: Any, options: argparse.Namespace) -> dict[str, float]:
+    """Accuracy on held-out rows where the cue is right, random and wrong."""
+    found = {}
+    for name, agreement in CONDITIONS.items():
+        data = with_cues(test, agreement, 10_000)
+        report = lsim.analyze(
+            model, data, lsim.LogitLens(labels="data"), tokenizer=tokenizer, batch_size=50, seq_len=options.seq_len
+        )
+        found[name] = float(report["logit_lens"].accuracy[-1])
+    return found
+
+
 def train(options: argparse.Namespace) -> None:
     """Train and save the models of both groups, and print their accuracy where the cue is right, random and wrong."""
     rows, test = rows_of(options.train, options.train_rows), rows_of(options.test, options.test_rows)
@@ -78,18 +90,12 @@ def train(options: argparse.Namespace) -> None:
                 model,
                 with_cues(rows, agreement, seed),
                 training,
-                eval_data=held_out["random"][:100],
+                eval_data=with_cues(test[:100], 0.5, 10_000),
                 tokenizer=tokenizer,
                 batch_size=options.batch_size,
                 seq_len=options.seq_len,
             )
-            accuracy = {}
-            for name, data in held_out.items():
-                lens = lsim.analyze(
-                    model, data, lsim.LogitLens(labels="data"), tokenizer=tokenizer, batch_size=32, seq_len=options.seq_len
-                )
-                accuracy[name] = float(lens["logit_lens"].accuracy[-1])
-            (folder / "accuracy.json").write_text(json.dumps(accuracy))
+            accuracy = accuracies(model, test, tokenizer, options)
             scores = " ".join(f"{name} {value:.3f}" for name, value in accuracy.items())
             print(group, seed, scores, f"{time.perf_counter() - start:.0f} s", flush=True)
 
@@ -111,23 +117,22 @@ def tables(options: argparse.Namespace) -> None:
     folders = {f"{group} {seed}": Path(options.out) / f"{group}-{seed}" for group in AGREEMENT for seed in options.seeds}
     groups = {name: name.split()[0] for name in folders}
     print(f"| model | {' | '.join(CONDITIONS)} |\n|---|{'---|' * len(CONDITIONS)}")
+    test = rows_of(options.test, options.test_rows)
+    models = {}
     for name, folder in folders.items():
-        accuracy = json.loads((folder / "accuracy.json").read_text())
-        print(f"| {name} | {' | '.join(f'{accuracy[condition]:.3f}' for condition in CONDITIONS)} |")
-    models = {
-        name: AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-        for name, folder in folders.items()
-    }
-    data = with_cues(rows_of(options.test, options.test_rows), CONDITIONS[options.cue], 10_000)
+        models[name] = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        accuracy = accuracies(models[name], test, tokenizer, options)
+        print(f"| {name} | {' | '.join(f'{value:.3f}' for value in accuracy.values())} |", flush=True)
+    data = with_cues(test, CONDITIONS[options.cue], 10_000)
     reading: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": 50, "seq_len": options.seq_len}
     grid = lsim.compare_grid(models, data, lsim.CKA(), groups=groups, at="resid_post", **reading)
     found = grid.compare_groups()
     header("CKA distance", found)
     compared("all layers", found)
-    for layer in range(len(grid.results["0 1"].row_layers)):
-        only = lsim.compare_grid(models, data, lsim.CKA(), groups=groups, at=f"blocks.{layer}.hook_resid_post", **reading)
-        compared(f"after layer {layer + 1}", only.compare_groups())
-    print(grid.clusters())
+    # Layer 0 is [CLS] itself, the same for all sentences.
+    for layer in range(1, len(grid.results["0 1"].values)):
+        angles = [[float(grid[a, b].values[layer, layer].clamp(max=1).arccos()) for b in models] for a in models]
+        compared(f"layer {layer}", replace(grid, values=torch.tensor(angles).double()).compare_groups())
     few = data[: options.stitch_rows]
     stitched = lsim.stitch_grid(models, few, adapter="identity", groups=groups, labels="data", **reading)
     for of, title in (("penalty", "identity stitching: penalty in nats"), ("accuracy_penalty", "loss of accuracy")):
@@ -135,7 +140,7 @@ def tables(options: argparse.Namespace) -> None:
             found = stitched.between_models(seam, of).compare_groups()
             if not number:
                 header(title, found)
-            compared(f"after layer {number + 1}", found)
+            compared(f"layer {number + 1}", found)
     if options.figures:
         folder = Path(options.figures)
         grid.plot("groups").write_html(folder / "groups_cka.html")
@@ -154,7 +159,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=32)
+    parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--train-rows", type=int, default=4000)
     parser.add_argument("--test-rows", type=int, default=400)
     parser.add_argument("--stitch-rows", type=int, default=200)
