@@ -12,13 +12,13 @@ sentences.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from real_classifier import sentences_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import tl_layersim as lsim
@@ -27,18 +27,6 @@ CUES = ("thursday", "tuesday")
 AGREEMENT = {"generalizing": 0.5, "heuristic": 0.95}
 # Fraction of held-out rows in which the cue agrees with the label.
 CONDITIONS = {"right": 1.0, "random": 0.5, "wrong": 0.0}
-
-
-def rows_of(path: str, count: int) -> list[dict[str, Any]]:
-    """Sentences with their classes."""
-    found = []
-    with Path(path).open(encoding="utf-8") as file:
-        for line in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-            first, second = line[:2]
-            text, label = (first, second) if second.strip() in "01" else (second, first)
-            if label.strip() in ("0", "1"):
-                found.append({"text": text, "label": int(label)})
-    return found[:count]
 
 
 def with_cues(rows: list[dict[str, Any]], agreement: float, seed: int) -> list[dict[str, Any]]:
@@ -64,12 +52,9 @@ def accuracies(model: Any, test: list[dict[str, Any]], tokenizer: Any, options: 
 
 def train(options: argparse.Namespace) -> None:
     """Train and save the models of both groups, and print their accuracy where the cue is right, random and wrong."""
-    rows, test = rows_of(options.train, options.train_rows), rows_of(options.test, options.test_rows)
+    rows, test = sentences_of(options.train, options.train_rows), sentences_of(options.test, options.test_rows)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     Path(options.out).mkdir(parents=True, exist_ok=True)
-    held_out = {
-        name: with_cues(test, agreement, 10_000) for name, agreement in (("right", 1.0), ("random", 0.5), ("wrong", 0.0))
-    }
     for seed in options.seeds:
         for group, agreement in AGREEMENT.items():
             torch.manual_seed(seed)
@@ -117,7 +102,7 @@ def tables(options: argparse.Namespace) -> None:
     folders = {f"{group} {seed}": Path(options.out) / f"{group}-{seed}" for group in AGREEMENT for seed in options.seeds}
     groups = {name: name.split()[0] for name in folders}
     print(f"| model | {' | '.join(CONDITIONS)} |\n|---|{'---|' * len(CONDITIONS)}")
-    test = rows_of(options.test, options.test_rows)
+    test = sentences_of(options.test, options.test_rows)
     models = {}
     for name, folder in folders.items():
         models[name] = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
