@@ -37,7 +37,8 @@ def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more)
 
 
 def view_for(analyzer: Analyzer | type[Analyzer], x: np.ndarray, **more) -> View:
-    """A view of given residuals with the sites that the analyzer reads."""
+    """A view of given residuals with the sites that the analyzer reads, of several rows of the data."""
+    more = {"row": torch.arange(x.shape[1]) // oracles.ROWS_OF} | more
     return with_sublayers(view(x, **more), x) if analyzer.families else view(x, **more)
 
 

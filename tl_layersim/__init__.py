@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .analysis.coupling_across_models import plot_adjacency, plot_sweep, relate
     from .analysis.detection import detection_by_layer
     from .analysis.grid_api import compare_grid
+    from .analysis.linear_probes import linear_probe
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
     from .analysis.server_capabilities import capabilities
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
     from .analyzers.contribution import Contribution
     from .analyzers.cosine import Cosine
     from .analyzers.exit_curve import ExitCurve
+    from .analyzers.linear_probe import LinearProbe
     from .analyzers.logit_lens import LogitLens
     from .analyzers.neural_collapse import NeuralCollapse
     from .analyzers.saturation import Saturation
     from .analyzers.skip_effect import SkipEffect
+    from .analyzers.task_metrics import TaskMetrics
     from .analyzers.trajectory import Trajectory
     from .core.errors import LayersimError, LayersimWarning
     from .core.results import Report, Result, load, load_report
@@ -58,6 +61,7 @@ _HOME = {
     "analysis.server_capabilities": ("capabilities",),
     "analysis.api": ("analyze", "compare"),
     "analysis.grid_api": ("compare_grid",),
+    "analysis.linear_probes": ("linear_probe",),
     "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
     "analysis.detection": ("detection_by_layer",),
@@ -105,6 +109,7 @@ __all__ = [
     "ExitHeads",
     "LayersimError",
     "LayersimWarning",
+    "LinearProbe",
     "LogitLens",
     "NeuralCollapse",
     "Report",
@@ -112,6 +117,7 @@ __all__ = [
     "Saturation",
     "SkipEffect",
     "StitchTraining",
+    "TaskMetrics",
     "Trajectory",
     "aligned_loss",
     "analyze",
@@ -129,6 +135,7 @@ __all__ = [
     "find_analyzers",
     "finetune_aligned",
     "frequent_tokens",
+    "linear_probe",
     "load",
     "load_report",
     "load_run",

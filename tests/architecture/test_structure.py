@@ -15,6 +15,7 @@ PUBLIC = {
     "analysis.api.analyze",
     "analysis.api.compare",
     "analysis.grid_api.compare_grid",
+    "analysis.linear_probes.linear_probe",
     "analysis.one_prompt_figures.prediction_grid",
     "analysis.one_prompt_jacobians.block_jacobians",
     "analysis.one_prompt_jacobians.coupling_matrices",

@@ -11,19 +11,24 @@ from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, n
 from .contribution import oracle_contribution, sublayer_outputs
 from .cosine import oracle_cosine
 from .exit_curve import oracle_exit_curve
+from .linear_probe import ROWS_OF, held_out_rows, oracle_linear_probe, ridge_scores
 from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
 from .saturation import oracle_saturation
 from .skip_effect import oracle_skip_effect
+from .task_metrics import classification_metrics, oracle_task_metrics
 from .trajectory import line_shape_score, oracle_trajectory
 
 __all__ = [
     "HEAD",
     "LEVELS",
+    "ROWS_OF",
     "WORDS",
     "arccos_distance",
+    "classification_metrics",
     "cosine_of",
     "coupling_matrix",
+    "held_out_rows",
     "hsic_0",
     "hsic_1",
     "layer_norm",
@@ -36,13 +41,16 @@ __all__ = [
     "oracle_contribution",
     "oracle_cosine",
     "oracle_exit_curve",
+    "oracle_linear_probe",
     "oracle_logit_lens",
     "oracle_neural_collapse",
     "oracle_saturation",
     "oracle_skip_effect",
+    "oracle_task_metrics",
     "oracle_trajectory",
     "own_jacobian",
     "random_frames",
+    "ridge_scores",
     "say",
     "softmax",
     "sublayer_outputs",

@@ -62,3 +62,25 @@ def test_the_cosine_to_the_last_layer_of_a_llama_classifier_is_of_the_last_token
     found = lsim.evaluate_layers(model, model, rows, center="none")["layers"]
     x = at_position(model, model.model.layers, tokens, -1)
     np.testing.assert_allclose(found.cosine_to_last[0], oracles.oracle_cosine([x], center="none")["values"][:, -1], atol=1e-5)
+
+
+def test_task_metrics_of_both_classifiers_are_side_by_side():
+    from sklearn.metrics import f1_score, matthews_corrcoef
+
+    rows, tokens = data()
+    model = bert()
+    after = bert()
+    with torch.no_grad():
+        after.classifier.weight.neg_()
+    report = lsim.evaluate_layers(model, after, rows)
+    labels = [row["label"] for row in rows]
+    for number, one in enumerate((model, after)):
+        with torch.no_grad():
+            said = one(tokens).logits.argmax(-1)
+        assert float(report["task_metrics"].f1[number, -1]) == pytest.approx(f1_score(labels, said, average="macro"))
+        assert float(report["task_metrics"].mcc[number, -1]) == pytest.approx(matthews_corrcoef(labels, said))
+        alone = lsim.analyze(one, rows, lsim.TaskMetrics(labels="data"))["task_metrics"]
+        assert torch.equal(report["task_metrics"].f1[number], alone.f1)
+    assert len(report["task_metrics"].plot().data) == 2
+    assert "before: macro F1 of the last layer" in report["task_metrics"].headline()
+    assert "task_metrics" not in lsim.evaluate_layers(tiny_llama(), tiny_llama(), tokens)

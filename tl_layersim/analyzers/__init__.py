@@ -6,7 +6,8 @@ Other packages may import `find_analyzers` from here, and from these modules:
 
 * `base`: `Analyzer`, `Exchange`, `Run`, `SiteNeed`, `check_memory`, `code_digest`, `need_head`, `need_tokens`
 * `text_options`: `with_options`
-* `block_coupling`, `cka`, `cosine`, `exit_curve`, `logit_lens`, `neural_collapse`, `saturation`: analyzers and their results
+* `block_coupling`, `cka`, `cosine`, `exit_curve`, `linear_probe`, `logit_lens`, `neural_collapse`, `saturation`,
+  `task_metrics`: analyzers and their results
 """
 
 from __future__ import annotations

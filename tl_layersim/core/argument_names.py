@@ -44,6 +44,8 @@ SYNONYMS = {
     "norm": "final_norm normalize layer_norm apply_norm",
     "labels": "targets target label y classes answers",
     "eval_data": "eval_dataset validation_data val_data test_data heldout held_out",
+    "test_data": "eval_data eval_dataset test_dataset validation_data val_data heldout held_out",
+    "test_fraction": "test_size eval_fraction val_fraction",
     "lr": "learning_rate step_size alpha",
     "steps": "n_steps num_steps max_steps iterations iters epochs num_epochs num_train_epochs",
     "warmup": "warmup_steps num_warmup_steps warmup_ratio",

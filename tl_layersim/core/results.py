@@ -176,6 +176,14 @@ class Result(ABC):
         """The numbers that a summary table shows, by description."""
         return {}
 
+    def baseline(self, field: str) -> tuple[str, float] | None:
+        """A reference line in the figure of a field, as its name and its value; None for none.
+
+        Args:
+            field: name of a tensor field.
+        """
+        return None
+
     def first_layer(self) -> str:
         """The first site in words: "embedding", the input of a later block or of a module, or the name of another site."""
         first = self.layers[0]

@@ -307,12 +307,20 @@ class Batches:
     def _split(self, row: Row) -> Iterator[Row]:
         return (part for part in row.split(self.options.seq_len or len(row.tokens)) if part.attention.any())
 
+    def count_rows(self) -> int:
+        """Number of rows of the data, before texts are tokenised and long rows are split."""
+        return sum(1 for _ in self._items())
+
+    def _items(self) -> Iterator[Text | Chat | Row]:
+        """Texts, chats and rows of the data; their numbers are the rows of the data."""
+        reader = Reader(self.options.column, self.labelled, self.model, self.notes, self.options.selection.column)
+        return reader.items(self.data)
+
     def _encoded(self) -> Iterator[Encoded | Row]:
         """Encode chats and texts as token ids, texts many at a time; rows of tokens among them are passed on in order."""
         waiting: list[tuple[int, Text]] = []
         chats = ChatEncoder(self.model, self.options)
-        reader = Reader(self.options.column, self.labelled, self.model, self.notes, self.options.selection.column)
-        for number, item in enumerate(reader.items(self.data)):
+        for number, item in enumerate(self._items()):
             if not isinstance(item, Chat):
                 chats.refuse_idle_options()
             if reads_decoder(self.model) and not (isinstance(item, Row) and (item.inputs or not len(item.tokens))):

@@ -56,6 +56,25 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
     return torch.stack([unembed.pooled(*by_row(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
 
 
+def logits_of_layers(
+    unembed: Unembed, x: Tensor, needs_norm: bool, normed: bool, heads: LayerHeads | None = None, spare: Tensor | None = None
+) -> Tensor:
+    """Logits `sample layer vocabulary` of what `head_input` returns; the last layer always has its norm, as in the model.
+
+    Args:
+        unembed: the model's own.
+        x: `layer sample width`, outputs of all blocks.
+        needs_norm: whether the norm is still to be applied.
+        normed: whether it is applied below the last layer too.
+        heads: of the layers below the last.
+        spare: memory `(sample layer) vocabulary` for the logits, None to allocate it.
+    """
+    x = x.transpose(0, 1)
+    if needs_norm and not normed:
+        x = torch.cat([x[:, :-1], unembed.normed(x[:, -1:]).to(x)], 1)
+    return layer_logits(unembed, x, normed and needs_norm, heads, spare)
+
+
 def read_lens(
     view: View,
     target: Tensor,
@@ -99,11 +118,7 @@ def read_lens(
     while start < tokens:
         span = slice(start, start + step)
         # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
-        some = x[:, span].transpose(0, 1)
-        if needs_norm and not normed:
-            # The last layer is always read with the final norm, as the model reads it.
-            some = torch.cat([some[:, :-1], view.unembed.normed(some[:, -1:]).to(some)], 1)
-        z = layer_logits(view.unembed, some, normed and needs_norm, heads, spare)
+        z = logits_of_layers(view.unembed, x[:, span], needs_norm, normed, heads, spare)
         z_here = on_float64_device(z)
         for name, value in _read_chunk(z_here, target[span].to(z_here.device), ranked).items():
             out[name][:, span] = value.T.to(x.device)

@@ -47,6 +47,11 @@ def answers(batch: Batch, labels: str | Tensor, model: Model) -> Tensor:
     return ids.gather(1, first)[:, 0]
 
 
+def gives_classes(model: Model) -> bool:
+    """Whether the model's head gives classes of rows or positions, not tokens."""
+    return model.head is not None and model.head.classifies
+
+
 def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]]) -> str | Tensor:
     """Labels in the form of `as_labels`; by default the labels that the models' heads are made to predict.
 
@@ -57,8 +62,7 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]]) -> str | Tens
     Raises:
         LayersimError: the models have heads of different kinds, or a masked language model has no labels.
     """
-    heads = [model.head for model, _ in models]
-    kinds = {head is not None and head.classifies for head in heads}
+    kinds = {gives_classes(model) for model, _ in models}
     if len(kinds) > 1:
         raise LayersimError(
             "The models must be all language models or all classifiers.",

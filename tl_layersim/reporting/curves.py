@@ -63,6 +63,21 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
     return fig
 
 
+def with_baseline(fig: go.Figure, name: str, value: float) -> go.Figure:
+    """The line plot with a dashed horizontal line.
+
+    Args:
+        fig: of one series.
+        name: of the line.
+        value: at which it stands.
+    """
+    places = list(fig.data[0].x)
+    ends = {"x": [places[0], places[-1]], "y": [value, value]}
+    dashed = {"color": "grey", "width": 1.5, "dash": "dash"}
+    fig.add_scatter(**ends, name=f"{name}: {value:.3f}", mode="lines", line=dashed)
+    return fig.update_layout(showlegend=True)
+
+
 def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: str) -> go.Figure:
     """Line plot over blocks of one value of each sublayer: one line for each of attention, attention to an encoder, and MLP.
 

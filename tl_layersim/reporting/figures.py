@@ -6,7 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ..core.results import Result
-from .curves import lines, sublayer_lines
+from .curves import lines, sublayer_lines, with_baseline
 from .labels import quantity
 from .matrix import layer_heatmap, series_heatmap
 from .site_labels import site_words
@@ -42,7 +42,9 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     if axes == ("sublayer",):
         return sublayer_lines(result.coordinates("sublayer"), values, title, unit)
     if len(axes) == 1:
-        return lines(result.coordinates(axes[0]), [(unit, values, 1.0)], title, unit, axes[0])
+        fig = lines(result.coordinates(axes[0]), [(unit, values, 1.0)], title, unit, axes[0])
+        reference = result.baseline(field)
+        return fig if reference is None else with_baseline(fig, *reference)
     if axes == ("layer", "direction"):
         # By depth, a line for each of a few directions: the first, the last, and some between.
         labels = result.coordinates("direction")

@@ -3,11 +3,12 @@
 Training objectives are in `objectives`, one class per file. No other package imports from here.
 """
 
-from .layer_evaluation_results import GenerationQuality, LayerChange
+from .layer_evaluation_results import GenerationQuality, LayerChange, MetricChange
 from .results import AlignedResult
 
 __all__ = [
     "AlignedResult",
     "GenerationQuality",
     "LayerChange",
+    "MetricChange",
 ]

@@ -20,6 +20,7 @@ from ..analyzers.exit_curve import THRESHOLDS, ExitCurve
 from ..analyzers.logit_lens import LogitLens
 from ..analyzers.neural_collapse import NeuralCollapse
 from ..analyzers.saturation import Saturation
+from ..analyzers.task_metrics import TaskMetrics
 from ..core.argument_checks import typed
 from ..core.argument_names import refuse_keywords
 from ..core.errors import LayersimError, as_fraction, warn
@@ -27,9 +28,9 @@ from ..core.provenance import Provenance
 from ..core.results import Report, Result
 from ..early_exit.api import EarlyExit
 from ..models.exit_heads import ExitHeads, as_heads
-from ..models.targets import usual_labels
+from ..models.targets import gives_classes, usual_labels
 from ..remote.open import open_source
-from .layer_evaluation_results import GenerationQuality, LayerChange, coherence, diversity
+from .layer_evaluation_results import GenerationQuality, LayerChange, MetricChange, coherence, diversity
 
 SHORTEST = 4
 Heads: TypeAlias = ExitHeads | str | os.PathLike[str] | None
@@ -75,8 +76,9 @@ def evaluate_layers(
         **options: further options of `analyze`: `batch_size`, `seq_len`, `pack`, `max_tokens`, `tokenizer`, ...
 
     Returns:
-        A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"`, and `"generation"`
-        (`GenerationQuality`) where prompts are given. `to_html` writes the page.
+        A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"`, `"task_metrics"`
+        (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) where prompts are given. `to_html` writes the
+        page.
 
     Raises:
         LayersimError: the models differ in depth, or read different tokens.
@@ -122,7 +124,7 @@ def evaluate_layers(
         if one is not None:
             one.check(model)
     reports = [
-        analyze(model, data, _analyzers(targets, thresholds, center, one), **options)
+        analyze(model, data, _analyzers(targets, thresholds, center, one, gives_classes(pair[0])), **options)
         for model, one in zip(models, own, strict=True)
     ]
     runs = [report["logit_lens"].provenance for report in reports]
@@ -145,6 +147,8 @@ def evaluate_layers(
     change = _change(reports, collapse, both, names, float(threshold), float(eps), center)
     results: dict[str, Result] = {"layers": change}
     results |= {"cosine_before": reports[0]["cosine"], "cosine_after": reports[1]["cosine"]}
+    if "task_metrics" in reports[0]:
+        results["task_metrics"] = _metric_change(reports, change)
     if prompts is not None:
         read_by_own = tuple(zip(models, own, strict=True))
         results["generation"] = _quality(read_by_own, list(prompts), new_tokens, float(top_p), embed, seed, change, options)
@@ -152,7 +156,11 @@ def evaluate_layers(
 
 
 def _analyzers(
-    targets: Any, thresholds: tuple[float, ...], center: Literal["dataset", "none"], heads: ExitHeads | None
+    targets: Any,
+    thresholds: tuple[float, ...],
+    center: Literal["dataset", "none"],
+    heads: ExitHeads | None,
+    classifies: bool,
 ) -> list[Analyzer]:
     """The analyzers of one model, whose layers are read as its heads were trained."""
     norm = _norm(heads)
@@ -161,6 +169,7 @@ def _analyzers(
         Saturation(norm=norm, heads=heads),
         Cosine(center=center),
         ExitCurve(thresholds=thresholds, norm=norm, labels=targets, heads=heads),
+        *([TaskMetrics(norm=norm, labels=targets, heads=heads)] if classifies else []),
     ]
 
 
@@ -223,6 +232,18 @@ def _change(
         center=center,
         layers=lenses[0].layers,
         provenance=run,
+    )
+
+
+def _metric_change(reports: list[Report], like: LayerChange) -> MetricChange:
+    """The task metrics of both models."""
+    metrics = [report["task_metrics"] for report in reports]
+    return MetricChange(
+        values=torch.stack([one.f1 for one in metrics]),
+        mcc=torch.stack([one.mcc for one in metrics]),
+        models=like.models,
+        layers=like.layers,
+        provenance=like.provenance,
     )
 
 

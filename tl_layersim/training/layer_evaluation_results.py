@@ -104,6 +104,42 @@ class LayerChange(Result):
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MetricChange(Result):
+    """Metrics of the lens predictions by layer of two classifiers on the same data, see `TaskMetrics`. Tensors are float64.
+
+    Attributes:
+        values: `model layer`, the same as `f1`, the mean of the F1 of all classes.
+        mcc: `model layer`, Matthews correlation coefficient.
+        models: names of the two models.
+    """
+
+    values_name = "f1"
+    values: Float64[Tensor, "model layer"] = axes("model", "layer")
+    mcc: Float64[Tensor, "model layer"] = axes("model", "layer")
+    models: tuple[str, ...]
+
+    pictures = (
+        Picture(
+            "f1", "Macro F1 of each layer", "Mean over classes of the F1 of the lens predictions" + SOURCE.format("figure 8")
+        ),
+        Picture("mcc", "Matthews correlation of each layer", "Of the lens predictions with the labels (Matthews 1975)."),
+    )
+
+    @property
+    def f1(self) -> Tensor:
+        """Macro F1, `model layer`; the same as `values`."""
+        return self.values
+
+    def headline(self) -> dict[str, float]:
+        return {
+            f"{name}: {metric} of the last layer": float(values[number, -1])
+            for number, name in enumerate(self.models)
+            for metric, values in (("macro F1", self.values), ("Matthews correlation", self.mcc))
+        }
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GenerationQuality(Result):
     """Quality of text that is generated from each layer by nucleus sampling from its lens. Tensors are float64.
 

@@ -1,0 +1,204 @@
+"""`linear_probe`: held-out data of its own, logistic regression, labels of every kind, sources and refusals."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .. import oracles
+from ..input_models import image_vit, pair_bert, pair_data, pixels
+from ..models.helpers import bridge, nnsight
+from ..tiny_models import hidden_states, random_tokens, tiny_llama, tiny_tokenizer
+
+ROWS, TEST = 30, 12
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return random_tokens(ROWS + TEST, 6)
+
+
+@pytest.fixture(scope="module")
+def classes(tokens):
+    return tokens[:, 3] % 3
+
+
+def same(a, b) -> None:
+    for name in a.tensor_fields():
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert a.labels == b.labels
+
+
+def last_states(model, tokens) -> np.ndarray:
+    return np.stack([hidden_states(model, row)[:, -1] for row in tokens], axis=1)
+
+
+def test_it_is_the_analyzer(llama, tokens, classes):
+    options = {"positions": "last", "batch_size": 7, "at": "mlp_out"}
+    found = lsim.linear_probe(llama, tokens, labels=classes, ridge=0.3, seed=2, test_fraction=0.4, **options)
+    probe = lsim.LinearProbe(labels=classes, ridge=0.3, seed=2, test_fraction=0.4)
+    same(found, lsim.analyze(llama, tokens, probe, **options)["linear_probe"])
+    assert found.provenance.options["ridge"] == 0.3
+    assert found.provenance.seed == 2
+
+
+def texts(rows: torch.Tensor) -> list[str]:
+    return [" ".join(f"w{token}" for token in row.tolist()) for row in rows]
+
+
+KINDS = {
+    "a tensor": lambda rows, labels: rows,
+    "rows of different lengths": lambda rows, labels: [row.tolist() for row in rows],
+    "a generator": lambda rows, labels: (row for row in rows),
+    "a mapping": lambda rows, labels: {"input_ids": rows, "attention_mask": torch.ones_like(rows)},
+    "examples": lambda rows, labels: [
+        {"input_ids": row.tolist(), "label": int(y)} for row, y in zip(rows, labels, strict=True)
+    ],
+    "texts": lambda rows, labels: texts(rows),
+    "texts with labels": lambda rows, labels: {"text": texts(rows), "label": labels.tolist()},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_data_of_its_own(kind, tokens, classes):
+    model = tiny_llama(dtype=torch.float64)
+    model.tokenizer = tiny_tokenizer()
+    data, test = (KINDS[kind](tokens[part], classes[part]) for part in (slice(0, ROWS), slice(ROWS, None)))
+    own = "label" in kind or kind == "examples"
+    labels = {} if own else {"labels": classes[:ROWS], "test_labels": classes[ROWS:].tolist()}
+    found = lsim.linear_probe(model, data, test_data=test, positions="last", batch_size=8, prepend_bos=False, **labels)
+    x, classes = last_states(model, tokens), classes.tolist()
+    scores = [oracles.ridge_scores(layer[:ROWS], np.array(classes[:ROWS]), layer, [0, 1, 2], 0.1) for layer in x]
+    expected = [np.mean(score[ROWS:].argmax(1) == classes[ROWS:]) for score in scores]
+    np.testing.assert_allclose(found.accuracy, expected)
+    np.testing.assert_allclose(found.train_accuracy, [np.mean(s[:ROWS].argmax(1) == classes[:ROWS]) for s in scores])
+    assert found.test_samples.sum() == TEST
+    assert found.samples.tolist() == [classes[:ROWS].count(c) for c in range(3)]
+
+
+def test_data_sets_and_images_are_held_out_data_too():
+    import datasets
+
+    model, label = pair_bert(), [0, 1, 1, 0, 1, 0]
+    rows = [{name: values[n].tolist() for name, values in pair_data().items()} | {"label": label[n]} for n in range(6)]
+    whole = lsim.linear_probe(model, rows[:4], test_data=rows[4:], positions="mean")
+    sets = (datasets.Dataset.from_list(part) for part in (rows[:4], rows[4:]))
+    same(lsim.linear_probe(model, next(sets), test_data=next(sets), positions="mean"), whole)
+    images = pixels(6)
+    found = lsim.linear_probe(
+        image_vit(), images[:4], test_data=images[4:], labels=label[:4], test_labels=label[4:], positions="mean"
+    )
+    assert found.test_samples.sum() == 2
+
+
+def test_labels_by_position_of_both_parts(llama, tokens):
+    labels = tokens % 2
+    labels[:, 2] = -100
+    found = lsim.linear_probe(
+        llama, tokens[:ROWS], labels=labels[:ROWS], test_data=tokens[ROWS:, :5], test_labels=labels[ROWS:, :5]
+    )
+    assert found.test_samples.sum() == TEST * 4
+    assert found.samples.sum() == ROWS * 5
+    # The embedding holds the token.
+    assert found.accuracy[0] > 0.6
+
+
+@pytest.mark.parametrize("penalty", [0.01, 1.0])
+def test_logistic_regression_is_that_of_scikit_learn(penalty, tokens, classes):
+    from sklearn.linear_model import LogisticRegression
+
+    model = tiny_llama(dtype=torch.float64)
+    found = lsim.linear_probe(model, tokens, labels=classes, method="logistic", C=penalty, positions="last", batch_size=5)
+    out = np.array(oracles.held_out_rows(len(tokens)))
+    for site, x in enumerate(last_states(model, tokens)):
+        x = (x - x[~out].mean(0)) / x[~out].std(0)
+        fitted = LogisticRegression(C=penalty, max_iter=1000).fit(x[~out], classes.numpy()[~out])
+        assert float(found.accuracy[site]) == fitted.score(x[out], classes.numpy()[out])
+        assert float(found.train_accuracy[site]) == fitted.score(x[~out], classes.numpy()[~out])
+    assert found.method == "logistic"
+    assert found.provenance.options["C"] == penalty
+    ridge = lsim.linear_probe(model, tokens, labels=classes, positions="last")
+    for name in ("samples", "test_samples", "majority"):
+        assert torch.equal(getattr(found, name), getattr(ridge, name))
+
+
+@pytest.mark.parametrize("options", [{"at": "z", "per_head": True}, {"at": ["mlp_post", "attn_out"]}])
+def test_logistic_regression_at_heads_and_sites_of_different_widths(options, llama, tokens):
+    label = tokens[:, -1] % 2
+    found = lsim.linear_probe(llama, tokens, labels=label, method="logistic", positions="last", **options)
+    for number in (0, len(found.layers) - 1):
+        alone = lsim.linear_probe(llama, tokens, labels=label, method="logistic", positions="last", at=[found.layers[number]])
+        assert alone.accuracy[0] == found.accuracy[number]
+
+
+def test_a_fit_that_does_not_converge_is_named(llama, tokens, classes):
+    with pytest.warns(lsim.LayersimWarning, match=r"stopped at max_iter=2 before it converged, at blocks\.0\.hook_resid_pre"):
+        lsim.linear_probe(llama, tokens, labels=classes, method="logistic", positions="last", max_iter=2, C=1e4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lsim.linear_probe(llama, tokens, labels=classes, method="logistic", positions="last")
+
+
+def test_equal_samples_are_named_by_logistic_regression_too(llama, tokens, classes):
+    equal = tokens.clone()
+    equal[:, 0] = 5
+    for method in ("ridge", "logistic"):
+        with pytest.warns(lsim.LayersimWarning, match=r"All training samples are equal at blocks\.0\.hook_resid_pre"):
+            found = lsim.linear_probe(llama, equal, labels=classes, method=method, positions="first")
+        np.testing.assert_allclose(found.accuracy, float(found.majority))
+
+
+@pytest.mark.parametrize("method", ["ridge", "logistic"])
+@pytest.mark.parametrize("make", [lambda: bridge(tiny_llama()), lambda: nnsight(tiny_llama())], ids=["bridge", "nnsight"])
+def test_other_sources_give_one_answer(make, method, llama, tokens):
+    label = tokens[:, -1] % 2
+    options = {"labels": label, "method": method, "positions": "last"}
+    found = lsim.linear_probe(make(), tokens, **options)
+    np.testing.assert_allclose(found.confusion, lsim.linear_probe(llama, tokens, **options).confusion)
+
+
+REFUSED = {
+    r"`C` is an option of the other method(.|\n)*ridge, max_classes": {"C": 1.0},
+    r"`ridge` is an option of the other method(.|\n)*C, max_iter": {"ridge": 1.0, "method": "logistic"},
+    r"`test_labels` are labels of `test_data`": {"test_labels": [1]},
+    r"`test_fraction` cannot be combined with `test_data`": {
+        "test_fraction": 0.1,
+        "test_data": [[3, 4]],
+        "labels": "next_token",
+    },
+    r"`labels` and `test_labels` must have one entry(.|\n)*labels \(42,\) for 42 rows, and test_labels nothing for 1 rows": {
+        "test_data": [[3, 4]]
+    },
+    r"test_labels \(2,\) for 1 rows": {"test_data": [[3, 4]], "test_labels": [0, 1]},
+    r"`test_labels` are given, and `labels` names": {"labels": "data", "test_data": [[3, 4]], "test_labels": [0]},
+    r"keeps activations in the memory of one process(.|\n)*remote=True": {"method": "logistic", "remote": True},
+    r"keeps activations in the memory of one process(.|\n)*checkpoint=": {"method": "logistic", "checkpoint": "x"},
+    r"need more memory than `max_memory_gb`(.|\n)*method=\"ridge\"": {
+        "method": "logistic",
+        "max_memory_gb": 1e-7,
+    },
+    r"`C` must be above 0": {"method": "logistic", "C": 0},
+    r"`max_iter` at least 1": {"method": "logistic", "max_iter": 0},
+    r"two classes": {"method": "logistic", "labels": [1] * (ROWS + TEST)},
+    r"`blocking` must be True for linear_probe": {"blocking": False},
+    r"`eval_data` is not an argument of linear_probe(.|\n)*did you mean test_data": {"eval_data": [[3]]},
+    r"`method` of linear_probe cannot be 'svm'": {"method": "svm"},
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_it_cannot_do_is_refused(says, llama, tokens, classes):
+    with pytest.raises(lsim.LayersimError, match=says):
+        lsim.linear_probe(llama, tokens, **({"labels": classes} | REFUSED[says]))
+
+
+def test_a_result_of_logistic_regression_is_a_file_too(llama, tokens, classes, tmp_path):
+    found = lsim.linear_probe(llama, tokens, labels=classes, method="logistic", positions="last")
+    again = lsim.load(found.save(tmp_path / "probe.safetensors"))
+    same(found, again)
+    assert again.method == "logistic"

@@ -1,0 +1,322 @@
+"""Linear probes: naive ridge regression, scikit-learn's, planted classes, widths, ties and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers._probe_kernels import held_out
+from tl_layersim.analyzers._ridge_probe import ridge_probe
+from tl_layersim.analyzers.linear_probe import LinearProbeResult
+from tl_layersim.models import View
+
+from .. import oracles
+from ..input_models import VectorModel
+from ..site_hooks import read_sites
+from ..tiny_models import hidden_states, random_tokens, tiny_llama
+from ..views import from_views, view
+
+NO_LABEL = -100
+
+
+def planted(classes: int, per_class: int = 30, width: int = 6, spread: float = 1.0, seed: int = 0):
+    """Samples `2 sample width` about class means, each in a row of its own, and their classes in random order."""
+    rng = np.random.default_rng(seed)
+    means = 2 * rng.normal(size=(2, classes, width))
+    label = rng.permutation(np.repeat(np.arange(classes), per_class))
+    return means[:, label] + spread * rng.normal(size=(2, len(label), width)), label
+
+
+def of(x: np.ndarray, label: np.ndarray, **options) -> LinearProbeResult:
+    """The probe of samples that are rows of their own."""
+    labels, row = torch.as_tensor(label), torch.arange(len(label))
+    views = [
+        view(x[:, part], row=row[part], labels=labels[part]) for part in np.array_split(np.arange(len(label)), 3) if len(part)
+    ]
+    return from_views(lsim.LinearProbe(labels="data", **options), views)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 12])
+@pytest.mark.parametrize("ridge", [1e-4, 0.01, 10.0])
+def test_it_equals_naive_ridge_regression(classes, ridge):
+    x, label = planted(classes)
+    label[:5] = NO_LABEL
+    expected = oracles.oracle_linear_probe(
+        [x], [None if y == NO_LABEL else int(y) for y in label], list(range(len(label))), ridge
+    )
+    found = of(x, label, ridge=ridge)
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(found, name), value, atol=1e-12, err_msg=name)
+    assert found.labels == tuple(range(classes))
+    assert found.confusion.sum((1, 2)).tolist() == [float(found.test_samples.sum())] * 2
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_it_equals_ridge_of_scikit_learn(classes):
+    from sklearn.linear_model import Ridge, RidgeClassifier
+
+    x, label = planted(classes, spread=3.0)
+    test = np.array(oracles.held_out_rows(len(label)))
+    found = of(x, label, ridge=0.05)
+    for site, rows in enumerate(x):
+        train = rows[~test]
+        # scikit-learn's penalty is not relative, and its loss is a sum and not a mean.
+        alpha = 0.05 * train.var(0).sum() / train.shape[1] * len(train)
+        onehot = (label[:, None] == np.arange(classes)).astype(float)
+        scores = Ridge(alpha=alpha).fit(train, onehot[~test]).predict(rows[test])
+        assert float(found.accuracy[site]) == np.mean(scores.argmax(1) == label[test])
+        # Labels of 1 and -1, a common factor and offset of the scores.
+        classifier = RidgeClassifier(alpha=alpha).fit(train, label[~test])
+        assert float(found.accuracy[site]) == classifier.score(rows[test], label[test])
+        assert float(found.train_accuracy[site]) == classifier.score(train, label[~test])
+
+
+def test_weights_and_offsets_are_those_of_scikit_learn():
+    from sklearn.linear_model import Ridge
+
+    x, label = planted(3)
+    rows, onehot = torch.as_tensor(x[0]), torch.nn.functional.one_hot(torch.as_tensor(label)).double()
+    weight, offset = ridge_probe(rows.T @ rows, onehot.T @ rows, onehot.sum(0).long(), 6, 0.1)
+    alpha = 0.1 * x[0].var(0).sum() / 6 * len(label)
+    fitted = Ridge(alpha=alpha).fit(x[0], onehot.numpy())
+    np.testing.assert_allclose(weight, fitted.coef_.T, atol=1e-12)
+    np.testing.assert_allclose(offset, fitted.intercept_, atol=1e-12)
+
+
+def test_planted_classes_are_found_and_random_labels_are_not():
+    x, label = planted(4, per_class=100, spread=0.1)
+    assert (of(x, label).accuracy == 1).all()
+    guess = of(x, np.random.default_rng(1).permutation(label))
+    assert (guess.accuracy < 0.5).all()
+    assert (guess.train_accuracy >= guess.majority - 0.1).all()
+
+
+def test_offset_and_scale_do_not_matter():
+    x, label = planted(3, spread=3.0)
+    plain = of(x, label)
+    for moved in (1000 * x, x + 1e5, 1e-6 * x - 3e-3):
+        np.testing.assert_allclose(of(moved, label).confusion, plain.confusion)
+
+
+def test_a_large_mean_that_hides_the_penalty_is_refused():
+    x, label = planted(2)
+    with pytest.raises(lsim.LayersimError, match=r"rounding error of the sums(.|\n)*do: *ridge="):
+        of(x + 1e6, label, ridge=1e-9)
+
+
+def test_equal_samples_give_the_most_frequent_class_and_a_warning():
+    x, label = planted(2, per_class=10)
+    label[:6] = 1
+    x[0] = 3.3
+    with pytest.warns(lsim.LayersimWarning, match=r"All training samples are equal at blocks\.0\.hook_resid_pre,"):
+        found = of(x, label)
+    assert float(found.accuracy[0]) == float(found.majority)
+    assert float(found.train_accuracy[0]) == float(found.samples[1] / found.samples.sum())
+    assert (found.confusion[0][:, 0] == 0).all()
+
+
+def test_equal_scores_give_the_lowest_class():
+    # Two classes of equal size at one place: their scores are equal everywhere.
+    rows = np.arange(40)
+    out = np.array(oracles.held_out_rows(40))
+    label = np.zeros(40, dtype=int)
+    label[rows[~out]] = (np.arange((~out).sum()) + 1) % 2 * 3
+    label[rows[~out][0]] = -100 if (~out).sum() % 2 else 3
+    label[out] = 3
+    with pytest.warns(lsim.LayersimWarning, match="All training samples are equal"):
+        found = of(np.full((1, 40, 2), 0.5), label)
+    assert found.samples[0] == found.samples[1]
+    assert found.confusion[0].tolist() == [[0, 0], [float(out.sum()), 0]]
+    assert found.labels == (0, 3)
+
+
+def test_a_class_without_training_samples_is_counted_and_never_predicted():
+    x, label = planted(3, per_class=20)
+    label[oracles.held_out_rows(len(label)).index(True)] = 7
+    found = of(x, label)
+    assert found.labels == (0, 1, 2, 7)
+    assert found.samples[-1] == 0
+    assert found.test_samples[-1] == 1
+    assert (found.confusion[:, :, -1] == 0).all()
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5])
+def test_held_out_rows_are_spread_evenly_and_without_a_period(fraction):
+    for seed in range(3):
+        out = held_out(torch.arange(5000), fraction, seed, None)
+        assert out.tolist() == oracles.held_out_rows(5000, fraction, seed)
+        for start in range(0, 5000, 500):
+            assert float(out[start : start + 500].double().mean()) == pytest.approx(fraction, abs=0.01)
+        # No class of data whose classes alternate is left out.
+        for period in (2, 3, 5, 8, 10, 13):
+            shares = [float(out[rest::period].double().mean()) for rest in range(period)]
+            assert max(shares) - min(shares) < 0.06
+    assert not torch.equal(held_out(torch.arange(50), fraction, 0, None), held_out(torch.arange(50), fraction, 1, None))
+
+
+def test_every_position_of_a_row_is_on_one_side():
+    model, tokens = tiny_llama(), random_tokens(20, 9)
+    label = torch.arange(20) % 2
+    found = lsim.analyze(model, tokens, lsim.LinearProbe(labels=label))["linear_probe"]
+    out = sum(oracles.held_out_rows(20))
+    assert float(found.test_samples.sum()) == 9 * out
+    assert float(found.samples.sum()) == 9 * (20 - out)
+    # Long rows continue in further rows of the same number.
+    cut = lsim.analyze(model, tokens, lsim.LinearProbe(labels=label), seq_len=4)["linear_probe"]
+    assert torch.equal(cut.test_samples, found.test_samples)
+
+
+@pytest.mark.parametrize("positions", ["last", "mean", "all"])
+def test_it_is_that_of_activations_that_the_test_reads(positions):
+    model, rows = tiny_llama(dtype=torch.float64), [random_tokens(1, 4 + n % 5, seed=n)[0] for n in range(40)]
+    label = [int(row[-1]) % 3 for row in rows]
+    found = lsim.linear_probe(model, rows, labels=label, positions=positions, batch_size=7)
+    states = [hidden_states(model, row) for row in rows]
+    pick = {"last": lambda s: s[:, -1:], "mean": lambda s: s.mean(1, keepdims=True), "all": lambda s: s}[positions]
+    parts = [pick(state) for state in states]
+    numbers = [n for n, part in enumerate(parts) for _ in range(part.shape[1])]
+    expected = oracles.oracle_linear_probe([np.concatenate(parts, axis=1)], [label[n] for n in numbers], numbers)
+    for name, value in expected.items():
+        np.testing.assert_allclose(getattr(found, name), value, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(("at", "per_head"), [("z", True), (["mlp_post", "attn_out"], False)])
+def test_heads_and_sites_of_different_widths(at, per_head):
+    model, tokens = tiny_llama(dtype=torch.float64), random_tokens(30, 6)
+    label = tokens[:, 2] % 3
+    found = lsim.linear_probe(model, tokens, labels=label, at=at, per_head=per_head)
+    table = lsim.sites(model)
+    seen = read_sites(model, table, {"input_ids": tokens})
+    rows = [row for row in range(30) for _ in range(6)]
+    for site, accuracy, confusion in zip(found.layers, found.accuracy, found.confusion, strict=True):
+        stem, _, head = site.removesuffix("]").partition("[")
+        x = seen[stem].flatten(0, 1).double().numpy()
+        x = np.split(x, 4, axis=1)[int(head)] if head else x
+        expected = oracles.oracle_linear_probe([x[None]], [int(label[row]) for row in rows], rows)
+        assert float(accuracy) == pytest.approx(float(expected["values"][0])), site
+        np.testing.assert_allclose(confusion, expected["confusion"][0])
+    assert len({seen[site.partition("[")[0]].shape[-1] for site in found.layers}) == (1 if per_head else 2)
+
+
+def test_half_precision_activations_are_summed_in_float64():
+    x, label = planted(3, per_class=60, spread=0.5)
+    half = torch.as_tensor(x).half()
+    exact = of(half.double().numpy(), label)
+    found = of(half.float().numpy(), label)
+    assert torch.equal(found.confusion, exact.confusion)
+
+
+def test_a_run_resumes_to_the_same_numbers(tmp_path):
+    model, tokens = tiny_llama(), random_tokens(30, 6)
+    probe = lsim.LinearProbe(labels=tokens[:, 1] % 2)
+    whole = lsim.analyze(model, tokens, probe, batch_size=4)["linear_probe"]
+
+    class Stops(list):
+        """Data that is interrupted in the second pass, when all of it was read once."""
+
+        def __init__(self, rows, after):
+            super().__init__(rows)
+            self.after = after
+
+        def __iter__(self):
+            for number, row in enumerate(super().__iter__()):
+                if number == self.after:
+                    raise KeyboardInterrupt
+                yield row
+
+    path = tmp_path / "probe.checkpoint"
+    for after in (9, 22):
+        with pytest.raises(KeyboardInterrupt):
+            lsim.analyze(model, Stops(list(tokens), after), probe, batch_size=4, checkpoint=path)
+    resumed = lsim.analyze(model, list(tokens), probe, batch_size=4, checkpoint=path)["linear_probe"]
+    assert torch.equal(resumed.confusion, whole.confusion)
+    assert torch.equal(resumed.train_accuracy, whole.train_accuracy)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"test_fraction": 0}, "`test_fraction` must be between 0 and 1"),
+        ({"test_fraction": 20}, r"did you mean test_fraction=0\.2"),
+        ({"ridge": 0}, "`ridge` must be above 0"),
+        ({"ridge": float("nan")}, "`ridge` must be above 0"),
+        ({"max_classes": 1}, "`max_classes` must be at least 2"),
+        ({"labels": [0, -1]}, r"must be 0 or more(.|\n)*labels from -1 to 0"),
+        ({"labels": [0.5, 1.0]}, "must be whole numbers"),
+        ({"labels": [[[1]]]}, "must be whole numbers"),
+    ],
+)
+def test_options_are_checked_when_they_are_written(options, says):
+    with pytest.raises(lsim.LayersimError, match=says):
+        lsim.LinearProbe(**options)
+
+
+def test_what_it_cannot_do_is_refused():
+    model, tokens = tiny_llama(), random_tokens(12, 5)
+    ones, halves = torch.ones(12, dtype=torch.long), torch.arange(12) % 2
+    calls = {
+        r"two classes(.|\n)*every training sample has class 1": {"analyzers": lsim.LinearProbe(labels=ones)},
+        r"two classes(.|\n)*0 training samples": {"analyzers": lsim.LinearProbe(labels=NO_LABEL * ones)},
+        r"needs held-out samples": {"analyzers": lsim.LinearProbe(labels=halves, first_test_row=12)},
+        r"a class that is not below `max_classes`(.|\n)*max_classes=\d+": {"analyzers": lsim.LinearProbe(max_classes=3)},
+        r"more memory than `max_memory_gb`(.|\n)*4 sites x 32 x \(32 \+ 2\)": {
+            "analyzers": lsim.LinearProbe(labels=halves, max_memory_gb=1e-6)
+        },
+        "`labels` has fewer rows": {"analyzers": lsim.LinearProbe(labels=halves[:5])},
+        "`data` has no labels": {"analyzers": lsim.LinearProbe(labels="data")},
+        "cannot be computed at the mean of a row": {"analyzers": lsim.LinearProbe(), "positions": "mean"},
+    }
+    for says, call in calls.items():
+        with pytest.raises(lsim.LayersimError, match=says):
+            lsim.analyze(model, tokens, **call)
+    with pytest.raises(lsim.LayersimError, match=r"must be 0 or more"):
+        lsim.analyze(model, {"input_ids": tokens, "labels": -halves}, lsim.LinearProbe(labels="data"))
+    with (
+        pytest.raises(lsim.LayersimError, match="needs a first pass"),
+        lsim.attach(model, lsim.LinearProbe()),
+    ):
+        pass
+
+
+def test_packed_texts_are_refused():
+    from ..tiny_models import tiny_tokenizer
+
+    model = tiny_llama()
+    model.tokenizer = tiny_tokenizer()
+    with pytest.raises(lsim.LayersimError, match="`pack` must be False for a linear probe"):
+        lsim.analyze(model, ["w3 w4 w5", "w6 w7 w8"], lsim.LinearProbe(), pack=True)
+
+
+def test_one_sample_in_a_batch_and_inputs_without_tokens():
+    model, x = VectorModel(), torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    options = {"layers": ["steps.0", "steps.1", "steps.2"], "labels": (x[:, 0] > 0).long()}
+    alone = lsim.linear_probe(model, {"x": x}, batch_size=1, **options)
+    together = lsim.linear_probe(model, {"x": x}, batch_size=60, **options)
+    assert torch.equal(alone.confusion, together.confusion)
+    assert alone.accuracy[0] > 0.8
+
+
+def test_the_figure_has_the_most_frequent_class_as_a_line_and_the_headline_says_what_counts():
+    x, label = planted(3)
+    found = of(x, label)
+    curve, line = found.plot().data
+    assert list(curve.y) == found.accuracy.tolist()
+    assert set(line.y) == {float(found.majority)}
+    assert "most frequent class" in line.name
+    assert len(found.plot("train_accuracy").data) == 1
+    said = found.headline()
+    assert said["probe accuracy at the embedding"] == float(found.accuracy[0])
+    assert said["probe accuracy at the last site"] == float(found.accuracy[-1])
+    assert said["accuracy of the most frequent class"] == float(found.majority)
+    assert max(said.values()) == said["held-out samples"] == float(found.test_samples.sum())
+    table = found.to_frame("confusion")
+    assert set(table.columns) >= {"layer", "label", "prediction", "confusion"}
+
+
+def test_a_view_without_rows_is_not_measured():
+    one = view(np.zeros((1, 4, 2)))
+    assert isinstance(one, View)
+    with pytest.raises(AssertionError):
+        lsim.LinearProbe().first_kernel()(one)

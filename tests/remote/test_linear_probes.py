@@ -1,0 +1,41 @@
+"""Linear probes of models on a server: sums there, fits here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens
+from .helpers import here
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*not those here.*:UserWarning")]
+
+
+@pytest.mark.parametrize("options", [{"positions": "last"}, {"positions": "mean"}, {"at": "z", "per_head": True}])
+def test_a_model_on_a_server_gives_the_answer_of_one_here(small, options):
+    tokens = random_tokens(30, 6)
+    probe = {"labels": tokens[:, -1] % 3, "batch_size": 8, **options}
+    far = lsim.linear_probe(small.model(), tokens, remote=small.url, **probe)
+    near = lsim.linear_probe(here(small, "llama"), tokens, **probe)
+    assert torch.equal(far.confusion, near.confusion)
+    assert torch.equal(far.train_accuracy, near.train_accuracy)
+    assert far.layers == near.layers
+
+
+def test_held_out_data_of_its_own_on_a_server(small):
+    tokens = random_tokens(30, 6)
+    labels = tokens[:, -1] % 2
+    parts = {"labels": labels[:20], "test_data": tokens[20:], "test_labels": labels[20:], "positions": "last"}
+    far = lsim.linear_probe(small.model(), tokens[:20], remote=small.url, **parts)
+    near = lsim.linear_probe(here(small, "llama"), tokens[:20], **parts)
+    assert torch.equal(far.confusion, near.confusion)
+
+
+def test_a_run_that_is_not_waited_for(small):
+    tokens = random_tokens(30, 6)
+    probe = lsim.LinearProbe(labels=tokens[:, -1] % 2)
+    run = lsim.analyze(small.model(), tokens, [probe], positions="last", remote=small.url, blocking=False)
+    near = lsim.analyze(here(small, "llama"), tokens, [probe], positions="last")["linear_probe"]
+    assert torch.equal(run.result()["linear_probe"].confusion, near.confusion)

@@ -1,0 +1,116 @@
+"""Kernels of `TaskMetrics`: confusion matrices of classifiers, and tables of the predictions of regression heads.
+
+Plain functions of torch: they are serialised by value and also run on a server.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..data.labels import NO_LABEL, label_key
+from ..models.chunked_logit_lens import bad_logits, head_input, logits_of_layers, read_lens, read_positions
+from ..models.layer_heads import LayerHeads
+from ..models.targets import with_labels
+from ..models.view import View
+
+
+def refuse_large_sums(layers: int, size: int, max_memory_gb: float) -> None:
+    """Refuse sums that need more memory than the limit.
+
+    Args:
+        layers: number of layers.
+        size: numbers for each layer.
+        max_memory_gb: the limit.
+
+    Raises:
+        LayersimError: they need more.
+    """
+    # The batch's table, the running sum, and the new sum while the two are added.
+    need = 3 * 8 * layers * size / 1e9
+    if not need <= max_memory_gb:
+        raise LayersimError(
+            "The sums of TaskMetrics need more memory than `max_memory_gb`.",
+            given=f"{layers} layers x {size} numbers: {need:.1f} GB",
+            expected=f"at most max_memory_gb={max_memory_gb:g}",
+            do=f"TaskMetrics(max_memory_gb={math.ceil(need)}); LogitLens for the predictions of a language model",
+        )
+
+
+def confusion_kernel(
+    view: View,
+    *,
+    labels: str | Tensor,
+    normed: bool,
+    memory_mb: float,
+    max_memory_gb: float,
+    heads: LayerHeads | None = None,
+) -> dict[str, Tensor]:
+    """Confusion matrices `layer class class` of the lens predictions of a classifier.
+
+    Args:
+        view: activations of one batch.
+        labels: the classes.
+        normed: whether the final norm is applied to every layer.
+        memory_mb: megabytes for logits.
+        max_memory_gb: limit for the sums.
+        heads: of the layers below the last; None for the model's own at every layer.
+
+    Raises:
+        LayersimError: the head has one output, or so many that the sums exceed the limit.
+    """
+    assert view.unembed is not None
+    target = with_labels(view, labels, read_positions(view))
+    layers = len(view.activations) - 1
+    last, needs_norm = head_input(view, view.activations[-1:], True)
+    classes = view.unembed(last[:, :1], needs_norm).shape[-1]
+    if classes == 1:
+        raise LayersimError(
+            "`labels` are classes, and the head has one output: it is a regression head.",
+            given="whole numbers as labels",
+            expected="one score for each row, as floats",
+            do="TaskMetrics(labels=labels.float())",
+        )
+    refuse_large_sums(layers, classes**2, max_memory_gb)
+    lens = read_lens(view, target, normed, memory_mb, 1, label_key(labels), heads)
+    known = target != NO_LABEL
+    cells = target[known].to(last.device) * classes + lens["best"][:, known]
+    counts = [torch.bincount(row, minlength=classes**2).view(classes, classes) for row in cells]
+    return {"confusion": torch.stack(counts), "bad": bad_logits(lens)}
+
+
+def scores_kernel(view: View, *, rows: Tensor, normed: bool, heads: LayerHeads | None = None) -> dict[str, Tensor]:
+    """Lens predictions of a regression head as a table `layer row`, zero for rows of other batches.
+
+    Args:
+        view: activations of one batch.
+        rows: the numbers of all rows of the data.
+        normed: whether the final norm is applied to every layer; at the last layer it always is.
+        heads: of the layers below the last; None for the model's own at every layer.
+
+    Raises:
+        LayersimError: the head has several outputs.
+    """
+    assert view.unembed is not None
+    row = with_labels(view, rows, read_positions(view))
+    x, needs_norm = head_input(view, view.activations[1:], normed)
+    heads = None if heads is None else heads.fitting(view.unembed, x, needs_norm)
+    z = logits_of_layers(view.unembed, x, needs_norm, normed, heads)
+    if z.shape[-1] != 1:
+        raise LayersimError(
+            "`labels` are floats, and the head has several outputs: it is a classifier.",
+            given=f"scores, and {z.shape[-1]} outputs",
+            expected="whole numbers, the classes of the head",
+            do="TaskMetrics(labels=labels.long()), of classes; floats are for num_labels=1",
+        )
+    z = z[..., 0].T.to(x.device).double()
+    scores = torch.zeros(len(x), len(rows), dtype=torch.float64, device=x.device)
+    scores.index_add_(1, row.to(x.device), z)
+    return {
+        "scores": scores,
+        "count": torch.bincount(row, minlength=len(rows)),
+        "bad": (~z.isfinite()).sum(1),
+    }

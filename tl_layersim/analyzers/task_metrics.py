@@ -1,0 +1,329 @@
+"""Task metrics by layer: F1 and Matthews correlation of a classifier's lens, Pearson and Spearman of a regression head's."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..data.batches import Batch
+from ..data.labels import as_labels, label_source, warn_of_unused
+from ..models.activation_checks import refuse_bad_logits
+from ..models.exit_heads import ExitHeads, as_heads, plain_heads
+from ..models.model_info import Model
+from ..models.targets import check_batch_labels, gives_classes
+from ..models.view import Kernel
+from ._task_metric_kernels import confusion_kernel, refuse_large_sums, scores_kernel
+from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TaskMetricsResult(Result):
+    """Metrics of the lens predictions of a classifier at each block. All tensors are float64.
+
+    Attributes:
+        values: `layer`, the same as `f1`: the mean of the F1 of all classes (macro F1), of those that are a label or a
+            prediction at the layer.
+        accuracy: `layer`, fraction of positions with a label whose label is predicted.
+        mcc: `layer`, Matthews correlation coefficient, for any number of classes; 0 where all predictions, or all labels, are
+            one class.
+        f1_by_class: `label layer`, F1 of each class against all others; NaN where it is neither a label nor a prediction. With
+            two classes, the entry of class 1 is what is called binary F1.
+        confusion: `layer label prediction`, number of positions of each class that are predicted as each class.
+        labels: the classes of the head, 0 and up.
+    """
+
+    values_name: ClassVar[str] = "f1"
+    values: Float64[Tensor, " layer"] = axes("layer")
+    accuracy: Float64[Tensor, " layer"] = axes("layer")
+    mcc: Float64[Tensor, " layer"] = axes("layer")
+    f1_by_class: Float64[Tensor, "label layer"] = axes("label", "layer")
+    confusion: Float64[Tensor, "layer label prediction"] = axes("layer", "label", "prediction")
+    labels: tuple[int, ...]
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "f1",
+            "Macro F1 of each layer's prediction",
+            "Mean over classes of the harmonic mean of precision and recall, with the model's head applied after that block "
+            "(Jiang, Zhou and Zhu 2024, figures 8 and 21, show the accuracy).",
+        ),
+        Picture(
+            "mcc",
+            "Matthews correlation of each layer's prediction",
+            "1 where all predictions are right, 0 where they say nothing of the label (Matthews 1975; Gorodkin 2004).",
+        ),
+    )
+
+    @property
+    def f1(self) -> Tensor:
+        """Macro F1 at each block, `layer`; the same as `values`."""
+        return self.values
+
+    @property
+    def predictions(self) -> tuple[int, ...]:
+        """The classes that are predicted, the same as `labels`."""
+        return self.labels
+
+    def headline(self) -> dict[str, float]:
+        binary = {"F1 of class 1 at the last layer": float(self.f1_by_class[1, -1])} if len(self.labels) == 2 else {}
+        numbers = {
+            "macro F1 of the last layer": float(self.values[-1]),
+            **binary,
+            "Matthews correlation of the last layer": float(self.mcc[-1]),
+            "accuracy of the last layer": float(self.accuracy[-1]),
+        }
+        return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RegressionMetricsResult(Result):
+    """Correlations of the lens predictions of a regression head with scores, at each block. All tensors are float64.
+
+    Attributes:
+        values: `layer`, the same as `spearman`: rank correlation of predictions and scores; NaN where all predictions of the
+            layer are equal.
+        pearson: `layer`, linear correlation of predictions and scores; NaN likewise.
+        rows: number of rows with a score.
+    """
+
+    values_name: ClassVar[str] = "spearman"
+    values: Float64[Tensor, " layer"] = axes("layer")
+    pearson: Float64[Tensor, " layer"] = axes("layer")
+    rows: int
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "spearman",
+            "Rank correlation of each layer's prediction",
+            "Spearman correlation with the scores, with the model's own head applied after that block (Spearman 1904).",
+        ),
+        Picture(
+            "pearson",
+            "Linear correlation of each layer's prediction",
+            "Pearson correlation with the scores, with the model's own head applied after that block (Pearson 1895).",
+        ),
+    )
+
+    @property
+    def spearman(self) -> Tensor:
+        """Rank correlation at each block, `layer`; the same as `values`."""
+        return self.values
+
+    def headline(self) -> dict[str, float]:
+        numbers = {
+            "Spearman correlation of the last layer": float(self.values[-1]),
+            "Pearson correlation of the last layer": float(self.pearson[-1]),
+        }
+        return {name: value for name, value in numbers.items() if not math.isnan(value)} | {"rows": float(self.rows)}
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class TaskMetrics(Analyzer):
+    r"""F1, Matthews correlation and accuracy of a classifier's lens at each layer; correlations of a regression head's.
+
+    With the confusion matrix $C^{(l)}_{ab}$, the number of positions with label a at which block l predicts b,
+
+    $$F_1^{(l)}(a) = \frac{2 C^{(l)}_{aa}}{\sum_b (C^{(l)}_{ab} + C^{(l)}_{ba})}, \qquad
+    \mathrm{MCC}^{(l)} = \frac{n \, \mathrm{tr} C^{(l)} - t' p}{\sqrt{(n^2 - t't)(n^2 - p'p)}}$$
+
+    where t and p are the sums of rows and columns and n of all entries. scikit-learn computes both from the confusion matrix.
+    SciPy computes the correlations of regression heads (one output, as of sentence similarity) from a table of the predictions
+    of all rows.
+
+    Args:
+        labels: the targets, as of `LogitLens`: "next_token", "data", or whole numbers `row` or `row pos`, the classes of the
+            head. For a regression head the scores, floats of shape `row`, NaN where a row has none.
+        norm: as in `LogitLens`.
+        lens_memory_mb: megabytes for the logits of one chunk of tokens.
+        max_memory_gb: limit for the sums: layers x classes^2 numbers, or layers x rows of a regression head.
+        heads: `ExitHeads` of the layers below the last, or their file; see `LogitLens`.
+
+    Source:
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), figures 8 and 21 (GLUE; accuracy alone); Wang et al. 2018 (arXiv
+        1804.07461), table 1, for the metrics of each task; Gorodkin 2004, equation 8, for several classes.
+
+    Examples:
+        Of next tokens, on a model of a small vocabulary. At the last layer, accuracy is the model's own.
+
+        >>> import tl_layersim as lsim
+        >>> model, texts = lsim.demo_model(), lsim.demo_text()[:4]
+        >>> report = lsim.analyze(model, texts, [lsim.LogitLens(), lsim.TaskMetrics()])
+        >>> metrics = report["task_metrics"]
+        >>> metrics.mcc.shape, bool((metrics.accuracy == report["logit_lens"].accuracy).all())
+        (torch.Size([8]), True)
+    """
+
+    name: ClassVar[str] = "task_metrics"
+    needs_sites: ClassVar[SiteNeed] = "stream"
+    reads_mid: ClassVar[bool] = True
+    needs_unembed: ClassVar[bool] = True
+
+    labels: Any = "next_token"
+    norm: Literal["final", "none"] = "final"
+    lens_memory_mb: int | float = 128
+    max_memory_gb: int | float = 4.0
+    heads: ExitHeads | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        scores = _as_scores(self.labels)
+        object.__setattr__(self, "labels", as_labels(self.labels) if scores is None else scores)
+        check_memory(self.lens_memory_mb)
+        object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
+
+    @property
+    def label_source(self) -> str:
+        return label_source(self.labels)
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the labels are scores of a regression head."""
+        return isinstance(self.labels, Tensor) and self.labels.is_floating_point()
+
+    def check(self, *models: Model) -> None:
+        model = models[0]
+        need_head(model, "TaskMetrics", targets=True, own_labels=bool(self.label_source), heads=self.heads)
+        # The number of classes of a classifier is known when it has run.
+        classes = 0 if gives_classes(model) else model.vocabulary or 0
+        size = len(self.labels) if self.is_regression else classes**2
+        refuse_large_sums(len(model.layers) - 1, size, float(self.max_memory_gb))
+
+    def check_batch(self, batch: Batch, model: Model) -> None:
+        check_batch_labels(self.labels, batch, model)
+
+    def kernel(self, first: Sums) -> Kernel:
+        normed = self.norm == "final"
+        if self.is_regression:
+            return partial(scores_kernel, rows=torch.arange(len(self.labels)), normed=normed, heads=plain_heads(self.heads))
+        return partial(
+            confusion_kernel,
+            labels=self.labels,
+            normed=normed,
+            memory_mb=float(self.lens_memory_mb),
+            max_memory_gb=float(self.max_memory_gb),
+            heads=plain_heads(self.heads),
+        )
+
+    def compute(self, sums: Sums, run: Run) -> Result:
+        warn_of_unused(self.labels, run.provenance)
+        refuse_bad_logits(sums["bad"], run.layers)
+        if self.is_regression:
+            return _correlations(sums["scores"], sums["count"], self.labels, run)
+        confusion = sums["confusion"]
+        count = int(confusion[0].sum())
+        need_tokens(count, 1, "TaskMetrics", "positions with a label")
+        f1, by_class, mcc = zip(*(_metrics(table) for table in confusion), strict=True)
+        return TaskMetricsResult(
+            values=torch.tensor(f1, dtype=torch.float64),
+            accuracy=confusion.diagonal(dim1=1, dim2=2).sum(1).double() / count,
+            mcc=torch.tensor(mcc, dtype=torch.float64),
+            f1_by_class=torch.stack(by_class, dim=1),
+            confusion=confusion.double(),
+            labels=tuple(range(confusion.shape[1])),
+            layers=run.layers,
+            provenance=run.provenance,
+        )
+
+
+def _as_scores(labels: Any) -> Tensor | None:
+    """Scores of rows as float64, or None for labels of another kind.
+
+    Raises:
+        LayersimError: they are floats of another shape.
+    """
+    if isinstance(labels, str):
+        return None
+    try:
+        table = labels if isinstance(labels, Tensor) else torch.as_tensor(np.array(labels))
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if not table.is_floating_point():
+        return None
+    if table.dim() != 1:
+        raise LayersimError(
+            "`labels` of a regression head must be one score for each row.",
+            given=f"{table.dtype} of shape {tuple(table.shape)}",
+            expected="floats of shape (row,), NaN where a row has no score",
+            do="labels.squeeze(1) for a single column; whole numbers for a classifier",
+        )
+    return table.detach().cpu().double()
+
+
+def _metrics(confusion: Tensor) -> tuple[float, Tensor, float]:
+    """Macro F1, F1 by class and the Matthews correlation of one layer, from its confusion matrix `class class`."""
+    from sklearn.metrics import f1_score, matthews_corrcoef
+
+    # One line for each filled cell, weighted by its count.
+    cells = confusion.nonzero().numpy()
+    label, predicted, weight = cells[:, 0], cells[:, 1], confusion[confusion != 0].numpy()
+    occurring = np.unique(cells)
+    by_class = torch.full((len(confusion),), math.nan, dtype=torch.float64)
+    own = f1_score(label, predicted, labels=occurring, average=None, sample_weight=weight, zero_division=0.0)
+    by_class[torch.as_tensor(occurring)] = torch.as_tensor(own, dtype=torch.float64)
+    macro = f1_score(label, predicted, average="macro", sample_weight=weight, zero_division=0.0)
+    return float(macro), by_class, float(matthews_corrcoef(label, predicted, sample_weight=weight))
+
+
+def _correlations(scores: Tensor, count: Tensor, labels: Tensor, run: Run) -> RegressionMetricsResult:
+    """Correlations of predictions `layer row` with scores `row`.
+
+    Args:
+        scores: the predictions.
+        count: `row`, number of predictions of each row.
+        labels: `row`, the scores, NaN where there is none.
+        run: the finished run.
+
+    Raises:
+        LayersimError: a row has several predictions, or fewer than two rows have a prediction and a score.
+    """
+    from scipy.stats import pearsonr, spearmanr
+
+    if int(count.max()) > 1:
+        raise LayersimError(
+            "`labels` holds one score for each row, and the head predicts several numbers for some rows.",
+            given=f"{int(count.max())} predictions for row {int(count.argmax())}",
+            expected="one for each row",
+            do="a larger seq_len=, so that no text continues in a further row; or a head that reads one position of a row",
+        )
+    known = (count == 1) & ~labels.isnan()
+    need_tokens(int(known.sum()), 2, "A correlation", "rows with a score")
+    own = labels[known].numpy()
+    if not np.ptp(own):
+        raise LayersimError(
+            "`labels` are equal for all rows, so no correlation is defined.",
+            given=f"{len(own)} scores of {own[0]:g}",
+            expected="scores that differ",
+            do="check the labels",
+        )
+
+    def by_layer(correlation: Callable[..., Any]) -> Tensor:
+        tables = scores[:, known].numpy()
+        numbers = [float(correlation(one, own).statistic) if np.ptp(one) else math.nan for one in tables]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    result = RegressionMetricsResult(
+        values=by_layer(spearmanr),
+        pearson=by_layer(pearsonr),
+        rows=len(own),
+        layers=run.layers,
+        provenance=run.provenance,
+    )
+    equal = [name for name, value in zip(run.layers[1:], result.values, strict=True) if math.isnan(value)]
+    if equal:
+        warn(f"All predictions are equal at {', '.join(equal[:4])}: no correlation is defined there, and it is NaN.")
+    return result
