@@ -31,6 +31,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "always": {"schedule": "always"},
 }
 
+TABLES = (
+    ("accuracy", "held-out accuracy"),
+    ("f1", "macro F1"),
+    ("mcc", "Matthews correlation"),
+    ("cosine", "cosine to the last layer"),
+)
+
 
 def sentences_of(path: str, count: int) -> list[dict[str, Any]]:
     """Sentences with their classes."""
@@ -103,11 +110,14 @@ def main() -> None:
                 )
                 # The held-out rows are evaluated below; a few of them are enough for the curves of the training.
                 lsim.finetune_aligned(model, train, training, eval_data=test[:64], **reading)
-            report = lsim.analyze(model, test, [lsim.LogitLens(labels="data"), lsim.Saturation(), lsim.Cosine()], **reading)
+            analyzers = [lsim.LogitLens(labels="data"), lsim.TaskMetrics(labels="data"), lsim.Saturation(), lsim.Cosine()]
+            report = lsim.analyze(model, test, analyzers, **reading)
             lens, saturation = report["logit_lens"], report["saturation"]
             found[name].append(
                 {
                     "accuracy": lens.accuracy.tolist(),
+                    "f1": report["task_metrics"].f1.tolist(),
+                    "mcc": report["task_metrics"].mcc.tolist(),
                     # Definition 3.1, with an accuracy 2 points below that of the last layer as the one to reach.
                     "depth": lens.effective_depth(min(1.0, 1.02 - float(lens.accuracy[-1]))),
                     "early": float(saturation.early_share),
@@ -117,7 +127,7 @@ def main() -> None:
             scores = " ".join(f"{share:.3f}" for share in found[name][-1]["accuracy"])
             print(name, seed, scores, f"{time.perf_counter() - start:.0f} s", flush=True)
     layers = len(found[options.arms[0]][0]["accuracy"])
-    for field, title in (("accuracy", "held-out accuracy"), ("cosine", "cosine to the last layer")):
+    for field, title in TABLES:
         print(f"\n| {title} | {' | '.join(f'layer {i + 1}' for i in range(layers))} |\n|---|{'---|' * layers}")
         for name, runs in found.items():
             table = np.array([run[field] for run in runs])

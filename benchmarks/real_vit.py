@@ -153,6 +153,7 @@ def tables(options: argparse.Namespace) -> None:
     pixels, labels = images_of(options.test, options.test_images)
     data = {"pixel_values": pixels, "labels": labels}
     reports: dict[str, Any] = {}
+    probes: dict[str, Any] = {}
     for arm, folder in trained_arms(options).items():
         model = loaded(folder / "final")
         readings = {arm: {}}
@@ -168,10 +169,14 @@ def tables(options: argparse.Namespace) -> None:
                 lsim.NeuralCollapse(labels="data", pool="head"),
             ]
             reports[name] = lsim.analyze(model, data, analyzers, batch_size=100, positions="first")
+        probes[arm] = lsim.linear_probe(model, data, batch_size=100, positions="first")
     blocks = range(1, options.layers + 1)
     header("accuracy after block", blocks)
     for name, report in reports.items():
         row(name, report["logit_lens"].accuracy.tolist())
+    header("accuracy of a ridge probe of [CLS]", ("embed", *blocks))
+    for name, probe in probes.items():
+        row(name, probe.accuracy.tolist())
     header("COS to the last block", ("embed", *blocks))
     for name, report in reports.items():
         row(name, report["cosine"].values[:, -1].tolist())
