@@ -30,20 +30,12 @@ def main(model_folder: str, data_folder: str) -> None:
     model.tokenizer = AutoTokenizer.from_pretrained(model_folder)
     texts, labels = sentences(Path(data_folder) / "train.tsv", FIT)
     test_data, test_labels = sentences(Path(data_folder) / "test.tsv", TEST)
+    parts = {"labels": labels, "test_data": test_data, "test_labels": test_labels, "positions": "mean", "batch_size": 64}
     print("| probe | " + " | ".join(["embedding", *map(str, range(6))]) + " | last on training samples |")
     for options in PROBES:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = lsim.linear_probe(
-                model,
-                texts,
-                labels=labels,
-                test_data=test_data,
-                test_labels=test_labels,
-                positions="mean",
-                batch_size=64,
-                **options,
-            )
+            found = lsim.linear_probe(model, texts, **parts, **options)
         name = ", ".join(f"{key} {value}" for key, value in options.items())
         numbers = [*found.accuracy.tolist(), float(found.train_accuracy[-1])]
         print(f"| {name} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |", flush=True)

@@ -144,6 +144,26 @@ class TestGrid:
             title in page for title in ("Distances between models", "Dendrogram of the models", "within and between groups")
         )
 
+    def test_groups_by_layer(self, grid, tmp_path):
+        found = grid.groups_by_layer()
+        assert found.comparisons == ("within x", "within y", "x and y")
+        pairs = [("x0", "x1")], [("y0", "y1")], [("x0", "y0"), ("x0", "y1"), ("x1", "y0"), ("x1", "y1")]
+        for n, names in enumerate(pairs):
+            each = np.stack([np.diagonal(grid[pair].values) for pair in names])
+            np.testing.assert_allclose(found.values[n], each.mean(0))
+            np.testing.assert_allclose(found.sd[n], each.std(0, ddof=1) if len(each) > 1 else math.nan)
+        assert found.sites == grid["x0", "y0"].layers
+        figure = found.plot()
+        assert [trace.name for trace in figure.data if trace.name] == list(found.comparisons)
+        assert (figure.layout.yaxis.title.text, figure.layout.xaxis.title.text) == ("Linear CKA", "After block")
+        again = lsim.load(found.save(tmp_path / "curves.safetensors"))
+        assert torch.equal(again.values, found.values)
+        assert set(found.to_frame().columns) == {"comparison", "site", "mean", "sd"}
+        assert "at blocks." in repr(found)
+        assert "Groups of models by layer" in lsim.Report({"curves": found}).to_html(tmp_path / "page.html").read_text()
+        assert found.plot("sd").data
+        assert grid.groups_by_layer({"x0": 1, "x1": 2, "y0": 1, "y1": 2}).comparisons == ("within 1", "within 2", "1 and 2")
+
     def test_without_groups(self, models, tmp_path):
         grid = lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
         assert grid.groups == ()
@@ -225,6 +245,11 @@ class TestModels:
             distance=lambda result: float(result.values[-1, -1].clamp(-1, 1).arccos()),
         )
         assert grid["a", "deep"].values.shape == (4, 6)
+        with pytest.raises(lsim.LayersimError, match="two groups or more"):
+            grid.groups_by_layer(["x", "y"])
+        three = lsim.compare_grid(models | {"b": tiny_llama()}, random_tokens(), lsim.CKA(minibatch=16), distance=float_one)
+        with pytest.raises(lsim.LayersimError, match="as many sites each"):
+            three.groups_by_layer([*"xyx"])
         assert float(grid.values[0, 1]) == pytest.approx(math.acos(float(grid["a", "deep"].values[-1, -1])))
 
     def test_a_tokenizer_of_any_model_reads_texts(self):
@@ -255,6 +280,10 @@ class TestModels:
             models["x1"].model.layers[1].mlp.down_proj.weight.fill_(math.nan)
         with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in batch 0, model 3"):
             lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
+
+
+def float_one(_result: lsim.Result) -> float:
+    return 1.0
 
 
 def wide():

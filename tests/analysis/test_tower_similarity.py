@@ -15,8 +15,6 @@ import tl_layersim as lsim
 from ..clip_models import KINDS, clip_of, features, pairs
 from ..oracles.cka import oracle_cka
 
-pytestmark = pytest.mark.filterwarnings("ignore:CKA is not defined at vision.blocks.0")
-
 
 def oracle(model, data, layers=(5, 4)) -> dict[str, np.ndarray]:
     """Equation 23 and its means, pair by pair."""
@@ -203,6 +201,14 @@ def test_other_models_are_refused():
     for model in (clip_of().vision_model, lsim.demo_model(), "openai/clip-vit-base-patch32"):
         with pytest.raises(lsim.LayersimError, match="must be a model with a vision and a text tower"):
             lsim.tower_similarity(model, pairs())
+
+
+def test_texts_that_are_all_equal_have_cosines_and_no_cka():
+    data = pairs()
+    same = {name: data[name][:1].expand(9, -1) for name in ("input_ids", "attention_mask")}
+    found = lsim.tower_similarity(clip_of(), {**data, **same})
+    assert bool(found.cka.isnan().all())
+    torch.testing.assert_close(found.mismatched, found.values, atol=1e-12, rtol=0)
 
 
 def test_a_zero_projection_has_no_cosine():

@@ -246,6 +246,8 @@ def test_a_run_resumes_to_the_same_numbers(tmp_path):
         ({"labels": [0, -1]}, r"must be 0 or more(.|\n)*labels from -1 to 0"),
         ({"labels": [0.5, 1.0]}, "must be whole numbers"),
         ({"labels": [[[1]]]}, "must be whole numbers"),
+        ({"labels": [1, 1, -100]}, r"must have two classes(.|\n)*3 labels: \[-100, 1\]"),
+        ({"labels": [-100, -100]}, "must have two classes"),
     ],
 )
 def test_options_are_checked_when_they_are_written(options, says):
@@ -255,10 +257,8 @@ def test_options_are_checked_when_they_are_written(options, says):
 
 def test_what_it_cannot_do_is_refused():
     model, tokens = tiny_llama(), random_tokens(12, 5)
-    ones, halves = torch.ones(12, dtype=torch.long), torch.arange(12) % 2
+    halves = torch.arange(12) % 2
     calls = {
-        r"two classes(.|\n)*every training sample has class 1": {"analyzers": lsim.LinearProbe(labels=ones)},
-        r"two classes(.|\n)*0 training samples": {"analyzers": lsim.LinearProbe(labels=NO_LABEL * ones)},
         r"needs held-out samples": {"analyzers": lsim.LinearProbe(labels=halves, first_test_row=12)},
         r"a class that is not below `max_classes`(.|\n)*max_classes=\d+": {"analyzers": lsim.LinearProbe(max_classes=3)},
         r"more memory than `max_memory_gb`(.|\n)*4 sites x 32 x \(32 \+ 2\)": {
@@ -271,8 +271,13 @@ def test_what_it_cannot_do_is_refused():
     for says, call in calls.items():
         with pytest.raises(lsim.LayersimError, match=says):
             lsim.analyze(model, tokens, **call)
-    with pytest.raises(lsim.LayersimError, match=r"must be 0 or more"):
-        lsim.analyze(model, {"input_ids": tokens, "labels": -halves}, lsim.LinearProbe(labels="data"))
+    for says, labels in (
+        ("must be 0 or more", -halves),
+        (r"two classes(.|\n)*every training sample has class 1", torch.ones_like(halves)),
+        (r"two classes(.|\n)*0 training samples", torch.full_like(halves, NO_LABEL)),
+    ):
+        with pytest.raises(lsim.LayersimError, match=says):
+            lsim.analyze(model, {"input_ids": tokens, "labels": labels}, lsim.LinearProbe(labels="data"))
     with (
         pytest.raises(lsim.LayersimError, match="needs a first pass"),
         lsim.attach(model, lsim.LinearProbe()),

@@ -117,6 +117,20 @@ def test_other_sources_give_one_answer(make):
     assert (here.confusion - there.confusion).abs().sum() <= 2
 
 
+@pytest.mark.parametrize("classes", [1, 3])
+def test_a_simulated_server_gives_one_answer(classes):
+    labels = torch.rand(ROWS) if classes == 1 else torch.arange(ROWS) % 3
+    here, there = (
+        lsim.analyze(model, data(), lsim.TaskMetrics(labels=labels), **options)["task_metrics"]
+        for model, options in (
+            (pair_bert(labels=classes), {}),
+            (nnsight(pair_bert(labels=classes)), {"remote": "local"}),
+        )
+    )
+    for name in here.tensor_fields():
+        np.testing.assert_allclose(getattr(there, name), getattr(here, name), atol=1e-9, err_msg=name)
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, ROWS])
 def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
     from scipy.stats import pearsonr, spearmanr

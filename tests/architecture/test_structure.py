@@ -19,6 +19,8 @@ PUBLIC = {
     "analysis.one_prompt_figures.prediction_grid",
     "analysis.one_prompt_jacobians.block_jacobians",
     "analysis.one_prompt_jacobians.coupling_matrices",
+    "analysis.tower_similarity.tower_similarity",
+    "analysis.zero_shot.zero_shot",
     "cli.report",
     "early_exit.api.EarlyExit.__init__",
     "early_exit.api.EarlyExit.generate",

@@ -20,7 +20,7 @@ from ..views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
 
 # Kinds of results that came after these files.
-NEWER = {"contribution", "skip_effect", "model_matrix", "model_grid", "group_comparison", "stitch_penalties"}
+NEWER = {"contribution", "skip_effect", "model_matrix", "model_grid", "group_comparison", "group_curves", "stitch_penalties"}
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -33,6 +33,9 @@ VISION = {key: TEXT[key] for key in ("hidden_size", "num_hidden_layers", "num_at
     "patch_size": 8,
 }
 DINO = VISION | {"mlp_ratio": 2}
+# Two stages of 32 and 64 channels; windows of 2 x 2 patches, which are shifted in every second block.
+SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2}
+DISENTANGLED = TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
 T5 = SHORT | {"d_model": 32, "num_layers": 2, "num_heads": HEADS, "d_ff": 48, "d_kv": D_HEAD, "decoder_start_token_id": 0}
 BART = SHORT | {
     "d_model": 32,
@@ -98,10 +101,20 @@ MODELS = {
         "DistilBertForMaskedLM",
         {"dim": 32, "n_layers": 2, "n_heads": HEADS, "hidden_dim": 48, "vocab_size": 100, "max_position_embeddings": 64},
     ),
+    "deberta": ("DebertaForMaskedLM", DISENTANGLED),
+    "deberta-v2": ("DebertaV2ForMaskedLM", DISENTANGLED),
+    "deberta-v3": ("DebertaV2ForMaskedLM", DISENTANGLED | {"share_att_key": True, "position_buckets": 8}),
+    "modernbert": ("ModernBertForMaskedLM", TEXT | {"cls_token_id": 1, "sep_token_id": 2}),
     "vit": ("ViTForImageClassification", VISION),
     "deit": ("DeiTForImageClassification", VISION),
     "dinov2": ("Dinov2ForImageClassification", DINO),
     "dinov2 gated": ("Dinov2ForImageClassification", DINO | {"use_swiglu_ffn": True}),
+    "beit": ("BeitForImageClassification", VISION | {"use_relative_position_bias": True}),
+    "beit unscaled": (
+        "BeitForImageClassification",
+        VISION | {"layer_scale_init_value": 0.0, "use_mean_pooling": False, "use_absolute_position_embeddings": True},
+    ),
+    "swin": ("SwinForImageClassification", SWIN),
     "clip": ("CLIPModel", {"text_config": TEXT, "vision_config": VISION, "projection_dim": 16}),
     "siglip": ("SiglipModel", {"text_config": TEXT, "vision_config": VISION}),
     "t5": ("T5ForConditionalGeneration", T5),
@@ -133,7 +146,7 @@ def inputs_of(key: str, length: int = 7) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(3, 99, (2, length), generator=generator)
     pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
-    if key.startswith(("vit", "detr", "deit", "dino")):
+    if key.startswith(("vit", "detr", "deit", "dino", "beit", "swin")):
         return {"pixel_values": pixels}
     more = {"pixel_values": pixels} if key in ("clip", "siglip") else {}
     more = {"decoder_input_ids": tokens[:, : max(1, length - 2)]} if key.startswith(("t5", "bart")) else more

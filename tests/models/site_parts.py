@@ -7,12 +7,15 @@ from .site_cases import HEADS, KEY_HEADS, Parts, qkvo
 NORMS = {"ln1", "ln2"}
 FINAL = {"ln_final"}
 MID = {"resid_mid"}
+ATTENTION = {"q", "k", "v", "z"}
 BERT = {
     "attention": (*(f"attention.self.{name}" for name in ("query", "key", "value")), "attention.output.dense"),
     "mlp": "output.dense",
     "norms": None,
     "without": NORMS | FINAL,
 }
+NO_Q_V = {"without": NORMS | FINAL | {"q", "v"}}
+DEBERTA_V2 = (*(f"attention.self.{name}_proj" for name in ("query", "key", "value")), "attention.output.dense")
 LLAMA = {"blocks": "model.layers", "key_heads": KEY_HEADS, "final": "model.norm"}
 NEOX = {
     "blocks": "gpt_neox.layers",
@@ -143,6 +146,30 @@ STACKS = (
         "distilbert.transformer.layer",
         **BERT | {"attention": qkvo("attention", "q_lin k_lin v_lin out_lin"), "mlp": "ffn.lin2"},
     ),
+    Parts(
+        "deberta",
+        "deberta.encoder.layer",
+        **BERT | {"attention": (*["attention.self.in_proj"] * 3, "attention.output.dense"), "fused": "heads qkv"} | NO_Q_V,
+    ),
+    Parts("deberta-v2", "deberta.encoder.layer", **BERT | {"attention": DEBERTA_V2}),
+    Parts(
+        "deberta-v3",
+        "deberta.encoder.layer",
+        **BERT | {"attention": DEBERTA_V2, "without": NORMS | FINAL | {"q", "k"}},
+    ),
+    Parts(
+        "modernbert",
+        "model.layers",
+        attention=qkvo("attn", "Wqkv Wqkv Wqkv Wo"),
+        mlp="mlp.Wo",
+        norms=("attn_norm", "mlp_norm"),
+        fused="qkv heads",
+        final="model.final_norm",
+    ),
+    Parts("beit", "beit.layers", **VIT | {"without": {"attn_out", "mlp_out"} | FINAL}),
+    Parts("beit unscaled", "beit.layers", final="beit.layernorm", **VIT),
+    Parts("swin", "swin.encoder.layers.0.blocks", prefix="stages.0.", **VIT | {"without": ATTENTION | FINAL}),
+    Parts("swin", "swin.encoder.layers.1.blocks", prefix="stages.1.", final="swin.layernorm", **VIT | {"without": ATTENTION}),
     Parts("vit", "vit.layers", final="vit.layernorm", **VIT),
     Parts("deit", "deit.layers", final="deit.layernorm", **VIT),
     Parts("dinov2", "dinov2.encoder.layer", **DINO),

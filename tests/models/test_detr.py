@@ -132,6 +132,21 @@ def test_the_lens_without_targets_equals_the_naive_lens(auxiliary_loss):
     assert "model.decoder.layernorm" in lens.unembedding
 
 
+def test_the_setting_of_auxiliary_losses_is_a_part_of_the_model():
+    """docs/detection.md says so; transformers also norms the stream between layers where it is set."""
+    model, data = tiny_detr(), images()
+    pixels = data["pixel_values"].double()
+    with torch.no_grad():
+        without = model(pixels).pred_boxes
+        model.config.auxiliary_loss = True
+        assert float((model(pixels).pred_boxes - without).abs().max()) > 1e-3
+        seen = []
+        handle = model.model.decoder.layers[1].register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+        first = by_hand(model, "decoder", {"pixel_values": pixels})[0]
+        handle.remove()
+        torch.testing.assert_close(seen[0], model.model.decoder.layernorm(first))
+
+
 def test_queries_have_no_next_token():
     with pytest.raises(lsim.LayersimError, match="`labels='next_token'` needs rows of token ids") as error:
         lsim.analyze(tiny_detr(), images(), lsim.LogitLens())

@@ -8,11 +8,11 @@ import torch
 import transformers
 
 import tl_layersim as lsim
-from tl_layersim.models.head_layouts import HEADS_BY_CLASS
+from tl_layersim.models.head_layouts import HEADS_BY_CLASS, NO_HEAD
 from tl_layersim.models.unembed import Pool
 
 from .. import oracles
-from ..head_models import CASES, CLASSES, HeadCase, block_outputs, layer_logits
+from ..head_models import CASES, CLASSES, WORDS, HeadCase, block_outputs, layer_logits
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import nnsight
 
@@ -216,6 +216,25 @@ def test_a_head_that_pools_otherwise_is_refused():
         lsim.analyze(model, random_tokens(2, 9) % 20, lsim.Saturation())
 
 
+@pytest.mark.parametrize("family", ["Bart", "T5"])
+def test_a_head_at_the_end_of_the_other_stacks_text_is_refused_with_the_reason(family):
+    torch.manual_seed(0)
+    small = {"d_model": 16, "vocab_size": WORDS, "num_labels": CLASSES, "decoder_start_token_id": 0}
+    if family == "T5":
+        small |= {"num_layers": 2, "num_heads": 2, "d_ff": 24, "d_kv": 8}
+    else:
+        small |= {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    model = getattr(transformers, f"{family}ForSequenceClassification")(
+        getattr(transformers, f"{family}Config")(**small)
+    ).eval()
+    ids = random_tokens(2, 6) % (WORDS - 5) + 5
+    ids[:, -1] = model.config.eos_token_id
+    data = {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1), "label": torch.tensor([0, 1])}
+    with pytest.raises(lsim.LayersimError, match=r"needs an unembedding(.|\n)*last end-of-text token"):
+        lsim.analyze(model, data, lsim.LogitLens(labels="data"))
+    assert lsim.analyze(model, data, lsim.Cosine(center="none"))
+
+
 def test_pool_is_a_mean_over_attended_positions():
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64)
     attended = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 1]]).bool()
@@ -228,7 +247,8 @@ def test_pool_is_a_mean_over_attended_positions():
 
 
 def test_every_entry_of_the_table_names_classes_of_transformers():
-    assert all(hasattr(transformers, name) for layout in HEADS_BY_CLASS for name in layout.classes)
+    names = [*NO_HEAD, *(name for layout in HEADS_BY_CLASS for name in layout.classes)]
+    assert all(hasattr(transformers, name) for name in names)
 
 
 @pytest.mark.filterwarnings("ignore:NC1 is not defined at blocks.0.hook_resid_pre")

@@ -1,4 +1,4 @@
-"""Linear probes of models on a server: sums there, fits here."""
+"""Linear probes and task metrics of models on a server: sums there, fits here."""
 
 from __future__ import annotations
 
@@ -39,3 +39,11 @@ def test_a_run_that_is_not_waited_for(small):
     run = lsim.analyze(small.model(), tokens, [probe], positions="last", remote=small.url, blocking=False)
     near = lsim.analyze(here(small, "llama"), tokens, [probe], positions="last")["linear_probe"]
     assert torch.equal(run.result()["linear_probe"].confusion, near.confusion)
+
+
+def test_task_metrics_of_a_model_on_a_server(small):
+    tokens = random_tokens(8, 6)
+    far = lsim.analyze(small.model(), tokens, "task_metrics", remote=small.url, batch_size=3)["task_metrics"]
+    near = lsim.analyze(here(small, "llama"), tokens, "task_metrics")["task_metrics"]
+    assert torch.equal(far.confusion, near.confusion)
+    assert torch.equal(far.mcc, near.mcc)

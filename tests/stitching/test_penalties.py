@@ -55,6 +55,18 @@ class TestGroups:
         assert float(groups.values[1]) > float(groups.values[0]) + 1
         assert groups.p_value == groups.smallest_p == pytest.approx(1 / 3)
 
+    def test_groups_by_stitch_point(self, grid):
+        found = grid.groups_by_seam()
+        assert found.comparisons == ("within p", "within q", "p into q", "q into p")
+        p, q = [0, 2], [1, 3]
+        torch.testing.assert_close(found.values[0], (grid.penalty[0, 2] + grid.penalty[2, 0]) / 2)
+        torch.testing.assert_close(found.values[3], grid.penalty[q][:, p].mean((0, 1)))
+        torch.testing.assert_close(found.sd[2], grid.penalty[p][:, q].flatten(0, 1).std(0))
+        assert found.plot().layout.yaxis.title.text == "Stitching penalty (nats a token)"
+        accuracy = grid.groups_by_seam(["a", "a", "a", "b"], of="accuracy_penalty")
+        assert accuracy.comparisons == ("within a", "a into b", "b into a")
+        torch.testing.assert_close(accuracy.values[1], grid.accuracy_penalty[:3, 3].mean(0))
+
     def test_figures_and_files(self, grid, tmp_path):
         found = grid.between_models(0)
         heat = found.plot()

@@ -9,6 +9,7 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
+from ..head_models import CASES, block_outputs
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import bert
 
@@ -49,6 +50,19 @@ def test_the_cosine_to_the_last_layer_of_a_bert_classifier_is_of_cls(center):
     labels = [row["label"] for row in rows]
     collapse = oracles.oracle_neural_collapse([x], labels, 3)
     np.testing.assert_allclose(found["layers"].nc1[0], collapse["values"], rtol=1e-3)
+
+
+def test_the_collapse_of_a_head_of_rows_is_that_of_its_vectors():
+    case, labels = CASES["dinov2"], torch.tensor([0, 1, 0, 1, 0])
+    found = lsim.evaluate_layers(case.build(), case.build(1), case.data(labels=labels))["layers"]
+    for number in range(2):
+        model = case.build(number)
+        x = [torch.cat(block_outputs(model, case.paths, row)) for row in case.rows()]
+        vectors = torch.stack([torch.cat([row[:, 0], row[:, 1:].mean(1)], -1) for row in x], 1).numpy()
+        expected = oracles.oracle_neural_collapse([vectors], labels.tolist(), 2)["values"]
+        np.testing.assert_allclose(found.nc1[number][1:], expected, rtol=1e-7)
+        logits = torch.cat([model(**row).logits for row in case.rows()]).detach()
+        np.testing.assert_allclose(found.values[number][-1], torch.nn.functional.cross_entropy(logits, labels), rtol=1e-9)
 
 
 def test_the_cosine_to_the_last_layer_of_a_llama_classifier_is_of_the_last_token():

@@ -3,7 +3,8 @@
 Other packages may import from these modules:
 
 * `api`: `analyze`
-* `model_groups`: `group_labels`
+* `group_curves`: `GroupCurves`, `group_curves`
+* `model_groups`: `chosen_groups`, `group_labels`
 * `model_matrix`: `ModelMatrix`
 * `report_assembly`: `record`, the provenance of a run
 * `validation`: `shared_tokens`, `with_tokenizer`

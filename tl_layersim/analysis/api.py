@@ -187,7 +187,7 @@ def analyze(
     """
     chosen = choose_analyzers(analyzers)
     refuse_idle_options(remote, blocking, checkpoint)
-    opening: dict[str, Any] = {"unembed": unembed, "tokens_per_request": tokens_per_request, "either_stack": True}
+    opening: dict[str, Any] = {"unembed": unembed, "tokens_per_request": tokens_per_request, "either_stack": True, "at": at}
     source = open_source(model, layers=layers, remote=remote, **opening)
     verify_on_first_row(source, verify)
     plan = plan_sites([source], chosen, at, per_head)
@@ -281,7 +281,7 @@ def compare(
     for place in places:
         refuse_idle_options(place, True, checkpoint)
     sources = [
-        open_source(m, layers=paths, remote=place, either_stack=True)
+        open_source(m, layers=paths, remote=place, either_stack=True, at=at)
         for m, paths, place in zip((model_a, model_b), layers, places, strict=True)
     ]
     with_own = verify if isinstance(verify, tuple) else (verify, verify)

@@ -284,7 +284,7 @@ def attach(
         40
     """
     chosen = choose_analyzers(analyzers)
-    opened = open_source(model, layers=layers, unembed=unembed, either_stack=True)
+    opened = open_source(model, layers=layers, unembed=unembed, either_stack=True, at=at)
     if not opened.can_hook:
         raise LayersimError(
             "`model` must have modules that run in this process.",

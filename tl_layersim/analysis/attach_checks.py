@@ -34,7 +34,7 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
                 expected="labels='next_token'",
                 do="lsim.analyze(model, data, analyzers)",
             )
-        if analyzer.needs_unembed and source.model.head is not None and source.model.head.reads != "every":
+        if analyzer.reads_head and source.model.head is not None and source.model.head.reads != "every":
             raise LayersimError(
                 f"The head of {source.model.name} classifies whole rows, and under `attach` it is not known where a row ends.",
                 given=type(analyzer).__name__,

@@ -124,7 +124,7 @@ def detection_kernel(
     names = ("correct", "l1", "giou", "no_object", "cross_entropy", "class_weight")
     sums = {name: torch.zeros(len(logits), dtype=torch.float64) for name in names}
     counts = dict.fromkeys(("matched", "objects", "queries"), 0)
-    for row in view.row.unique().tolist():
+    for row in sorted(set(view.row.tolist())):
         of_row, shown = (view.row == row).cpu(), objects[row]
         counts["queries"] += int(of_row.sum())
         counts["objects"] += len(shown.classes)

@@ -86,7 +86,8 @@ def detection_by_layer(
             expected="DetrForObjectDetection of transformers",
             do="the model that was wrapped",
         )
-    heads, config = detection_heads(source), source.module.config
+    heads = detection_heads(source)
+    config: Any = source.module.config
     images = AnnotatedImages(data, labels, config.num_labels)
     analyzer = _Detection(source, heads, images, DetectionWeights.of(config))
     source.check_first_row(analyzer.check_heads)

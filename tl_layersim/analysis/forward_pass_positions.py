@@ -43,7 +43,8 @@ class ForwardPassPositions:
         """
         known, pos, attention = self._known(call, mask, set_elsewhere), call.shape[1], call.attention
         attended = attention[:, -pos:].bool().cpu() if _has_mask_shape(attention, call) else known.cpu()
-        return Choice(self._selected(call, known), attended, self.rule.pooled)
+        has_tokens = call.tokens is not None or attention is not None
+        return Choice(self._selected(call, known), attended, self.rule.pooled, has_tokens)
 
     def _selected(self, call: Call, known: Tensor) -> Tensor:
         """The positions that the rule selects among those of the mask."""

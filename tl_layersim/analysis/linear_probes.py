@@ -100,11 +100,6 @@ def linear_probe(
                 do="test_data=..., or leave out test_labels",
             )
     else:
-        # An iterator would be gone after its rows are counted.
-        data, test_data = (list(part) if isinstance(part, Iterator) else part for part in (data, test_data))
-        count, test_count = _counts(model, (data, test_data), options)
-        classes = _labels_of_both(classes, test_labels, count, test_count)
-        data, settings["first_test_row"] = [data, test_data], count
         if test_fraction is not None:
             raise LayersimError(
                 "`test_fraction` cannot be combined with `test_data`.",
@@ -112,6 +107,11 @@ def linear_probe(
                 expected="one of them",
                 do="leave out test_fraction: the probes are fitted on all of data",
             )
+        # An iterator would be gone after its rows are counted.
+        data, test_data = (list(part) if isinstance(part, Iterator) else part for part in (data, test_data))
+        count, test_count = _counts(model, (data, test_data), options)
+        classes = _labels_of_both(classes, test_labels, count, test_count)
+        data, settings["first_test_row"] = [data, test_data], count
     kind: type[ProbeAnalyzer] = LinearProbe if method == "ridge" else LogisticProbe
     probe = kind(labels=classes, seed=seed, max_memory_gb=max_memory_gb, **settings)
     result: LinearProbeResult = analyze(model, data, [probe], **options)["linear_probe"]

@@ -68,16 +68,16 @@ class LogisticProbe(ProbeAnalyzer):
                 expected="a finite number above 0, and a whole number",
                 do="leave them out for the defaults",
             )
-        # Not a field: fields are options, which are recorded.
-        object.__setattr__(self, "_kept", KeptSamples())
 
     def kernel(self, first: Sums) -> Kernel:
-        kept: KeptSamples = self._kept  # type: ignore[attr-defined]  # set in __post_init__
+        # Not a field: fields are options, which are recorded.
+        kept = KeptSamples()
+        object.__setattr__(self, "_kept", kept)
         return partial(keep_kernel, kept=kept, samples=self.labelled_samples, max_memory_gb=self.max_memory_gb)
 
     def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
         warn_of_unused(self.labels, run.provenance)
-        kept: KeptSamples = self._kept  # type: ignore[attr-defined]
+        kept: KeptSamples = self._kept  # type: ignore[attr-defined]  # set by `kernel`
         target, test = torch.cat(kept.targets).numpy(), torch.cat(kept.test).numpy()
         size = int(target.max(initial=0)) + 1
         train_counts, test_counts = (torch.tensor(np.bincount(target[part], minlength=size)) for part in (~test, test))

@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Picture, Report
+from .group_curves import GroupCurves, group_curves
+from .model_groups import chosen_groups
 from .model_matrix import ModelMatrix
 
 
@@ -22,9 +26,11 @@ class ModelGrid(ModelMatrix):
         models: names of the models.
         groups: the group of each model; empty where no groups were given.
         quantity: the distance in words, with its unit.
+        similarity: the values of the pairs in words, with their unit.
         results: of the pairs, by the numbers of the two models: "0 1". Of a symmetric measure each pair is held once.
     """
 
+    similarity: str
     results: Report
 
     pictures = (
@@ -64,6 +70,31 @@ class ModelGrid(ModelMatrix):
                 do=f"grid[{self.models[0]!r}, {self.models[1]!r}]",
             )
         return either_order(self.results, self.models.index(pair[0]), self.models.index(pair[1]))
+
+    def groups_by_layer(self, groups: Any = None) -> GroupCurves:
+        """Values of equal layers, such as CKA(H_l, H'_l), as means within and between groups: where do the groups part?
+
+        Args:
+            groups: see `compare_groups`.
+
+        Raises:
+            LayersimError: the models have different numbers of sites.
+
+        Source:
+            Brown et al. 2023 (arXiv 2310.14993), figure 2 b.
+        """
+        labels = chosen_groups(groups, self.groups, self.models)
+        results = [[self[a, b] for b in self.models] for a in self.models]
+        first = results[0][0]
+        if len({size for row in results for one in row for size in one.values.shape}) > 1:
+            raise LayersimError(
+                "Groups by layer need models with as many sites each.",
+                given=", ".join(f"{name}: {len(self[name, name].layers)}" for name in self.models),
+                expected="models of equal depth",
+                do="compare_grid on models of one depth, or at= with as many sites of each",
+            )
+        values = torch.stack([torch.stack([one.values.diagonal() for one in row]) for row in results])
+        return group_curves(self, values, labels, first.layers, self.similarity)
 
 
 def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:

@@ -105,7 +105,7 @@ class GroupComparison(Result):
 
         if field not in ("mean", "values"):
             return super().plot(field)
-        members = pairs_by_groups(self.distances, self.groups)
+        members = pairs_by_groups(self.groups, not torch.equal(self.distances, self.distances.T))
         series = {name: self.distances[tuple(index)].numpy() for name, index in members.items()}
         of = "relabelings" if self.exact else "random relabelings"
         test = f"difference of means {self.difference:.3g}, p = {self.p_value:.2g} ({self.relabelings:,} {of})"
@@ -162,6 +162,28 @@ def group_labels(groups: Any, models: Sequence[str]) -> tuple[str, ...]:
     return labels
 
 
+def chosen_groups(given: Any, known: tuple[str, ...], models: Sequence[str]) -> tuple[str, ...]:
+    """The groups that a method was called with, or else those that the models were compared with.
+
+    Args:
+        given: the argument `groups`, see `group_labels`.
+        known: the groups of the result, or none.
+        models: names of the models.
+
+    Raises:
+        LayersimError: there are no groups.
+    """
+    labels = known if given is None else group_labels(given, models)
+    if not labels:
+        raise LayersimError(
+            "`groups` must be given: the models were compared without groups.",
+            given="groups=None",
+            expected="a group for each model",
+            do=f"groups={{{', '.join(f'{name!r}: {group!r}' for name, group in zip(models, 'aabb', strict=False))}}}",
+        )
+    return labels
+
+
 def compare_groups(
     matrix: Result, distances: Tensor, labels: tuple[str, ...], about: tuple[tuple[str, ...], str], most: int, seed: int
 ) -> GroupComparison:
@@ -188,12 +210,12 @@ def compare_groups(
             expected="a number for each pair of models",
             do="leave these models out, or sites at which the measure is defined, such as at=... without the embedding",
         )
+    directed = not torch.equal(distances, distances.T)
+    pairs = pairs_by_groups(labels, directed)
     own = torch.tensor([[one == other for other in labels] for one in labels])
     members = {"within groups": own & different, "between groups": ~own}
-    each = [distances[mask] for mask in members.values()]
-    each += [distances[tuple(index)] for index in pairs_by_groups(distances, labels).values()]
-    if torch.equal(distances, distances.T):
-        each[:2] = [distances[mask.triu()] for mask in members.values()]
+    each = [distances[mask if directed else mask.triu()] for mask in members.values()]
+    each += [distances[tuple(index)] for index in pairs.values()]
     test = permutation_test(distances, labels, most, seed)
     options = matrix.provenance.options | {"relabelings": most, "relabeling_seed": seed}
     return GroupComparison(
@@ -201,7 +223,7 @@ def compare_groups(
         sd=torch.stack([one.std() if len(one) > 1 else one.new_tensor(math.nan) for one in each]),
         count=torch.tensor([len(one) for one in each], dtype=torch.float64),
         distances=distances,
-        comparisons=(*members, *pairs_by_groups(distances, labels)),
+        comparisons=(*members, *pairs),
         models=models,
         groups=labels,
         quantity=quantity,
@@ -211,14 +233,13 @@ def compare_groups(
     )
 
 
-def pairs_by_groups(distances: Tensor, labels: Sequence[str]) -> dict[str, Tensor]:
+def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, Tensor]:
     """Rows and columns of the pairs of different models, `2 pair`, by the groups of the two.
 
     Args:
-        distances: `model model`; where it is symmetric, each pair is listed once.
         labels: the group of each model.
+        directed: whether both orders of a pair are listed.
     """
-    directed = not torch.equal(distances, distances.T)
     names = list(dict.fromkeys(labels))
     chosen = {f"within {name}": (name, name) for name in names if labels.count(name) > 1}
     for a, b in permutations(names, 2) if directed else combinations(names, 2):

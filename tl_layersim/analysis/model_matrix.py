@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Result, axes
-from .model_groups import GroupComparison, compare_groups, group_labels
+from .model_groups import GroupComparison, chosen_groups, compare_groups
 
 if TYPE_CHECKING:
     import pandas
@@ -98,14 +98,7 @@ class ModelMatrix(Result):
         Source:
             Brown et al. 2023 (arXiv 2310.14993), section 4, appendix B, figure 8.
         """
-        labels = self.groups if groups is None else group_labels(groups, self.models)
-        if not labels:
-            raise LayersimError(
-                "`groups` must be given: the models were compared without groups.",
-                given="groups=None",
-                expected="a group for each model",
-                do=f"groups={{{', '.join(f'{m!r}: {g!r}' for m, g in zip(self.models, 'aabb', strict=False))}}}",
-            )
+        labels = chosen_groups(groups, self.groups, self.models)
         if relabelings < 1:
             raise LayersimError(
                 "`relabelings` must be at least 1.", given=f"relabelings={relabelings}", expected="1 or more", do="100_000"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -83,12 +84,14 @@ def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], se
         batches=tally.batches,
         seed=seed,
         options=dict(options),
-        versions=_versions(),
+        versions=dict(_installed()),
         seconds=tally.seconds,
     )
 
 
-def _versions() -> dict[str, str]:
+@cache
+def _installed() -> Mapping[str, str]:
+    """The versions of the packages that a result records; they are read from files, once."""
     versions = {}
     for package in PACKAGES:
         try:

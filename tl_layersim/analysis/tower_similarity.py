@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -87,11 +87,23 @@ class TowerComparison(Analyzer):
         )
 
     def _of_cka(self, sums: Sums, run: Run) -> Tensor:
-        own = Sums({name.removeprefix(OF_CKA): value for name, value in sums.fields.items() if name.startswith(OF_CKA)})
-        if int(own["samples"]):
-            return self._cka().compute(own, run).values
-        warn("CKA needs four pairs in one batch, and no batch had them: `cka` is NaN. Pass more data, or a larger batch_size=.")
-        return torch.full_like(sums["matched"], math.nan)
+        """CKA between the layers at which rows differ; NaN at others, such as [CLS] before the first attention."""
+        found = torch.full_like(sums["matched"], math.nan)
+        own = {name.removeprefix(OF_CKA): value for name, value in sums.fields.items() if name.startswith(OF_CKA)}
+        if not int(own["samples"]):
+            warn(
+                "CKA needs four pairs in one batch, and no batch had them: `cka` is NaN. Raise batch_size=, or pass more data."
+            )
+            return found
+        rows, columns = ((own[name] > 0).nonzero()[:, 0] for name in ("xx", "yy"))
+        if not len(rows) or not len(columns):
+            return found
+        own |= {name: own[name][rows] for name in ("xx", "r_x", "r_x^2")}
+        own |= {name: own[name][columns] for name in ("yy", "r_y", "r_y^2")} | {"xy": own["xy"][rows][:, columns]}
+        layers, others = (tuple(names[i] for i in kept) for names, kept in ((run.layers, rows), (run.column_layers, columns)))
+        some = replace(run, layers=layers, column_layers=others)
+        found[rows[:, None], columns] = self._cka().compute(Sums(own), some).values
+        return found
 
 
 def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None, cka: Kernel) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ def zero_shot_classifier(
     tokens, vectors = _read_prompts(text, [prompt for each in by_class for prompt in each], tokenizer)
     counts = [len(each) for each in by_class]
     _verify_logits(clip, vision, tokens[0], vectors[0])
-    means = torch.stack([part.mean(0) for part in vectors.split(counts)])
+    means = torch.stack([part.mean(0) for part in torch.split(vectors, counts)])
     return ZeroShotClassifier(clip, vision.tower, unit(means), names)
 
 
@@ -248,7 +248,7 @@ def _verify_logits(clip: torch.nn.Module, vision: TowerSource, tokens: Tensor, v
         pooled = vision.module(pixel_values=image.to(first)).pooler_output
         for path in vision.tower.head.parts:
             pooled = clip.get_submodule(path)(pooled)
-    scale = float(clip.logit_scale.detach().double().exp())  # type: ignore[operator,union-attr]  # a parameter
+    scale = float(clip.logit_scale.detach().double().exp())  # type: ignore[operator]  # a parameter
     ours, theirs = scale * float(unit(pooled)[0] @ vector.to(pooled.device)), float(output.logits_per_image[0, 0])
     if not abs(ours - theirs) <= scale * rounding(first.dtype):
         raise LayersimError(

@@ -21,6 +21,7 @@ from ..core.sums import Sums
 from ..data.batches import Batch
 from ..models.activation_checks import need_equal_width, need_stream
 from ..models.exit_heads import ExitHeads
+from ..models.head_layouts import NO_HEAD
 from ..models.layout import classes_with_head
 from ..models.model_info import Model
 from ..models.unembed import Head
@@ -299,11 +300,14 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
             belong to another model.
     """
     if model.head is None:
+        why = NO_HEAD.get(model.source)
         raise LayersimError(
             f"{analyzer} needs an unembedding, but no unembedding is known for this model.",
-            given=f"{model.name} ({model.source})",
+            given=f"{model.name} ({model.source})" + (f": {why}" if why else ""),
             expected="a model with a final norm and a head that gives logits",
-            do=f"load it by {classes_with_head(model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
+            do="measures that read no logits"
+            if why
+            else f"load it by {classes_with_head(model.source)}; or unembed=['path.of.final_norm', 'path.of.head']",
         )
     if isinstance(heads, ExitHeads):
         heads.check(model)

@@ -66,6 +66,7 @@ class CKAResult(LayerMatrix):
     )
 
     distance_name: ClassVar[str] = "CKA distance (radians)"
+    similarity_name: ClassVar[str] = "Linear CKA"
 
     @property
     def mean_minibatch(self) -> float:

@@ -111,6 +111,13 @@ class ProbeAnalyzer(Analyzer):
         object.__setattr__(self, "labels", labels)
         if isinstance(labels, Tensor):
             _check_classes(labels, None)
+            if len(set(labels[labels != NO_LABEL].tolist())) < 2:
+                raise LayersimError(
+                    "`labels` of a linear probe must have two classes.",
+                    given=f"{labels.numel()} labels: {sorted(set(labels.flatten().tolist()))}",
+                    expected=f"at least two different whole numbers beside {NO_LABEL}",
+                    do="check the labels",
+                )
         if not 0 < self.test_fraction < 1:
             raise LayersimError(
                 "`test_fraction` must be between 0 and 1.",
@@ -177,8 +184,7 @@ class LinearProbe(ProbeAnalyzer):
         seed: of the choice of held-out rows.
         max_memory_gb: limit for the sums, sites x width x (width + classes) numbers; a larger requirement is refused before
             the run.
-        ridge: strength of the penalty relative to the mean eigenvalue of the covariance, above 0. The default is
-            measured in docs/probes.md.
+        ridge: strength of the penalty relative to the mean eigenvalue of the covariance, above 0; docs/probes.md compares some.
         max_classes: a number above every class of "data" and "next_token", which sets the size of the sums.
 
     Source:
@@ -197,7 +203,6 @@ class LinearProbe(ProbeAnalyzer):
     """
 
     name: ClassVar[str] = "linear_probe"
-    one_pass: ClassVar[str] = "analyze(model, data, [LinearProbe(...)]), which reads the data twice"
 
     ridge: int | float = 0.1
     max_classes: int = 100

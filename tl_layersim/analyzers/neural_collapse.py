@@ -151,12 +151,14 @@ class NeuralCollapse(Analyzer):
         model = models[0]
         if model.widest is None:
             return
+        pool = model.head.pool if self.reads_head and model.head is not None else None
+        width = model.widest * (1 if pool is None else pool.vectors)
         # The batch's second moments, the running sum, and the new sum while the two are added.
-        need = 3 * 8 * len(model.layers) * model.widest**2 / 1e9
+        need = 3 * 8 * len(model.layers) * width**2 / 1e9
         if not need <= self.max_memory_gb:
             raise LayersimError(
                 "The second moments of all layers need more memory than `max_memory_gb`.",
-                given=f"{len(model.layers)} layers x {model.widest}^2 numbers: {need:.1f} GB",
+                given=f"{len(model.layers)} layers x {width}^2 numbers: {need:.1f} GB",
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f"NeuralCollapse(max_memory_gb={math.ceil(need)})",
             )
@@ -269,8 +271,11 @@ def class_counts_kernel(view: View, *, labels: str | Tensor, by_row: bool) -> di
         classes = classes[row_ends(view)]
     classes = classes[classes != NO_LABEL]
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < COUNTED_IDS:
-        raise ValueError(
-            f"labels go from {int(classes.min())} to {int(classes.max())}; classes are numbered from 0, below {COUNTED_IDS}"
+        raise LayersimError(
+            "`labels` holds numbers that are no classes.",
+            given=f"labels from {int(classes.min())} to {int(classes.max())}",
+            expected=f"0 to {COUNTED_IDS - 1}, and {NO_LABEL} where there is none",
+            do="labels numbered from 0",
         )
     return {"labels": torch.bincount(classes, minlength=COUNTED_IDS)}
 

@@ -27,6 +27,7 @@ KINDS = {
     "model_matrix": ("analysis.model_matrix.ModelMatrix", "analysis.model_matrix.ModelMatrix"),
     "model_grid": ("analysis.model_grid.ModelGrid", "analysis.model_grid.ModelGrid"),
     "group_comparison": ("analysis.model_groups.GroupComparison", "analysis.model_groups.GroupComparison"),
+    "group_curves": ("analysis.group_curves.GroupCurves", "analysis.group_curves.GroupCurves"),
     "block_jacobians": ("analysis.one_prompt_jacobian_results.BlockJacobians", "blocks.BlockJacobians"),
     "coupling_matrices": ("analysis.one_prompt_jacobian_results.CouplingMatrices", "blocks.CouplingMatrices"),
     "stitch": ("stitching.results.StitchResult", "stitching.results.StitchResult"),

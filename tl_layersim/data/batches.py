@@ -65,6 +65,11 @@ class Batch:
         return self.has_tokens or bool(self.positional)
 
     @property
+    def token_positions(self) -> int | None:
+        """Number of positions of each row where they are known before a forward pass; None for images and single vectors."""
+        return self.tokens.shape[1] if self.has_positions else None
+
+    @property
     def sources(self) -> tuple[Tensor, Tensor]:
         """Row and position in the data of each token, each `batch pos`; the row is -1 where a batch row joins several."""
         origins = self.origins or tuple((self.first + i, 0) for i in range(len(self.tokens)))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from .columns import readable
+from .inputs import ROW_AXES
 from .model_properties import ModelInputs
 
 SEGMENTS = "token_type_ids"
@@ -83,6 +84,13 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs) -> list[Encode
         return []
     texts = [readable(item.text, number) for number, item in items]
     tokenizer = model.tokenizer
+    if tokenizer is None and model.main_input in ROW_AXES:
+        raise LayersimError(
+            f"{model.name} takes `{model.main_input}`, and the data are texts.",
+            given=f"a text: {texts[0][:40]!r}",
+            expected=f"`{model.main_input}`, or images and the model's processor",
+            do="images with tokenizer=processor; for texts, the part of the model that reads them",
+        )
     if tokenizer is None:
         raise LayersimError(
             f"{model.name} has no tokenizer, so texts cannot be read.",

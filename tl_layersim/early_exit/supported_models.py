@@ -19,14 +19,24 @@ from ..models.unembed import Unembed
 from ..remote.open import open_source
 
 
-def open_for_early_exit(model: Any, layers: list[str] | None, unembed: list[str] | None) -> tuple[LocalSplitModel, Unembed]:
+def open_for_early_exit(
+    model: Any, layers: list[str] | None, unembed: list[str] | None, either_stack: bool = False
+) -> tuple[LocalSplitModel, Unembed]:
     """The blocks of a model, as a split model, and its final norm and head.
+
+    Args:
+        model: the model.
+        layers: paths of its blocks, None to find them by the layout.
+        unembed: paths of its final norm and head, None to find them.
+        either_stack: whether the decoder of an encoder-decoder is taken, too.
 
     Raises:
         LayersimError: early exit does not support the model.
     """
     _refuse_other_libraries(model)
-    source = open_source(model, layers=layers, unembed=unembed)
+    if isinstance(model, torch.nn.Module) and not hasattr(model, "config") and not hasattr(model, "open_source"):
+        raise not_hugging_face(model)
+    source = open_source(model, layers=layers, unembed=unembed, either_stack=either_stack)
     if type(source) is not HookedSource:
         raise LayersimError(
             "`model` must be a Hugging Face model: early exit runs the model's blocks one after the other.",
@@ -56,6 +66,16 @@ def open_for_early_exit(model: Any, layers: list[str] | None, unembed: list[str]
             split_model.module(**synthetic_inputs(split_model, 1, 6), **no_cache(split_model))
         need_stream(source.model, "Early exit")
     return split_model, split_model.source.unembed
+
+
+def not_hugging_face(model: Any) -> LayersimError:
+    """The error for a model without a configuration."""
+    return LayersimError(
+        "`model` must be a Hugging Face model: only these say by a configuration what they take, and can be rebuilt from one.",
+        given=type(model).__name__,
+        expected="a PreTrainedModel",
+        do="ExitCurve, which measures exits of any model: analyze(model, data, [ExitCurve()])",
+    )
 
 
 def _refuse_other_libraries(model: Any) -> None:
@@ -105,7 +125,9 @@ def synthetic_inputs(split_model: LocalSplitModel, rows: int, length: int) -> di
         pad = getattr(config, "pad_token_id", None)
         # Classifiers take the first padding token as the end of a row.
         ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if isinstance(pad, int) else ids
-        return {"input_ids": ids.to(split_model.device)}
+        ids = ids.to(split_model.device)
+        # The decoder of an encoder-decoder has tokens of its own.
+        return {"input_ids": ids} | ({"decoder_input_ids": ids} if split_model.source.has_two_stacks else {})
     config = getattr(config, "vision_config", config)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if not isinstance(channels, int) or not isinstance(size, int | list | tuple):

@@ -11,20 +11,27 @@ import torch
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..models.block_lists import lists_by_stage, stack_of
+from ..models.layout import nearest_config
 from ..models.split_model import logits_of
 from ..models.unembed import rounding
 from .exit_lens import ExitLens
 from .full_model_check import classified_positions, relative_gap
 from .full_sequence import FullSequence, Rows
-from .supported_models import open_for_early_exit, synthetic_inputs
+from .supported_models import not_hugging_face, open_for_early_exit, synthetic_inputs
+
+# Lists in configurations that have no entry per block, or name blocks by number; and how the names of such lists end.
+NO_BLOCKS = ("architectures", "id2label", "pos_att_type")
+NO_BLOCKS_ENDS = ("_token_id", "_ids", "_only_layers", "_indices")
 
 
 @typed
 def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | None = None) -> Any:
     """A copy of a model with its first `n_layers` blocks only, followed by the same final norm and head.
 
-    Its logits are those that `LogitLens` reads after that block. The copy is an ordinary Hugging Face model: it generates,
-    trains and is saved like any other.
+    The blocks are those of the decoder in an encoder-decoder, and those of the last stage in a Swin. The logits of the copy are
+    those that `LogitLens` reads after that block. The copy is an ordinary Hugging Face model: it generates, trains and is saved
+    like any other.
 
     Args:
         model: a Hugging Face model, in this process.
@@ -45,7 +52,9 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
         >>> lsim.truncate(lsim.demo_model(), 5).config.num_hidden_layers
         5
     """
-    split_model, unembed = open_for_early_exit(model, None, None)
+    split_model, unembed = open_for_early_exit(model, None, None, either_stack=True)
+    if not hasattr(type(model), "_from_config"):
+        raise not_hugging_face(model)
     blocks = len(split_model.blocks)
     if isinstance(n_layers, bool) or not 1 <= n_layers <= blocks:
         raise LayersimError(
@@ -57,13 +66,6 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
     if save_to is not None and Path(save_to).is_file():
         raise LayersimError(
             "`save_to` is a file.", given=f"save_to={save_to}", expected="a folder, existing or new", do="another name"
-        )
-    if not hasattr(type(model), "_from_config") or not hasattr(model, "config"):
-        raise LayersimError(
-            "`model` must be a Hugging Face model: only these can be rebuilt with fewer blocks from a configuration.",
-            given=type(model).__name__,
-            expected="a PreTrainedModel",
-            do="the model that it was made from",
         )
     # Weights that are made under torch.inference_mode() could never be trained.
     with torch.inference_mode(False):
@@ -77,7 +79,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
 
 def _short_copy(model: Any, split_model: Any, unembed: Any, n_layers: int) -> Any:
     """Build the copy and verify it."""
-    config = shortened(model.config, len(split_model.blocks), n_layers)
+    config = shortened(model, split_model.source.paths, n_layers)
     # Building draws random weights, which are then replaced.
     with torch.random.fork_rng(devices=[]):
         short = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
@@ -92,16 +94,30 @@ def _short_copy(model: Any, split_model: Any, unembed: Any, n_layers: int) -> An
     return short
 
 
-def shortened(config: Any, blocks: int, n_layers: int) -> Any:
-    """A configuration with fewer blocks, in which lists with one entry per block are shortened too."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    lists = [name for name, value in vars(text).items() if isinstance(value, list) and len(value) == blocks]
+def shortened(model: Any, paths: list[str], n_layers: int) -> Any:
+    """The configuration of a model with fewer blocks, in which lists with one entry per block are shortened too.
+
+    Args:
+        model: a Hugging Face model.
+        paths: of its blocks.
+        n_layers: number of blocks that are kept.
+    """
+    config = copy.deepcopy(model.config)
+    if lists_by_stage(model) and (stage := stack_of(model, paths)):
+        config.depths[int(stage.rpartition(".")[2])] = n_layers
+        return config
+    # Models with two towers, or with one of two, have a configuration for each.
+    kind = type(nearest_config(model, paths[0]))
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    inner = next((part for part in parts if type(part) is kind), config)
+    lists = [name for name, value in vars(inner).items() if isinstance(value, list) and len(value) == len(paths)]
     for name in lists:
-        # The excluded lists have no entry per block, or name blocks by number.
-        if name not in ("architectures", "id2label") and not name.endswith(("_token_id", "_ids", "_only_layers", "_indices")):
-            setattr(text, name, getattr(text, name)[:n_layers])
-    text.num_hidden_layers = n_layers
+        if name not in NO_BLOCKS and not name.endswith(NO_BLOCKS_ENDS):
+            setattr(inner, name, getattr(inner, name)[:n_layers])
+    # Encoder-decoders count the blocks of each stack, and may count those of the encoder by the usual name too.
+    counts = [name for name in ("num_decoder_layers", "decoder_layers") if isinstance(getattr(inner, name, None), int)]
+    for name in counts or ["num_hidden_layers"]:
+        setattr(inner, name, n_layers)
     return config
 
 
@@ -132,7 +148,7 @@ def _verify(split_model: Any, unembed: Any, short: Any, n_layers: int) -> None:
         if every
         else classified_positions(split_model, unembed.reads, inputs)
     )
-    short_split, _ = open_for_early_exit(short, None, None)
+    short_split, _ = open_for_early_exit(short, None, None, either_stack=True)
     with split_model.evaluating(), short_split.evaluating(), torch.no_grad():
         logits = logits_of(short(**inputs))
         lens, _ = FullSequence(split_model, ExitLens(unembed, n_layers), (n_layers,))(Rows(inputs, positions, False))

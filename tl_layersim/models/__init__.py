@@ -15,6 +15,7 @@ Other packages may import from these modules:
 - `head_layout`, `detection_heads`: the final norm and the head of a model; the class head and the box head of a DETR.
 - `exit_heads`, `layer_heads`: heads of layers below the last, as users pass them and as kernels carry them.
 - `model_description`: `hash_weights`, a digest of a model's weights.
+- `head_layouts`: the table of heads, and why some models have none.
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.
 - `hook_point`, `hook_points`, `site_table`: places at which activations are read, their resolution from `at=`, and their table.

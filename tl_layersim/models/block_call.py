@@ -58,11 +58,38 @@ def first_tensor(output: Any) -> Tensor:
     raise ValueError(f"a block gave {type(output).__name__} without a tensor in it, where its residual was expected")
 
 
+def as_positions(hidden: Tensor) -> Tensor:
+    """Single vectors of rows, `batch d_model`, as rows of one position; any other residual unchanged."""
+    return hidden[:, None] if hidden.dim() == 2 else hidden
+
+
+class VectorBlock:
+    """A block that takes and gives one vector for each row, called with rows of one position.
+
+    Args:
+        block: the module, or its nnsight envoy.
+        key: the argument that is the residual, see `BlockCall`.
+    """
+
+    def __init__(self, block: Any, key: int | str) -> None:
+        self._module, self.block, self.key = getattr(block, "_module", block), block, key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        places[self.key] = places[self.key][:, 0]
+        named = {name: value for name, value in places.items() if isinstance(name, str)}
+        return first_tensor(self.block(*(places[number] for number in range(len(args))), **named))[:, None]
+
+
 def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> BlockCall:
     """The record of a call; the residual is the first tensor of its arguments."""
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    key = next(place for place, value in places if isinstance(value, Tensor))
-    return BlockCall(block, tuple(args), dict(kwargs), key, first_tensor(output).detach())
+    places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    key = next(place for place, value in places.items() if isinstance(value, Tensor))
+    after = first_tensor(output).detach()
+    if places[key].dim() == 2:
+        places[key], block = as_positions(places[key]), VectorBlock(block, key)
+    named = {name: value for name, value in places.items() if isinstance(name, str)}
+    return BlockCall(block, tuple(places[number] for number in range(len(args))), named, key, as_positions(after))
 
 
 def again(call: BlockCall, hidden: Tensor, kwargs: Mapping[str, Any] | None = None) -> Tensor:

@@ -41,6 +41,9 @@ PARALLEL: tuple[BlockSum, ...] = (("resid_post", ("resid_pre", "attn_out", "mlp_
 NO_MID = "attention and MLP run in parallel on one stream, so that there is no stream between them"
 NORMS_AFTER = "its norms stand after attention and MLP, which read the stream itself (hook_resid_pre and hook_resid_mid)"
 NO_FINAL = "the last block ends in a layer norm, so that no norm follows it"
+# What layouts lack whose norms stand after the sublayers, inside the branch; and those whose norms stand on the stream.
+SUBLAYER_NORM_LACKS = {"ln1": NORMS_AFTER, "ln2": NORMS_AFTER}
+POST_NORM_LACKS = SUBLAYER_NORM_LACKS | {"ln_final": NO_FINAL}
 
 
 @dataclass(frozen=True)

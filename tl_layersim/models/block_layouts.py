@@ -1,6 +1,7 @@
 """The table of layouts of transformer blocks, by which hook points of Hugging Face models are found.
 
-A new layout is one entry in `LAYOUTS`. Module paths are those of transformers 5, relative to the block.
+A new layout is one entry in `LAYOUTS`; those of encoders, vision models and encoder-decoders are in `encoder_block_layouts`.
+Module paths are those of transformers 5, relative to the block.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Any, Literal
 import torch
 
 from .block_layout import (
-    NO_FINAL,
     NO_MID,
-    NORMS_AFTER,
     PARALLEL,
+    POST_NORM_LACKS,
     SEQUENTIAL,
+    SUBLAYER_NORM_LACKS,
     BlockLayout,
     BlockSum,
     attention_tensors,
@@ -25,6 +26,7 @@ from .block_layout import (
     parallel_norm_tensors,
     post_norm_sums,
 )
+from .encoder_block_layouts import ENCODER_LAYOUTS
 
 _LLAMA = attention_tensors("self_attn", "q_proj k_proj v_proj", "o_proj") | norm_tensors(
     "input_layernorm", "post_attention_layernorm"
@@ -33,34 +35,6 @@ _LLAMA_MLP = mlp_tensors("mlp", "down_proj")
 _NEOX = attention_tensors("attention", "query_key_value", "dense") | mlp_tensors("mlp", "dense_4h_to_h")
 _FALCON = attention_tensors("self_attention", "query_key_value", "dense") | mlp_tensors("mlp", "dense_4h_to_h")
 _OPT = attention_tensors("self_attn", "q_proj k_proj v_proj", "out_proj") | {"mlp_post": into("fc2"), "mlp_out": out_of("fc2")}
-_VIT = attention_tensors("attention", "q_proj k_proj v_proj", "o_proj")
-_CLIP = {
-    **attention_tensors("self_attn", "q_proj k_proj v_proj", "out_proj"),
-    **norm_tensors("layer_norm1", "layer_norm2"),
-    **mlp_tensors("mlp", "fc2"),
-}
-_BERT_MLP = {"mlp_post": into("output.dense"), "mlp_out": out_of("output.dense")}
-_T5 = {
-    **attention_tensors("layer.0.SelfAttention", "q k v", "o"),
-    **norm_tensors("layer.0.layer_norm", "layer.1.layer_norm"),
-}
-_AFTER = {"ln1": NORMS_AFTER, "ln2": NORMS_AFTER}
-_POST = _AFTER | {"ln_final": NO_FINAL}
-_DETR = {
-    **attention_tensors("self_attn", "q_proj k_proj v_proj", "o_proj"),
-    **mlp_tensors("mlp", "fc2"),
-    "resid_mid": out_of("self_attn_layer_norm"),
-}
-_CROSS: tuple[BlockSum, ...] = (
-    ("resid_mid", ("resid_pre", "attn_out")),
-    ("resid_mid_cross", ("resid_mid", "cross_attn_out")),
-    ("resid_post", ("resid_mid_cross", "mlp_out")),
-)
-_POST_CROSS: tuple[BlockSum, ...] = (
-    (into("self_attn_layer_norm"), ("resid_pre", "attn_out")),
-    (into("encoder_attn_layer_norm"), ("resid_mid", "cross_attn_out")),
-    (into("final_layer_norm"), ("resid_mid_cross", "mlp_out")),
-)
 # The stream of these Blooms continues from the output of each norm.
 _BLOOM_POST: tuple[BlockSum, ...] = (("resid_mid", ("ln1", "attn_out")), ("resid_post", ("ln2", "mlp_out")))
 _MIXER = "its blocks have a state-space mixer in place of attention and MLP, and no heads"
@@ -162,7 +136,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
             "resid_mid": into("mlp"),
             "mlp_out": out_of("post_feedforward_layernorm"),
         },
-        lacks=_AFTER,
+        lacks=SUBLAYER_NORM_LACKS,
     ),
     BlockLayout(
         ("PhiDecoderLayer",),
@@ -217,7 +191,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         ("OPTDecoderLayer",),
         _OPT | {"resid_mid": out_of("self_attn_layer_norm")},
         sums=post_norm_sums("self_attn_layer_norm", "final_layer_norm"),
-        lacks=_POST,
+        lacks=POST_NORM_LACKS,
     ),
     *(_bloom(after_norm) for after_norm in (False, True)),
     *(_falcon(norms, kind) for norms in ("two", "one", "sequence") for kind in ("groups", "rows", "heads qkv")),
@@ -240,111 +214,7 @@ LAYOUTS: tuple[BlockLayout, ...] = (
         final=("norm_f",),
         lacks=dict.fromkeys(("resid_mid", "attn_out", "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2"), _MIXER),
     ),
-    BlockLayout(
-        ("BertLayer", "RobertaLayer", "XLMRobertaLayer", "ElectraLayer"),
-        {
-            **attention_tensors("attention.self", "query key value", ""),
-            "z": into("attention.output.dense"),
-            "attn_out": out_of("attention.output.dense"),
-            "resid_mid": out_of("attention.output.LayerNorm"),
-            **_BERT_MLP,
-        },
-        sums=post_norm_sums("attention.output.LayerNorm", "output.LayerNorm"),
-        lacks=_POST,
-    ),
-    BlockLayout(
-        ("MPNetLayer",),
-        {
-            **attention_tensors("attention.attn", "q k v", "o"),
-            "resid_mid": out_of("attention.LayerNorm"),
-            **_BERT_MLP,
-        },
-        sums=post_norm_sums("attention.LayerNorm", "output.LayerNorm"),
-        lacks=_POST,
-    ),
-    BlockLayout(
-        ("TransformerBlock",),  # DistilBERT
-        {
-            **attention_tensors("attention", "q_lin k_lin v_lin", "out_lin"),
-            "resid_mid": out_of("sa_layer_norm"),
-            **mlp_tensors("ffn", "lin2"),
-        },
-        sums=post_norm_sums("sa_layer_norm", "output_layer_norm"),
-        lacks=_POST,
-    ),
-    BlockLayout(
-        ("ViTLayer", "DeiTLayer"),
-        _VIT | norm_tensors("layernorm_before", "layernorm_after") | mlp_tensors("mlp", "fc2"),
-        final=("layernorm",),
-    ),
-    *(
-        BlockLayout(
-            ("Dinov2Layer", "Dinov2WithRegistersLayer"),
-            {
-                **_VIT,
-                **norm_tensors("norm1", "norm2"),
-                "attn_out": out_of("layer_scale1"),
-                "mlp_post": into(f"mlp.{projection}"),
-                "mlp_out": out_of("layer_scale2"),
-            },
-            final=("layernorm",),
-        )
-        for projection in ("fc2", "down_proj")  # the second in the giant model
-    ),
-    # The last norm of CLIP's vision tower reads the pooled [CLS] alone; SigLIP's reads every position.
-    BlockLayout(("CLIPEncoderLayer",), _CLIP, final=("final_layer_norm",)),
-    BlockLayout(("SiglipEncoderLayer",), _CLIP, final=("final_layer_norm", "post_layernorm")),
-    BlockLayout(
-        ("T5Block",),
-        {
-            **_T5,
-            "cross_attn_out": out_of("layer.1.EncDecAttention"),
-            "resid_mid_cross": into("layer.2.layer_norm"),
-            "ln2": out_of("layer.2.layer_norm"),
-            **mlp_tensors("layer.2.DenseReluDense", "wo"),
-        },
-        sums=_CROSS,
-        final=("final_layer_norm",),
-        when=lambda block, config: bool(block.is_decoder),
-    ),
-    BlockLayout(
-        ("T5Block",),
-        _T5 | mlp_tensors("layer.1.DenseReluDense", "wo"),
-        final=("final_layer_norm",),
-    ),
-    BlockLayout(
-        ("BartEncoderLayer",),
-        _OPT | {"resid_mid": out_of("self_attn_layer_norm")},
-        sums=post_norm_sums("self_attn_layer_norm", "final_layer_norm"),
-        lacks=_POST,
-    ),
-    BlockLayout(
-        ("BartDecoderLayer",),
-        {
-            **_OPT,
-            "resid_mid": out_of("self_attn_layer_norm"),
-            "cross_attn_out": out_of("encoder_attn"),
-            "resid_mid_cross": out_of("encoder_attn_layer_norm"),
-        },
-        sums=_POST_CROSS,
-        lacks=_POST,
-        head_count="decoder_attention_heads",
-    ),
-    BlockLayout(
-        ("DetrEncoderLayer",),
-        _DETR,
-        sums=post_norm_sums("self_attn_layer_norm", "final_layer_norm"),
-        lacks=_POST,
-    ),
-    # A norm follows the last block of the decoder, although its blocks end in one.
-    BlockLayout(
-        ("DetrDecoderLayer",),
-        _DETR | {"cross_attn_out": out_of("encoder_attn"), "resid_mid_cross": out_of("encoder_attn_layer_norm")},
-        sums=_POST_CROSS,
-        final=("layernorm",),
-        lacks=_AFTER,
-        head_count="decoder_attention_heads",
-    ),
+    *ENCODER_LAYOUTS,
 )
 
 

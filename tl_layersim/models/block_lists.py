@@ -1,4 +1,4 @@
-"""Lists of blocks inside Hugging Face and plain torch models, and the encoder and the decoder of models with both.
+"""Lists of blocks inside Hugging Face and plain torch models: of one stack, of encoder and decoder, or of stages.
 
 A new layout is one entry in the table `BLOCKS`.
 """
@@ -13,12 +13,12 @@ from ..core.errors import LayersimError
 
 # Paths of the list of blocks, from the base model (`model.model`, `model.transformer`, `model.gpt_neox`, `model.bert`, ...).
 BLOCKS = (
-    "layers",  # Llama, Qwen2, Mistral, Mixtral, Gemma 1 to 3, Phi, OLMo, GPT-NeoX, Mamba
+    "layers",  # Llama, Qwen2, Mistral, Mixtral, Gemma 1 to 3, Phi, OLMo, GPT-NeoX, Mamba, ModernBERT, ViT, DeiT, BEiT
     "h",  # GPT-2, GPT-J, Falcon, Bloom
     "language_model.layers",  # Gemma 3 and others with a vision tower
     "decoder.layers",  # OPT
-    "encoder.layer",  # BERT, RoBERTa, MPNet, ViT
-    "encoder.layers",
+    "encoder.layer",  # BERT, RoBERTa, ELECTRA, DeBERTa, MPNet, DINOv2
+    "encoder.layers",  # CLIP and SigLIP towers; the stages of a Swin
     "encoder.block",  # the encoder of a T5 alone
     "block",  # one stack of a T5
     "transformer.layer",  # DistilBERT
@@ -28,6 +28,8 @@ Side = Literal["", "encoder", "decoder", "both"]
 SIDES: tuple[Literal["encoder"], Literal["decoder"]] = ("encoder", "decoder")
 # Keys and values of attention to the encoder have the encoder's positions, although they are computed in the decoder.
 CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
+# Children that hold one tower of a model of images and texts.
+TOWERS = ("text_model", "vision_model")
 OF_ENCODER = ("k", "v", "key", "value", "k_proj", "v_proj")
 
 
@@ -35,13 +37,48 @@ def block_list(module: torch.nn.Module) -> str | None:
     """Path of the list of blocks of a model of one stack; None where the layout is not known."""
     names = dict(module.named_modules())
     prefix = getattr(module, "base_model_prefix", "")
-    for base in dict.fromkeys((prefix, "model", "")):
+    # A model with one tower, such as CLIPForImageClassification, may have the prefix of the model with both.
+    tower = [name for name in TOWERS if name in names]
+    for base in dict.fromkeys((prefix, "model", "", *(tower if len(tower) == 1 else ()))):
         for path in BLOCKS:
             full = f"{base}.{path}" if base else path
             blocks = names.get(full)
             if isinstance(blocks, torch.nn.ModuleList) and len(blocks):
                 return full
     return None
+
+
+def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
+    """Paths of the lists of blocks of a model whose blocks lie in stages, such as Swin, by stage; empty for any other model.
+
+    The stages are named `stages.0`, `stages.1`, ... A stage begins with fewer positions and more channels than the one before
+    it, so that each has a residual stream of its own.
+    """
+    path = block_list(module)
+    inner = [] if path is None else [f"{stage}.blocks" for stage in blocks_in(module, path)]
+    names = dict(module.named_modules())
+    if not all(isinstance(names.get(one), torch.nn.ModuleList) and len(names[one]) for one in inner):  # type: ignore[arg-type]  # a list
+        return {}
+    return {f"stages.{number}": one for number, one in enumerate(inner)}
+
+
+def lists_by_stack(module: torch.nn.Module) -> dict[str, str]:
+    """Paths of the lists of blocks of a model of several stacks, by stack: encoder and decoder, or stages."""
+    return lists_by_side(module) or lists_by_stage(module)
+
+
+def stack_of(module: torch.nn.Module, paths: list[str]) -> str:
+    """The one stack in which modules lie: a side, see `side_of`, or a stage; "" where there is none, or several stages."""
+    if encoder_and_decoder(module):
+        return side_of(module, paths)
+    stages = [name for name, path in lists_by_stage(module).items() if any(one.startswith(f"{path}.") for one in paths)]
+    return stages[0] if len(stages) == 1 else ""
+
+
+def is_last_stack(module: torch.nn.Module, paths: list[str]) -> bool:
+    """Whether the final norm and the head of a model read the output of these blocks, those of one stack."""
+    stages = list(lists_by_stage(module))
+    return stack_of(module, paths) in (stages[-1:] or ("", "decoder", "both"))
 
 
 def blocks_in(module: torch.nn.Module, path: str) -> list[str]:

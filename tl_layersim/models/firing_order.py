@@ -10,6 +10,7 @@ import torch
 
 from ..core.errors import LayersimError
 from .block_call import first_tensor
+from .feature_maps import to_positions
 from .hook_point import HookPoint, at_point
 from .hooks import in_this_thread, kernels_alone, on_enter, on_leave, temporary_hooks
 
@@ -17,7 +18,7 @@ _See = Callable[[list[int], Any], None]
 
 
 def firing_order(
-    points: Sequence[HookPoint], modules: Mapping[str, torch.nn.Module], run: Callable[[], Any]
+    points: Sequence[HookPoint], modules: Mapping[str, torch.nn.Module], run: Callable[[], Any], pos: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The order in which a forward pass reaches hook points, as indices of the points, and the width of each point.
 
@@ -25,6 +26,7 @@ def firing_order(
         points: the hook points.
         modules: the module of each point, by its path.
         run: runs the forward pass; its errors after the last hook point are ignored.
+        pos: number of positions of a row, where tokens give it.
 
     Raises:
         LayersimError: a module runs more than once in a forward pass, or never.
@@ -40,7 +42,9 @@ def firing_order(
             raise not_once(points[numbers[0]].name, points[numbers[0]].module, "it runs more than once in a forward pass")
         order.extend(numbers)
         for number in numbers:
-            widths[number] = at_point(first_tensor(given), points[number].part, name=points[number].name).shape[-1]
+            point = points[number]
+            hidden = to_positions(first_tensor(given), point.channels, point.name, pos)
+            widths[number] = at_point(hidden, point.part, name=point.name).shape[-1]
 
     # To the end of the pass: a module that runs again is not what its name says. Probes that are attached do not record it.
     with temporary_hooks() as handles, torch.no_grad(), kernels_alone():

@@ -70,7 +70,7 @@ def norms_between_layers(module: torch.nn.Module) -> bool:
 
     transformers does so where `config.auxiliary_loss` is set, also without labels.
     """
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     return is_detr(config) and bool(config.auxiliary_loss)
 
 

@@ -90,6 +90,20 @@ HEADS_BY_CLASS = (
 )
 
 
+# Why models of a class have no head that could be applied to every layer.
+NO_HEAD = {
+    **dict.fromkeys(
+        tuple(
+            f"{name}ForSequenceClassification"
+            for name in ["Bart", "MBart", "PLBart", "Mvp", "BigBirdPegasus", "T5", "MT5", "UMT5"]
+        ),
+        "its head reads the decoder at the place where the encoder's input has its last end-of-text token, which the decoder's "
+        "own inputs do not give",
+    ),
+    "ElectraForPreTraining": "its head gives one number for each token, the logit of a replaced token, and no classes",
+}
+
+
 def known_head(module: torch.nn.Module) -> HeadLayout | None:
     """The entry of the table for a model; None where it has none."""
     names, config = {cls.__name__ for cls in type(module).__mro__}, getattr(module, "config", None)

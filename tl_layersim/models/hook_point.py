@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from .feature_maps import Channels
 
 # Index of one axis: a number, or a slice with start, stop and step.
 Index = int | slice
@@ -47,12 +48,14 @@ class HookPoint:
         module: path of the module that is hooked.
         incoming: whether the module's input is read; else its output.
         part: the part of the tensor that belongs to the place; None for all of it.
+        channels: which axis holds channels, where the tensor may be a feature map of convolutions; None for any other.
     """
 
     name: str
     module: str
     incoming: bool = False
     part: Part | None = None
+    channels: Channels | None = None
 
 
 def residual_points(names: Sequence[str], blocks: Sequence[str]) -> tuple[HookPoint, ...]:
@@ -86,8 +89,8 @@ def at_point(hidden: Tensor, part: Part | None, shape: tuple[int, int] | None = 
             f"The activations at {name or 'this site'} are not batch x pos x width.",
             given=" x ".join(map(str, hidden.shape)),
             expected=" x ".join(map(str, shape or ("batch", "pos"))) + " x width, one vector for each position",
-            do="sites that hold a vector for each position of a row; not feature maps of convolutions or tokens that are "
-            "routed to experts",
+            do="sites that hold a vector for each position of a row, not tokens that are routed to experts; for images, sites "
+            "with numbers of positions of their own and positions='mean'",
         )
     if hidden.dim() > 3:
         hidden = hidden.flatten(2)

@@ -18,6 +18,7 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..data.batches import Batch
 from .block_call import BlockCall, first_tensor, record_call
+from .feature_maps import positions_of
 from .firing_order import firing_order
 from .head_layout import open_head
 from .hook_point import HookPoint, residual_points
@@ -39,7 +40,6 @@ from .model_inputs import forward_arguments
 from .point_source import PointSource, SitesRead
 from .reading import Call, Callbacks, Choice, Reading, Tap, stack_side
 from .recorder import Recorder
-from .source import positions_of
 from .transformer_lens import is_transformer_lens, open_transformer_lens
 from .unembed import Unembed, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, reduce, tokens_alone
@@ -122,13 +122,19 @@ class HookedSource(PointSource):
 
     def count_positions(self, batch: Batch) -> int:
         seen: list[int] = []
+        point = self._reading.points[0]
+        module = self._module_at(point.module)
 
-        def note(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            seen.append(positions_of(first_tensor((*args, *(kwargs or {}).values())).shape))
+        def note(given: Any) -> None:
+            seen.append(positions_of(first_tensor(given).shape, point.channels, point.name))
             run.stop()
 
+        def enter(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            note((*args, *(kwargs or {}).values()))
+
         with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as run:
-            handles.append(on_enter(self.blocks[0], in_this_thread(note)))
+            leave = in_this_thread(lambda _module, _args, output: note(output))
+            handles.append(on_enter(module, in_this_thread(enter)) if point.incoming else on_leave(module, leave))
             self._forward(batch)
         if not seen:
             raise self._not_in_order(f"no call of {len(self.blocks)} blocks")
@@ -142,9 +148,9 @@ class HookedSource(PointSource):
             with torch.no_grad(), ForwardRun() as run, self.settling(run):
                 self._forward(batch.first_row)
         if self._reading.order is None:
-            points = self._reading.points
+            points, row = self._reading.points, batch.short_row
             modules = {point.module: self._module_at(point.module) for point in points}
-            self._reading = SitesRead(points, *firing_order(points, modules, lambda: self._forward(batch.short_row)))
+            self._reading = SitesRead(points, *firing_order(points, modules, lambda: self._forward(row), row.token_positions))
 
     def note_widths(self, view: View) -> None:
         """Take the widths of sites from a view, where no forward pass of this package has shown them."""
@@ -160,7 +166,7 @@ class HookedSource(PointSource):
     def _places(self) -> Reading:
         """The sites, for a recorder."""
         points, output = self._reading.points, self.residual_points[-1].name
-        taps = tuple(Tap(self._module_at(point.module), point.incoming, point.part, point.module) for point in points)
+        taps = tuple(Tap(self._module_at(p.module), p.incoming, p.part, p.module, p.channels) for p in points)
         names = [point.name for point in points]
         last = names.index(output) if output in names else None
         # The sites of the residual stream lie inside the module that runs the blocks; others may lie anywhere.
@@ -188,6 +194,9 @@ class HookedSource(PointSource):
         def after(number: int, output: Any) -> None:
             if number == 0:
                 seen.strangers = []
+            if first_tensor(output).dim() > 3:
+                # A feature map of a convolution.
+                seen.strangers.append(self.paths[number])
             # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
             seen.last = first_tensor(output).detach()[:1].clone()
             if number == len(self.blocks) - 1 and self._model.stream == "unknown":
@@ -241,7 +250,7 @@ class HookedSource(PointSource):
         with (
             torch.no_grad(),
             _noting(self.blocks if self.calling else [], calls, self.aside),
-            self.tapped(keep, lambda _call: Choice(batch.counted, batch.attention, batch.pooled)),
+            self.tapped(keep, lambda _call: Choice(batch.counted, batch.attention, batch.pooled, batch.has_positions)),
             ForwardRun() as run,
         ):
             self._forward(batch)
@@ -285,7 +294,7 @@ class HookedSource(PointSource):
         except (LayersimError, torch.OutOfMemoryError, StopForward):
             raise
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise no_forward(self.module, error) from error
+            raise no_forward(self.module, error, batch.inputs) from error
 
     def call(self, batch: Batch, **more: Any) -> Any:
         """One forward pass, over all inputs of the batch, with `more` keyword arguments."""

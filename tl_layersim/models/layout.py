@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from .block_layouts import layout_of
-from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, side_of
+from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, lists_by_stage, stack_of
 from .model_info import Model, block_sites, layer_names, module_sites
 from .towers import blocks_of_tower, has_both_towers, two_towers
 
@@ -22,7 +24,8 @@ POST_NORM = "raw weights; post-norm: each block's output is after its layer norm
 NORMS_BETWEEN = ", and the decoder's norm follows it before the next block (config.auxiliary_loss)"
 FAMILIES = (
     "Llama, Mistral, Mixtral, Qwen2, Gemma 1 to 3, Phi, OLMo, GPT-2, GPT-J, GPT-NeoX, Falcon, Bloom, OPT, MPT, Mamba, BERT, "
-    "RoBERTa, DistilBERT, ELECTRA, MPNet, ViT, DeiT, DINOv2, T5, BART and DETR layouts by themselves; "
+    "RoBERTa, DistilBERT, ELECTRA, DeBERTa, ModernBERT, MPNet, ViT, DeiT, DINOv2, BEiT, Swin, one tower of CLIP or SigLIP, T5, "
+    "BART and DETR layouts by themselves; "
     "any other decoder or encoder by layers=[paths of its blocks]"
 )
 
@@ -60,6 +63,27 @@ def find_blocks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     return paths
 
 
+def modules_in_place_of_blocks(module: torch.nn.Module, at: Any) -> list[str] | None:
+    """Paths of the modules that `at` names in a model whose blocks are not known; None where they are, or `at` names others.
+
+    Args:
+        module: the model.
+        at: as in `find_points`.
+    """
+    if block_list(module) is not None or encoder_and_decoder(module) or callable(at):
+        return None
+    own = [
+        name for name, sub in module.named_modules() if name and not isinstance(sub, torch.nn.ModuleList | torch.nn.ModuleDict)
+    ]
+    found: list[str] = []
+    for item in [at] if isinstance(at, str) else at:
+        matches = [name for name in own if fnmatch.fnmatchcase(name, item.removesuffix(".input"))]
+        if not matches:
+            return None
+        found += matches
+    return list(dict.fromkeys(found))
+
+
 def locate(
     module: torch.nn.Module, paths: list[str], named: bool
 ) -> tuple[tuple[str, ...], Literal["whole", "parts", "unknown", "none"]]:
@@ -77,17 +101,19 @@ def locate(
     if tower is not None:
         consecutive = tower[1] == list(range(tower[1][0], tower[1][0] + len(tower[1])))
         return _prefixed(f"{tower[0]}.", block_sites(tower[1])), "whole" if consecutive else "parts"
-    side = side_of(module, paths)
-    prefix = f"{side}." if side else ""
+    stack = stack_of(module, paths)
+    prefix = f"{stack}." if stack else ""
     if not named:
         # A list called `layers` holds the blocks of a Hugging Face model; in another model it may hold anything.
-        return _prefixed(prefix, layer_names(len(paths))), "whole" if hasattr(module, "base_model_prefix") else "unknown"
+        trusted = hasattr(module, "base_model_prefix")
+        whole = not _has_convolution_between(module, paths)
+        return _prefixed(prefix, layer_names(len(paths))), ("whole" if whole else "parts") if trusted else "unknown"
     numbers = _numbers(module, paths)
     if numbers is not None:
-        whole = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        whole = numbers == list(range(numbers[0], numbers[0] + len(numbers))) and not _has_convolution_between(module, paths)
         trusted = hasattr(module, "base_model_prefix")
         return _prefixed(prefix, block_sites(numbers)), ("whole" if whole else "parts") if trusted else "unknown"
-    inside = any(path.startswith(f"{block}.") for path in paths for block in _known_or_none(module, side))
+    inside = any(path.startswith(f"{block}.") for path in paths for block in _known_or_none(module, stack))
     # The input and the output of a single module cannot show a stream.
     return module_sites(paths), "none" if inside or len(paths) < 2 else "unknown"
 
@@ -100,7 +126,7 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         module: the model.
         paths: of its modules.
         named: whether the user named them.
-        strangers: paths of modules whose input is not the output of the module before them.
+        strangers: paths of modules whose input is not the output of the module before them, or whose output is a feature map.
 
     Raises:
         LayersimError: the modules are not blocks, and the user did not name them.
@@ -110,7 +136,7 @@ def settled(model: Model, module: torch.nn.Module, paths: list[str], named: bool
         return replace(model, stream="whole", basis=POST_NORM if post else PRE_NORM)
     if named:
         return replace(model, stream="none", layers=module_sites(paths), basis=MODULES)
-    given = f"{strangers[0]} does not take the output of the module before it in its list: they are not blocks"
+    given = f"{strangers[0]} does not take the output of the module before it in its list, or gives a feature map: no blocks"
     raise _unsupported(module, given)
 
 
@@ -126,29 +152,38 @@ def _prefixed(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _numbers(module: torch.nn.Module, paths: list[str]) -> list[int] | None:
     """Block numbers of the modules at these paths; None if a module is not a block, or the layout is not known."""
-    blocks = _known_or_none(module, side_of(module, paths))
+    blocks = _known_or_none(module, stack_of(module, paths))
     return [blocks.index(path) for path in paths] if set(paths) <= set(blocks) else None
 
 
-def _known_or_none(module: torch.nn.Module, side: str) -> list[str]:
+def _has_convolution_between(module: torch.nn.Module, paths: list[str]) -> bool:
+    """Whether a convolution follows block 0, as in the largest DeBERTa-v2: block 1 does not receive what block 0 returns."""
+    blocks, _, number = paths[0].rpartition(".")
+    beside = module.get_submodule(blocks.rpartition(".")[0]) if blocks else module
+    is_first = number == "0" and len(paths) > 1
+    return is_first and type(getattr(beside, "conv", None)).__name__ == "ConvLayer"
+
+
+def _known_or_none(module: torch.nn.Module, stack: str) -> list[str]:
     try:
-        return _known(module, side)
+        return _known(module, stack)
     except LayersimError:
         return []
 
 
-def _known(module: torch.nn.Module, side: str = "") -> list[str]:
-    """Paths of all blocks, of one side in a model with encoder and decoder.
+def _known(module: torch.nn.Module, stack: str = "") -> list[str]:
+    """Paths of all blocks; in a model of several stacks of one of them, by default of the decoder or of the last stage.
 
     Raises:
         LayersimError: the layout is not known.
     """
     if encoder_and_decoder(module):
-        path = lists_by_side(module).get(side or "decoder")
+        path = lists_by_side(module).get(stack or "decoder")
         if path is None:
             raise _unsupported(module, "an encoder-decoder whose decoder has no known list of blocks")
         return blocks_in(module, path)
-    path = block_list(module)
+    stages = lists_by_stage(module)
+    path = stages[stack or list(stages)[-1]] if stages else block_list(module)
     if path is not None:
         return blocks_in(module, path)
     raise _unsupported(module, f"modules {[name for name, _ in module.named_children()][:6]}")
@@ -259,8 +294,17 @@ def refuse_no_weights(module: torch.nn.Module) -> None:
             )
 
 
-def no_forward(module: torch.nn.Module, error: Exception) -> LayersimError:
-    """The error for a model whose forward pass fails on the data."""
+def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, Tensor]) -> LayersimError:
+    """The error for a model whose forward pass fails on the data.
+
+    Args:
+        module: the model.
+        error: of the forward pass.
+        inputs: of the batch, by name.
+    """
+    images = inputs.get("pixel_values")
+    if images is not None and (other := _other_size(module, images, error)) is not None:
+        return other
     reads = [
         p.name
         for p in inspect.signature(type(module).forward).parameters.values()
@@ -274,6 +318,27 @@ def no_forward(module: torch.nn.Module, error: Exception) -> LayersimError:
         expected=f"all inputs that the model needs, by name; its forward takes {', '.join(reads[:6])}",
         do=(f"one of its parts alone, {' or '.join(parts)}; or " if parts else "")
         + "data={'input_ids': tokens, ...} with all of its inputs; lsim.attach(model, analyzers) measures any call",
+    )
+
+
+def _other_size(module: torch.nn.Module, images: Tensor, error: Exception) -> LayersimError | None:
+    """The error for images of another size than the model's configuration names; None where it names none, or theirs."""
+    config = getattr(module, "config", None)
+    config = getattr(config, "vision_config", config)
+    channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
+    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    found = tuple(images.shape[1:])
+    wanted = tuple(own if own is None else int(own) for own in (channels, *sides))
+    if len(found) == 3 and all(own in (None, given) for own, given in zip(wanted, found, strict=True)):
+        return None
+    name, last = type(module).__name__, found[-1:] == wanted[:1] != found[:1]
+    return LayersimError(
+        f"`pixel_values` do not have the size of the images that {name} takes.",
+        given=f"images of {' x '.join(map(str, found))}: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}",
+        expected=f"channels x height x width: {' x '.join('any' if own is None else str(own) for own in wanted)}",
+        do="pixel_values.movedim(-1, 1), which puts channels first"
+        if last
+        else "the images with tokenizer=processor, which gives them this size",
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..data.inputs import PIXELS
-from .block_lists import in_both_stacks, side_of
+from .block_lists import in_both_stacks, is_last_stack, side_of
 from .head_layout import find_head, norms_between_layers
 from .layout import MODULES, NORMS_BETWEEN, POST_NORM, PRE_NORM, is_post_norm, locate
 from .model_info import Model
@@ -72,8 +72,8 @@ def stack_fields(module: torch.nn.Module, blocks: list[str], unembed: list[str] 
         "basis": basis if names[0].endswith(".hook_resid_pre") else MODULES,
         "layers": names,
         "stream": stream,
-        # The logits are computed from the decoder.
-        "head": None if side == "encoder" else find_head(module, blocks, unembed),
+        # The logits are computed from the decoder, or from the last stage.
+        "head": find_head(module, blocks, unembed) if is_last_stack(module, blocks) else None,
     }
 
 

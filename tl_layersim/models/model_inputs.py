@@ -161,11 +161,12 @@ def shared_positions(sources: Sequence[Source], batch: Batch) -> int:
         LayersimError: the models give the row different numbers of positions.
     """
     counts = [source.count_positions(batch) for source in sources]
-    if len(set(counts)) > 1:
+    # The mean of a row is one sample in each of them.
+    if len(set(counts)) > 1 and not batch.pooled:
         raise LayersimError(
             "The models have different numbers of positions for the same row, so their samples do not match.",
             given=", ".join(f"{count} in {source.model.name}" for source, count in zip(sources, counts, strict=True)),
             expected="models that cut an image into the same patches",
-            do="vectors of whole rows, as docs/add_a_source.md compares them",
+            do="positions='mean', one sample a row; or vectors of whole rows, as docs/add_a_source.md compares them",
         )
     return counts[0]

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ..core.errors import LayersimError
 from .block_layout import BlockLayout, ModuleTensor, Term, into, out_of
 from .block_layouts import layout_of
-from .block_lists import blocks_in, lists_by_side
+from .block_lists import blocks_in, is_last_stack, lists_by_stack
 from .hook_point import HookPoint, Part
 from .layout import find_blocks, locate, nearest_config
 from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum, fused_parts, separate_heads, site_name
@@ -38,7 +37,7 @@ class BlockStack:
 
 
 def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
-    """Module paths of the blocks of a model: of its one stack, or of encoder and decoder, or of both towers, in this order.
+    """Module paths of the blocks of a model: of its one stack, of encoder and decoder, of both towers, or of all stages.
 
     Args:
         module: the model.
@@ -49,22 +48,14 @@ def find_stacks(module: torch.nn.Module, layers: list[str] | None) -> list[str]:
     """
     if layers is not None:
         return find_blocks(module, layers)
-    lists = list(_two_stacks(module))
-    if not lists:
-        try:
-            return find_blocks(module, None)
-        except LayersimError:
-            # One tower of a CLIP in a model with a head.
-            lists = list(_towers(module))
-            if len(lists) != 1:
-                raise
-    return [block for path in lists for block in blocks_in(module, path)]
+    lists = list(_several_stacks(module))
+    return [block for path in lists for block in blocks_in(module, path)] if lists else find_blocks(module, None)
 
 
-def _two_stacks(module: torch.nn.Module) -> dict[str, str]:
-    """Paths of the lists of blocks of a model with two stacks, each with the prefix of its names; empty for other models."""
+def _several_stacks(module: torch.nn.Module) -> dict[str, str]:
+    """Paths of the lists of blocks of a model of several stacks, each with the prefix of its names; empty for other models."""
     towers = _towers(module)
-    return {path: f"{side}." for side, path in lists_by_side(module).items()} or (towers if len(towers) == 2 else {})
+    return {path: f"{stack}." for stack, path in lists_by_stack(module).items()} or (towers if len(towers) == 2 else {})
 
 
 def _towers(module: torch.nn.Module) -> dict[str, str]:
@@ -75,7 +66,7 @@ def _towers(module: torch.nn.Module) -> dict[str, str]:
 
 def _stacks(module: torch.nn.Module, blocks: Sequence[str]) -> Iterator[BlockStack]:
     """The stacks to which these blocks belong."""
-    two = _two_stacks(module)
+    several = _several_stacks(module)
     lists: dict[str, list[str]] = {}
     for path in blocks:
         lists.setdefault(path.rpartition(".")[0], []).append(path)
@@ -83,9 +74,9 @@ def _stacks(module: torch.nn.Module, blocks: Sequence[str]) -> Iterator[BlockSta
     if all(isinstance(names.get(parent), torch.nn.ModuleList) for parent in lists):
         for parent, paths in lists.items():
             numbers = tuple(int(path.rpartition(".")[2]) for path in paths)
-            known = parent in two or _layout(module, paths) is not None
+            known = parent in several or _layout(module, paths) is not None
             known = known or (len(lists) == 1 and locate(module, paths, True)[0][0].endswith(".hook_resid_pre"))
-            yield BlockStack(two.get(parent, ""), tuple(paths), numbers if known else ())
+            yield BlockStack(several.get(parent, ""), tuple(paths), numbers if known else ())
     else:
         yield BlockStack("", tuple(blocks), ())
 
@@ -133,7 +124,8 @@ def module_site_map(module: torch.nn.Module, blocks: Sequence[str]) -> SiteMap:
         for number, path in zip(stack.numbers, stack.blocks, strict=True):
             sites += _block_sites(stack, number, path, layout, heads)
             sums += _block_sums(stack, number, path, layout)
-        final = None if "ln_final" in layout.lacks else _final_norm(module, stack.blocks[0], layout)
+        ends = is_last_stack(module, list(stack.blocks)) or stack.prefix == "encoder."
+        final = _final_norm(module, stack.blocks[0], layout) if ends and "ln_final" not in layout.lacks else None
         if final is not None:
             sites.append(Site(HookPoint(site_name("ln_final", 0, stack.prefix), final), "ln_final"))
     have = {site.family for site in sites}
@@ -209,7 +201,8 @@ def _final_norm(module: torch.nn.Module, block: str, layout: BlockLayout) -> str
     while True:
         for name in layout.final:
             path = ".".join([*parts, name])
-            if path in names:
+            # A BEiT that averages patches has no norm here, and a module of this name that changes nothing.
+            if path in names and not isinstance(names[path], torch.nn.Identity):
                 return path
         if not parts:
             return None

@@ -17,6 +17,7 @@ from ..core.errors import LayersimError
 from ..core.server_addresses import shown
 from ..data.batches import Batch
 from .block_call import first_tensor
+from .feature_maps import positions_of
 from .firing_order import firing_order
 from .head_layout import head_dtype
 from .hook_point import HookPoint, residual_points
@@ -27,7 +28,6 @@ from .model_info import Model
 from .model_inputs import forward_arguments
 from .point_source import PointSource, SitesRead
 from .site_buffer import SiteBuffer
-from .source import positions_of
 from .trace_steps import TraceStep, block_events, read_step, residual_order
 from .unembed import Unembed, head_parts, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
@@ -111,7 +111,7 @@ class NNsightSource(PointSource):
             try:
                 same = _trace_stream(self.envoy, self.blocks, args, options)
             except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-                raise no_forward(self.module, error) from error
+                raise no_forward(self.module, error, row.inputs) from error
             strangers = [path for path, one in zip(self.paths[1:], same.tolist(), strict=True) if not one]
             self._model = settled(self._model, self.module, self.paths, self._named, strangers)
         if self._reading.order is None:
@@ -122,7 +122,7 @@ class NNsightSource(PointSource):
     def _find_order(self, events: tuple[HookPoint, ...], row: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The order in which a forward pass reaches these hook points, and their widths, see `firing_order`."""
         modules = {point.module: self.module.get_submodule(point.module) for point in events}
-        return firing_order(events, modules, lambda: self._forward_here(row))
+        return firing_order(events, modules, lambda: self._forward_here(row), row.token_positions)
 
     def _forward_here(self, row: Batch) -> Any:
         """One forward pass of the module in this process, outside nnsight."""
@@ -155,11 +155,13 @@ class NNsightSource(PointSource):
 
     def count_positions(self, batch: Batch) -> int:
         args, options = forward_arguments(self.module, batch, self._model)
+        point = self._reading.points[0]
+        read = self._envoy_at(point.module)
         try:
-            shape = self.request(lambda at: trace_shape(self.envoy, self.blocks[0], args, at | options))
+            shape = self.request(lambda at: trace_shape(self.envoy, read, point.incoming, args, at | options))
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise no_forward(self.module, error) from error
-        return positions_of(shape)
+            raise no_forward(self.module, error, batch.inputs) from error
+        return positions_of(shape, point.channels, point.name)
 
     def peers(self) -> frozenset[int]:
         return weight_peers(self.module)
@@ -288,11 +290,11 @@ def _trace(
     import nnsight
 
     keep, kept = kept_of(batch)
-    shape, pooled = (len(batch.counted), batch.counted.shape[1]), batch.pooled
+    shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
     args, options = arguments
     with torch.no_grad(), model.trace(*args, **options) as tracer:
         with torch.no_grad():
-            buffer = SiteBuffer(names, keep, shape, pooled)
+            buffer = SiteBuffer(names, keep, shape, pooled, has_tokens)
             calls: list[Any] = []
             given: dict[str, Any] = {}
             for step in steps:
@@ -315,8 +317,10 @@ def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], optio
             last = None
             for block in blocks:
                 args, kwargs = block.inputs
+                entering = first_tensor((*args, *kwargs.values()))
+                # Feature maps of convolutions are no residual stream.
                 if last is not None:
-                    same.append(same_stream(first_tensor((*args, *kwargs.values())), last))
+                    same.append(same_stream(entering, last) and entering.dim() <= 3)
                 last = first_tensor(block.output).clone()
         out: Tensor = nnsight.save(torch.tensor(same))
         tracer.stop()
@@ -339,11 +343,14 @@ def _trace_gap(
     return gap
 
 
-def trace_shape(model: Any, block: Any, args: tuple[Tensor, ...], options: dict[str, Any]) -> list[int]:
-    """The shape of a block's input; one trace, as in `_trace`."""
+def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...], options: dict[str, Any]) -> list[int]:
+    """The shape of a module's input or output; one trace, as in `_trace`."""
     import nnsight
 
     with torch.no_grad(), model.trace(*args, **options) as tracer:
-        found: list[int] = nnsight.save(list(block.input.shape))
+        value = module.input if incoming else module.output
+        while not isinstance(value, torch.Tensor):
+            value = next(iter(value.values() if hasattr(value, "values") else value))
+        found: list[int] = nnsight.save(list(value.shape))
         tracer.stop()
     return found

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
-from .block_lists import encoder_and_decoder
+from .block_lists import encoder_and_decoder, lists_by_stack, lists_by_stage
+from .feature_maps import channels_at
 from .hook_point import HookPoint
 from .hook_points import find_points, stream_sums
 from .model_description import stack_fields
 from .model_info import Model
+from .module_sites import find_stacks
 from .site_map import StreamSum
 from .source import Source
 from .stack_choice import choose_stack
+from .transformer_lens import is_transformer_lens
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class PointSource(Source):
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
         """Read the residual layers, whose order is known."""
-        self._residual = self._reading = SitesRead(points, order)
+        self._residual = self._reading = SitesRead(self._with_channels(points), order)
 
     @property
     def reads_residual(self) -> bool:
@@ -80,7 +83,18 @@ class PointSource(Source):
         return self._residual.points
 
     def hook_points(self, at: Any, per_head: bool) -> tuple[HookPoint, ...]:
-        return find_points(self.module, self.paths, at, per_head)
+        items = [at] if isinstance(at, str) or callable(at) else at
+        # Names with a stage may lie in other stages than the one whose residual stream is read.
+        stages = lists_by_stage(self.module)
+        several = any(isinstance(item, str) and item.startswith(f"{stage}.") for item in items for stage in stages)
+        blocks = find_stacks(self.module, None) if several else self.paths
+        return self._with_channels(find_points(self.module, blocks, at, per_head))
+
+    def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
+        """The hook points with what is known of the axis of their channels, in a model with convolutions."""
+        if is_transformer_lens(self.module):
+            return points
+        return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 
     def stream_sums(self) -> tuple[StreamSum, ...]:
         return () if self.reads_residual else stream_sums(self.module, self.paths, self.sites)
@@ -90,7 +104,7 @@ class PointSource(Source):
         return bool(encoder_and_decoder(self.module))
 
     def in_stack(self, at: Any) -> Any:
-        if not self.has_two_stacks:
+        if not lists_by_stack(self.module) and not self.has_two_stacks:
             return at
         paths, at = choose_stack(self.module, self._home, self._named, at)
         if paths != self.paths:

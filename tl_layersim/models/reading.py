@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .block_lists import Side, encoder_and_decoder, side_of
+from .feature_maps import Channels
 from .hook_point import Part
 from .view import View
 
@@ -23,12 +24,14 @@ class Tap:
         incoming: whether the input is read.
         part: of the tensor; None for all of it.
         path: of the module, for messages.
+        channels: see `HookPoint`.
     """
 
     module: torch.nn.Module
     incoming: bool
     part: Part | None = None
     path: str = ""
+    channels: Channels | None = None
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,13 @@ class Choice:
         counted: `batch pos`, positions that become tokens of the view.
         attended: `batch pos`, positions that the model attends to.
         pooled: whether a sample is the mean of a row's counted positions.
+        has_tokens: see `SiteBuffer`.
     """
 
     counted: Tensor
     attended: Tensor
     pooled: bool = False
+    has_tokens: bool = True
 
 
 @dataclass(frozen=True)

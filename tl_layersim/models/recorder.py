@@ -14,6 +14,7 @@ from ..core.errors import LayersimError
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
 from .block_call import CACHES, first_tensor
+from .feature_maps import to_positions
 from .firing_order import not_once
 from .hooks import StopForward, in_kernel, on_enter, on_leave
 from .nested_passes import Frame
@@ -210,8 +211,11 @@ class Recorder:
             if not self._expected(site, frame):
                 return
             here.read_here.add(site)
-            buffer = frame.buffer if frame.buffer is not None and frame.seen else self._start(site, here, frame, hidden)
-            buffer.put(site, self._unsharded(site, hidden), self.reading.taps[site].part)
+            pos = None if here.tokens is None or here.tokens.dim() != 2 else here.tokens.shape[1]
+            tap, whole = self.reading.taps[site], self._unsharded(site, hidden)
+            places = to_positions(whole, tap.channels, self.reading.names[site], pos)
+            buffer = frame.buffer if frame.buffer is not None and frame.seen else self._start(site, here, frame, places)
+            buffer.put(site, places, tap.part)
             frame.buffer = buffer
             frame.seen.append(site)
             if site == self.reading.last and self.compare is not None:
@@ -262,12 +266,16 @@ class Recorder:
             shape = (here.tokens.shape[0], here.tokens.shape[1])
         start = self.stack.start if self.stack.side == "decoder" else None
         choice = self.choose(Call(shape, here.tokens, here.attention, here.texts, here.cached, start))
+        if choice.pooled and not choice.has_tokens:
+            # Each site of an image may have positions of its own, of which the mean is taken.
+            shape = (choice.counted.shape[0], choice.counted.shape[1])
         if tuple(choice.counted.shape) != shape:
             raise self._misfit(
                 site, hidden, f"{' x '.join(map(str, choice.counted.shape))} x width, the shape of the input tokens"
             )
         frame.attended, frame.read = choice.attended, here.tokens
-        return SiteBuffer(self.reading.names, choice.counted.reshape(-1).nonzero()[:, 0], shape, choice.pooled)
+        keep = choice.counted.reshape(-1).nonzero()[:, 0]
+        return SiteBuffer(self.reading.names, keep, shape, choice.pooled, choice.has_tokens)
 
     def _unsharded(self, site: int, hidden: Tensor) -> Tensor:
         """The activations as one tensor."""

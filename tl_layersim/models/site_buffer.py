@@ -23,6 +23,8 @@ class SiteBuffer:
         keep: indices of the counted positions in the flattened `batch pos`, ascending.
         shape: `batch pos` of the forward pass.
         pooled: whether a sample is the mean of a row's counted positions.
+        has_tokens: whether positions are those of tokens; else a site may have a number of positions of its own, over which
+            its mean is taken.
 
     Attributes:
         sites: names of the sites.
@@ -38,10 +40,15 @@ class SiteBuffer:
         (torch.Size([2, 3, 3]), (3, 1))
     """
 
-    def __init__(self, names: tuple[str, ...], keep: Tensor, shape: tuple[int, int], pooled: bool) -> None:
+    def __init__(
+        self, names: tuple[str, ...], keep: Tensor, shape: tuple[int, int], pooled: bool, has_tokens: bool = True
+    ) -> None:
         self.sites, self.keep, self.shape = names, keep, shape
         self.samples, self.row_of, self.lengths = keep, keep, keep
         self.pooled = pooled
+        # A mean over positions of their own leaves none of them out.
+        self.own_positions = pooled and not has_tokens and keep.numel() == shape[0] * shape[1]
+        self.token_positions = shape[1] if has_tokens else None
         self._buffer: Tensor | None = None
         self._widths = [0] * len(names)
         if pooled:
@@ -56,10 +63,11 @@ class SiteBuffer:
             hidden: `batch pos ...`, any dtype, any device.
             part: of the last axis that belongs to the site; None for all of it.
         """
-        hidden = at_point(hidden, part, self.shape, self.sites[site])
+        own = self.own_positions and hidden.shape[0] == self.shape[0] and (hidden.dim() < 3 or hidden.shape[1] != self.shape[1])
+        hidden = at_point(hidden, part, None if own else self.shape, self.sites[site])
         width = hidden.shape[-1]
-        rows = hidden.detach().reshape(-1, width)
-        rows = rows.index_select(0, self.keep.to(rows.device))
+        rows = hidden.detach() if own else hidden.detach().reshape(-1, width)
+        rows = rows if own else rows.index_select(0, self.keep.to(rows.device))
         buffer = self._buffer
         if buffer is None:
             # Sums are float64; Apple's GPUs have none, so the view of such a model lives on the CPU.
@@ -69,7 +77,9 @@ class SiteBuffer:
             buffer = torch.full((len(self.sites), self.samples.numel(), width), torch.nan, dtype=dtype, device=device)
         if width > buffer.shape[-1]:
             buffer = torch.nn.functional.pad(buffer, (0, width - buffer.shape[-1]))
-        if self.pooled:
+        if own:
+            rows = rows.double().mean(1)
+        elif self.pooled:
             lengths = self.lengths.to(rows.device)
             total = torch.zeros(lengths.numel(), width, dtype=torch.float64, device=rows.device)
             rows = total.index_add_(0, self.row_of.to(rows.device), rows.double()) / lengths[:, None]

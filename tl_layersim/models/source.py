@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -233,11 +233,6 @@ class Source(ABC):
             yield
         finally:
             self.calling = False
-
-
-def positions_of(shape: Sequence[int]) -> int:
-    """Number of positions of activations of this shape, `batch pos ...`, or `batch width` of one vector for each row."""
-    return 1 if len(shape) == 2 else shape[1]
 
 
 def refuse_inference_weights(module: torch.nn.Module) -> None:

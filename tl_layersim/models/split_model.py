@@ -16,7 +16,7 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL
 from .activation_checks import need_stream
-from .block_call import first_tensor
+from .block_call import as_positions, first_tensor
 from .cross_entropy import cross_entropy, cross_entropy_slopes
 from .hooked import HookedSource
 from .hooks import ForwardRun, eval_mode, in_this_thread, on_enter, on_leave, temporary_hooks
@@ -64,6 +64,9 @@ def predictions(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         LayersimError: the shapes do not fit, or an id lies outside the vocabulary.
     """
     targets = targets.to(logits.device)
+    if logits.dim() == 2 and targets.dim() == 2 and targets.shape[1] == 1:
+        # Rows of one position each, such as those of a model of single vectors.
+        targets = targets[:, 0]
     if logits.dim() != targets.dim() + 1:
         raise LayersimError(
             "`labels` do not fit the shape of the model's logits.",
@@ -258,7 +261,7 @@ class LocalSplitModel(SplitModel):
 
     def hidden(self, batch: Batch, layer: int) -> Tensor:
         with torch.no_grad():
-            return self.read(layer, lambda: self.source.call(self.padded(batch))).detach()
+            return as_positions(self.read(layer, lambda: self.source.call(self.padded(batch))).detach())
 
     def read(self, layer: int, call: Callable[[], Any]) -> Tensor:
         """The residual at a layer in a forward pass, which ends at this layer.
@@ -310,7 +313,8 @@ class LocalSplitModel(SplitModel):
         before = [vars(block).get("forward") for block in below]
 
         def put(given: Tensor) -> Tensor:
-            return give(given).to(device=given.device, dtype=given.dtype)
+            x = give(given).to(device=given.device, dtype=given.dtype)
+            return x[:, 0] if given.dim() == 2 else x
 
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             given = first_tensor((*args, *kwargs.values()))
@@ -325,7 +329,8 @@ class LocalSplitModel(SplitModel):
                 for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
                     # Written into the instance's dict, because the components of a TransformerBridge pass attributes on to the
                     # modules they wrap.
-                    vars(block)["forward"] = _pass_on(length, put if number == layer - 1 else None)
+                    own = block.forward if number == 0 and self._shares_bias() else None
+                    vars(block)["forward"] = _pass_on(length, put if number == layer - 1 else None, own)
                 yield
             finally:
                 for block, own in zip(below, before, strict=True):
@@ -333,6 +338,11 @@ class LocalSplitModel(SplitModel):
                         vars(block).pop("forward", None)
                     else:
                         vars(block)["forward"] = own
+
+    def _shares_bias(self) -> bool:
+        """Whether block 0 alone computes a bias of attention that it hands to all further blocks, as in T5."""
+        biased = [any(getattr(sub, "has_relative_attention_bias", False) for sub in block.modules()) for block in self.blocks]
+        return biased[0] and not any(biased[1:])
 
     def tuples(self) -> list[int]:
         """The length of each block's output tuple, 0 where a block returns the residual alone; measured once, on one row."""
@@ -374,12 +384,17 @@ class LocalSplitModel(SplitModel):
         return {name: value.cpu() for name, value in moments.items()}
 
 
-def _pass_on(length: int, put: Replacement | None) -> Callable[..., Any]:
-    """A block's forward that returns its input, or what `put` returns for it, in a tuple of this length (0: no tuple)."""
+def _pass_on(length: int, put: Replacement | None, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A block's forward that returns its input, or what `put` returns for it, in a tuple of this length (0: no tuple).
+
+    With `own`, the block's own forward, the block runs for what it returns beside the residual.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = first_tensor((*args, *kwargs.values()))
         hidden = hidden if put is None else put(hidden)
-        return (hidden, *[None] * (length - 1)) if length else hidden
+        with torch.no_grad():
+            rest = [None] * (length - 1) if own is None else own(*args, **kwargs)[1:]
+        return (hidden, *rest) if length else hidden
 
     return forward

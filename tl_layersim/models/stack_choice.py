@@ -1,13 +1,14 @@
-"""Choice of the stack of an encoder-decoder that is read, from the sites that `at=` names."""
+"""Choice of the stack of a model of several that is read, from the sites that `at=` names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..core.errors import LayersimError
-from .block_lists import SIDES, blocks_in, has_encoder_positions, lists_by_side, side_of
+from .block_lists import blocks_in, has_encoder_positions, lists_by_stack, lists_by_stage, side_of, stack_of
 from .hook_points import find_points
 from .module_sites import find_stacks
 from .site_map import SITE_NAMES
@@ -19,7 +20,7 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
     A family without the name of a stack belongs to the stack of `home`.
 
     Args:
-        module: the encoder-decoder.
+        module: an encoder-decoder, or a model of stages.
         home: paths of the blocks that are read where `at` names no stack.
         named: whether the user named these blocks, so that no other stack can be read.
         at: as in `find_points`.
@@ -32,7 +33,8 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
     others = [item for item in items if item not in SITE_NAMES]
     if not others:
         return home, at
-    blocks = find_stacks(module, None) if lists_by_side(module) else home
+    lists = lists_by_stack(module)
+    blocks = find_stacks(module, None) if lists else home
     modules = [point.module for point in find_points(module, blocks, others)]
     crossing = [path for path in modules if has_encoder_positions(path)]
     if crossing:
@@ -42,6 +44,8 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
             expected="sites that hold a vector for each position of the stack that is read",
             do="at='encoder.ln_final', from which they are computed; at='decoder.cross_attn_out'",
         )
+    if lists_by_stage(module):
+        return _choose_stage(module, home, named, at, modules)
     read = side_of(module, home)
     side = side_of(module, [*modules, *home] if len(others) < len(items) else modules) or read
     if side == "both" or (named and side != read):
@@ -53,12 +57,35 @@ def choose_stack(module: torch.nn.Module, home: list[str], named: bool, at: Any)
             expected="sites of one stack in one call",
             do="one call with at='encoder.attn_out', and another with at='decoder.attn_out'",
         )
-    paths = home if side == read else blocks_in(module, lists_by_side(module)[side])
-    stripped = [_without_prefix(side, item) for item in items]
+    paths = home if side == read else blocks_in(module, lists[side])
+    stripped = [_without_prefix(lists, item) for item in items]
     return paths, stripped[0] if isinstance(at, str) or callable(at) else stripped
 
 
-def _without_prefix(side: str, item: Any) -> Any:
+def _choose_stage(module: torch.nn.Module, home: list[str], named: bool, at: Any, modules: list[str]) -> tuple[list[str], Any]:
+    """`choose_stack` of a model of stages, of which several can be read in one call."""
+    items = [at] if isinstance(at, str) or callable(at) else list(at)
+    lists, read = lists_by_stage(module), stack_of(module, home)
+    families = any(item in SITE_NAMES for item in items)
+    reached = {name for name, path in lists.items() if any(one.startswith(f"{path}.") for one in modules)}
+    reached |= {read} if families else set()
+    if named and reached - {read}:
+        raise LayersimError(
+            f"`at` names sites of {' and '.join(sorted(reached - {read}))}, and `layers` blocks of {read or 'no stage'}.",
+            given=f"at={at!r}",
+            expected="layers=None, or sites of the blocks in layers=",
+            do="leave out layers=",
+        )
+    if len(reached) > 1:
+        # Each stage has a number of positions of its own, so families keep the names of their stages.
+        return home, [f"{read}.{item}" if item in SITE_NAMES else item for item in items]
+    stage = next(iter(reached), read)
+    paths = home if stage == read else blocks_in(module, lists[stage])
+    stripped = [_without_prefix(lists, item) for item in items]
+    return paths, stripped[0] if isinstance(at, str) or callable(at) else stripped
+
+
+def _without_prefix(stacks: Iterable[str], item: Any) -> Any:
     """A family without the name of its stack; any other item unchanged."""
-    family = item.removeprefix(f"{side}.") if isinstance(item, str) and side in SIDES else item
-    return family if isinstance(family, str) and family in SITE_NAMES else item
+    stack, _, family = item.rpartition(".") if isinstance(item, str) else ("", "", "")
+    return family if stack in stacks and family in SITE_NAMES else item

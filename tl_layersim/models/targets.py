@@ -121,13 +121,7 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             )
         own_labels = batch.labels
     else:
-        if labels == "next_token" and model is not None and not batch.has_tokens:
-            raise LayersimError(
-                "`labels='next_token'` needs rows of token ids, and these rows have none.",
-                given=f"rows of {', '.join(batch.inputs)}",
-                expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
-                do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
-            )
+        _refuse_no_next_tokens(labels, batch, model)
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
     reads_rows = model is not None and model.head is not None and model.head.reads == "rows"
@@ -158,6 +152,17 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
             expected="at each position the target of the model; causal models in transformers shift labels, here nothing is "
             "shifted",
             do=f"labels='next_token'; or labels[:, 1:] with a last column of {NO_LABEL}",
+        )
+
+
+def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> None:
+    """Refuse next tokens as targets of a head in rows that have no tokens."""
+    if labels == "next_token" and model is not None and not batch.has_tokens:
+        raise LayersimError(
+            "`labels='next_token'` needs rows of token ids, and these rows have none.",
+            given=f"rows of {', '.join(batch.inputs)}",
+            expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
+            do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
         )
 
 

@@ -136,4 +136,4 @@ def verify_projections(sources: tuple[TowerSource, TowerSource], batch: Batch) -
 def unit(x: Tensor) -> Tensor:
     """Vectors of norm 1 in the same directions, in float64; NaN for a zero vector."""
     x = x.detach().double()
-    return x / x.norm(dim=-1, keepdim=True)
+    return torch.nn.functional.normalize(x, dim=-1, eps=0.0)

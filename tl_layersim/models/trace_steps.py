@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .block_call import first_tensor, record_call
+from .feature_maps import to_positions
 from .hook_point import HookPoint
 from .site_buffer import SiteBuffer
 
@@ -66,4 +67,4 @@ def read_step(step: TraceStep, buffer: SiteBuffer, given: dict[str, Any], calls:
             args, kwargs = given[step.path]
             calls.append(record_call(step.envoy, args, kwargs, value))
     for site, point in step.sites:
-        buffer.put(site, first_tensor(value), point.part)
+        buffer.put(site, to_positions(first_tensor(value), point.channels, point.name, buffer.token_positions), point.part)

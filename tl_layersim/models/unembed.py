@@ -43,6 +43,11 @@ class Pool:
     mean_from: int | None = None
     before_norm: bool = False
 
+    @property
+    def vectors(self) -> int:
+        """Number of vectors of which the pooled one consists."""
+        return len(self.single) + (self.mean_from is not None)
+
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
         """One vector for each row, `... row width`, from vectors `... row pos d_model`.
 

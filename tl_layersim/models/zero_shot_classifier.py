@@ -24,7 +24,7 @@ class Normalise(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Vectors `... width` of norm 1."""
-        return x / x.norm(dim=-1, keepdim=True)
+        return torch.nn.functional.normalize(x, dim=-1, eps=0.0)
 
 
 class ZeroShotClassifier(torch.nn.Module):
@@ -48,7 +48,8 @@ class ZeroShotClassifier(torch.nn.Module):
         for path in (tower.path, *tower.head.parts):
             self.add_module(path, clip.get_submodule(path))
         self.add_module(NORMALISE, Normalise())
-        weight = clip.logit_scale.detach().exp() * vectors.to(clip.logit_scale)  # type: ignore[operator,union-attr]  # a parameter
+        scale: Any = clip.logit_scale
+        weight = scale.detach().exp() * vectors.to(scale.detach())
         self.classifier = torch.nn.Linear(weight.shape[1], len(weight), bias=False, device=weight.device, dtype=weight.dtype)
         self.classifier.weight = torch.nn.Parameter(weight, requires_grad=False)
         self._tower = tower

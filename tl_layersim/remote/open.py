@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
 from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
+from ..models.layout import modules_in_place_of_blocks
 from ..models.nnsight import NNsightSource
 from ..models.open import ACCEPTED_MODELS, is_nnsight, open_local
 from ..models.source import Source
 from ..models.split_model import LocalSplitModel, SplitModel
+from ..models.transformer_lens import is_transformer_lens
 from .source import RemoteSource
 from .split_model import RemoteSplitModel
 
@@ -25,6 +29,7 @@ def open_source(
     remote: bool | str = False,
     tokens_per_request: int | None = None,
     either_stack: bool = False,
+    at: Any = None,
 ) -> Source:
     """The source for a model.
 
@@ -35,10 +40,14 @@ def open_source(
         remote: False for this process, "local" for nnsight's simulation of a server, True or an address for an NDIF server.
         tokens_per_request: number of positions that one request may hold; None to choose it by time.
         either_stack: whether the caller reads encoder-decoders too, whose decoder is read where `layers` names no blocks.
+        at: the sites that the caller reads; modules among them take the place of blocks that are not known.
 
     Raises:
         LayersimError: the type of the model is not supported, or does not fit the other arguments.
     """
+    module = model._module if is_nnsight(model) else model
+    if layers is None and at is not None and isinstance(module, torch.nn.Module) and not is_transformer_lens(module):
+        layers = modules_in_place_of_blocks(module, at)
     if tokens_per_request is not None and remote in (False, "local"):
         raise LayersimError(
             "`tokens_per_request` applies only to a model on a server.",
@@ -54,7 +63,7 @@ def open_source(
         source = open_local(model, layers=layers, unembed=unembed, remote=remote)
     if not either_stack and layers is None and source.has_two_stacks:
         raise LayersimError(
-            f"{source.model.name} is an encoder-decoder: only analyze, compare and attach choose one of its two stacks.",
+            f"{source.model.name} is an encoder-decoder, of which this function cannot choose one of the two stacks.",
             given=source.model.source,
             expected="a model with one residual stream, or `layers` with the blocks of one stack",
             do="lsim.analyze(model, data, analyzers, at='encoder.resid_post'); or layers=[...] with the encoder's blocks",
@@ -89,7 +98,7 @@ def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -
     Raises:
         LayersimError: as `open_source`; or the source cannot run parts of its model.
     """
-    source = open_source(model, layers=layers, remote=remote)
+    source = open_source(model, layers=layers, remote=remote, either_stack=not remote)
     need_stream(source.model, "Stitching")
     if isinstance(source, HookedSource):
         return LocalSplitModel(source, source.model)

@@ -256,7 +256,9 @@ class RemoteSource(NNsightSource):
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
             inputs = {name: narrowed(value) for name, value in options.items()} | ({"logits_to_keep": 1} if self._keeps else {})
             call = {"args": tuple(map(narrowed, args)), "options": inputs, "shape": tuple(batch.counted.shape)}
-            work.append(call | {"keep": keep.to(torch.int32), "pooled": batch.pooled, "kept": small})
+            work.append(
+                call | {"keep": keep.to(torch.int32), "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": small}
+            )
         return work
 
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:

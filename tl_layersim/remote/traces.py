@@ -63,7 +63,7 @@ def submit(
             options = {name: widened(value) for name, value in item["options"].items()}
             with model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
                 with torch.no_grad():
-                    buffer = SiteBuffer(names, item["keep"].long(), item["shape"], item["pooled"])
+                    buffer = SiteBuffer(names, item["keep"].long(), item["shape"], item["pooled"], item["has_tokens"])
                     noted: list[Any] = []
                     given: dict[str, Any] = {}
                     hidden: Any = None

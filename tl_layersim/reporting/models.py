@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import qualitative
 
-from .style import BLUE, ORANGE, colour_bar, styled
+from .style import BLUE, ORANGE, colour_bar, layer_axis, styled, turn_labels
 
 # Most models whose distances stand in the cells of a heat map, and whose names fit without being turned.
 MOST_NUMBERS = 12
@@ -119,6 +119,47 @@ def group_distances(series: Mapping[str, Any], inside: Sequence[bool], quantity:
     title = f"{quantity.partition(' (')[0]} within and between groups<br><sub>{html.escape(test)}</sub>"
     fig = styled(fig, title, height=480, width=max(620, 130 * len(series) + 120))
     return _with_room(fig.update_layout(margin_t=80), list(series), ["shown"])
+
+
+def group_lines(values: Any, sd: Any, names: Sequence[str], sites: Sequence[str], quantity: str) -> go.Figure:
+    """Line plot over layers of the means within and between groups, with bands of one standard deviation.
+
+    Args:
+        values: `comparison site`.
+        sd: `comparison site`, NaN where it is not known.
+        names: of the comparisons.
+        sites: names of the layers, or labels of stitch points.
+        quantity: title of the vertical axis.
+    """
+    fig = go.Figure()
+    inside = [name.startswith("within ") for name in names]
+    dashes = ("solid", "dash", "dot", "dashdot")
+    for n, (name, within) in enumerate(zip(names, inside, strict=True)):
+        colour, dash = BLUE if within else ORANGE, dashes[inside[:n].count(within) % len(dashes)]
+        label, x = html.escape(name), list(range(len(sites)))
+        spread = np.nan_to_num(sd[n])
+        edges = np.concatenate([values[n] + spread, (values[n] - spread)[::-1]])
+        band = {"fill": "toself", "fillcolor": colour, "opacity": 0.15, "line": {"width": 0}, "hoverinfo": "skip"}
+        fig.add_scatter(x=x + x[::-1], y=edges, mode="lines", showlegend=False, legendgroup=label, **band)
+        fig.add_scatter(
+            x=x,
+            y=values[n],
+            name=label,
+            legendgroup=label,
+            mode="lines+markers",
+            line={"color": colour, "width": 2, "dash": dash},
+            customdata=list(sites),
+            hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
+        )
+    if any("," in site for site in sites):
+        # A stitch point of other layers in each model.
+        fig.update_xaxes(title="Stitch point", tickmode="array", tickvals=x, ticktext=[str(n + 1) for n in x])
+    else:
+        layer_axis(fig.update_xaxes, tuple(sites), "After block")
+        turn_labels(fig, tuple(sites))
+    fig.update_yaxes(title=quantity)
+    title = f"{quantity.partition(' (')[0]} within and between groups, by layer"
+    return styled(fig, title, height=460, width=680).update_layout(legend_y=-0.22)
 
 
 def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:

@@ -3,7 +3,8 @@
 Kinds of adapters are in `adapters`, one class per file. Other packages may import `StitchedModel` from `stitched_model`.
 """
 
-from .results import Interval, StitchGrid, StitchResult
+from .intervals import Interval
+from .results import StitchGrid, StitchResult
 from .stitched_model import StitchedModel
 
 __all__ = [

@@ -88,15 +88,24 @@ def penalties_between(grid: Any, seam: int | str | None, of: PenaltyField) -> Pe
             do=f"seam={grid.seams[-1]!r}",
         )
     values = grid.values if of == "penalty" else getattr(grid, of)
-    unit = f"nats a {grid.unit}" if of == "penalty" else "fraction of targets"
     return Penalties(
         values=(values.mean(-1) if number is None else values[..., number]).contiguous(),
         models=grid.fronts,
         groups=grid.groups,
-        quantity=f"{'Stitching' if of == 'penalty' else 'Accuracy'} penalty ({unit})",
+        quantity=penalty_words(of, grid.unit),
         seam=f"mean over {len(grid.seams)} stitch points" if number is None else grid.seams[number],
         kind=grid.kind,
         fit=grid.fit,
         layers=(),
         provenance=grid.provenance,
     )
+
+
+def penalty_words(of: PenaltyField, unit: str) -> str:
+    """A penalty in words, with its unit.
+
+    Args:
+        of: the penalty in loss or in accuracy.
+        unit: of a target.
+    """
+    return f"Stitching penalty (nats a {unit})" if of == "penalty" else "Accuracy penalty (fraction of targets)"

@@ -14,7 +14,8 @@ from ..core.provenance import Provenance
 from ..models.split_model import LocalSplitModel, SplitModel
 from .adapter import Adapter
 from .experiment import JUDGED, StitchRun
-from .results import StitchGrid, StitchResult, over_batches
+from .intervals import over_batches
+from .results import StitchGrid, StitchResult
 from .spec import StitchSpec
 from .stitched_model import StitchedModel
 

@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ..analysis.group_curves import GroupCurves, group_curves
+from ..analysis.model_groups import chosen_groups
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
 from .adapter import Adapter
-from .penalties import Penalties, penalties_between
+from .intervals import Interval, over_batches
+from .penalties import Penalties, PenaltyField, penalties_between, penalty_words
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
 
     from .stitched_model import StitchedModel
-
-
-class Interval(NamedTuple):
-    """A mean over tokens with its confidence interval over batches."""
-
-    value: float
-    low: float
-    high: float
-
-
-def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
-    """A ratio of sums over batches, and its confidence interval.
-
-    Batches are the independent units: the variance is that of a ratio of sums (linearised), with Student's t for their number;
-    NaN for fewer than two.
-
-    Args:
-        sums: `batch`, sums of the averaged quantity.
-        tokens: `batch`, numbers of tokens.
-        confidence: the level, such as 0.95.
-
-    Source:
-        Cochran 1977, Sampling Techniques, section 2.11.
-
-    Examples:
-        >>> over_batches(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
-        1.5
-    """
-    from scipy.stats import t
-
-    count = len(tokens)
-    value = float(sums.sum() / tokens.sum())
-    if count < 2:
-        return Interval(value, math.nan, math.nan)
-    spread = (sums - value * tokens).square().sum() * count / (count - 1)
-    margin = float(t.ppf(0.5 + confidence / 2, count - 1)) * float(spread.sqrt() / tokens.sum())
-    return Interval(value, value - margin, value + margin)
 
 
 @typed
@@ -318,12 +283,23 @@ class StitchGrid(Result):
         """Stitching penalties in nats, `front back seam`, the same as `values`."""
         return self.values
 
-    def between_models(self, seam: int | str | None = None, of: Literal[penalty, accuracy_penalty] = "penalty") -> Penalties:
+    def between_models(self, seam: int | str | None = None, of: PenaltyField = "penalty") -> Penalties:
         """Penalties of all fronts into all backs at one stitch point, by number or label; by default their mean over all.
 
         The result compares groups of models, and draws a heat map and a dendrogram (Brown et al. 2023, figure 2).
         """
         return penalties_between(self, seam, of)
+
+    def groups_by_seam(self, groups: Any = None, of: PenaltyField = "penalty") -> GroupCurves:
+        """Penalties by stitch point, as means within and between groups (Brown et al. 2023, figure 2 a).
+
+        Args:
+            groups: a group for each model, see `stitch_grid`. Default: the groups that the models were stitched with.
+            of: the penalty in loss or in accuracy.
+        """
+        values = self.values if of == "penalty" else self.accuracy_penalty
+        labels = chosen_groups(groups, self.groups, self.fronts)
+        return group_curves(self, values, labels, self.seams, penalty_words(of, self.unit))
 
     def asymmetry(self, first: str, second: str, confidence: float = 0.95) -> pandas.DataFrame:
         """Penalty of `first` into `second` minus that of `second` into `first`, by stitch point, with an interval over batches.

@@ -108,12 +108,12 @@ def finetune_aligned(
         # A notebook or service may run under torch.no_grad() or torch.inference_mode(), which compute no gradients.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        known = open_residual_stream(model, layers, unembed).source.model
+        known = open_residual_stream(model, layers, unembed, either_stack=True).source.model
         _refuse_float16(known)
         finish = stack.enter_context(_with_lora(model, training))
         stack.enter_context(_gradient_checkpointing(model, training))
         stack.enter_context(without_additions(model))
-        stream = open_residual_stream(model, layers, unembed)
+        stream = open_residual_stream(model, layers, unembed, either_stack=True)
         described = with_tokenizer(known, tokenizer)
         usual = usual_labels(labels, [(described, model)])
         reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)

@@ -109,7 +109,8 @@ def evaluate_layers(
             do="leave them out for the defaults",
         )
     models = (before, after)
-    pair = [open_source(model, layers=options.get("layers"), unembed=options.get("unembed")).model for model in models]
+    opening: dict[str, Any] = {"layers": options.get("layers"), "unembed": options.get("unembed"), "either_stack": True}
+    pair = [open_source(model, **opening).model for model in models]
     if len(pair[0].layers) != len(pair[1].layers):
         raise LayersimError(
             "`before` and `after` must have the same number of blocks.",

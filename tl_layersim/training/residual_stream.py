@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core.errors import LayersimError
 from ..models.activation_checks import lens_gap, need_stream, refuse_other_logits
-from ..models.block_call import first_tensor
+from ..models.block_call import as_positions, first_tensor
 from ..models.head_layout import is_detr
 from ..models.hooked import HookedSource
 from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
@@ -135,7 +135,7 @@ class ResidualStream:
 
         def read(layer: int) -> Callable[..., None]:
             def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                found.setdefault(layer, first_tensor(output))
+                found.setdefault(layer, as_positions(first_tensor(output)))
                 if layer == top and not (whole or recomputes):
                     forward.stop()
 
@@ -232,14 +232,16 @@ class ResidualStream:
 
         def gap() -> Tensor:
             seen: list[Tensor] = []
-            handle = on_leave(self.blocks[-1], lambda _m, _a, output: seen.append(first_tensor(output)))
+            handle = on_leave(self.blocks[-1], lambda _m, _a, output: seen.append(as_positions(first_tensor(output))))
             try:
                 with torch.no_grad(), eval_mode(self.module), self.source.settling():
                     logits = logits_of(self.call(batch))
             finally:
                 handle.remove()
+            # The forward pass may have shown that the modules are no blocks.
+            need_stream(self.source.model, "Aligned training")
             if self.reads == "every":
-                theirs = logits[0]
+                theirs = as_positions(logits)[0]
                 ours = self.unembed(seen[-1][0])
             else:
                 index, _ = positions_with_targets(
@@ -259,7 +261,6 @@ class ResidualStream:
 
         with torch.no_grad():
             found = lens_gap(self.source.model, gap)
-        need_stream(self.source.model, "Aligned training")
         refuse_other_logits(found, self.source.model)
 
 
@@ -294,8 +295,16 @@ def training_mode(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def open_residual_stream(model: Any, layers: list[str] | None, unembed: list[str] | None) -> ResidualStream:
+def open_residual_stream(
+    model: Any, layers: list[str] | None, unembed: list[str] | None, either_stack: bool = False
+) -> ResidualStream:
     """The residual stream of a model that is trained in this process.
+
+    Args:
+        model: the model.
+        layers: paths of its blocks, None to find them by the layout.
+        unembed: paths of its final norm and head, None to find them.
+        either_stack: whether the caller gives encoder-decoders the inputs of both stacks, so that the decoder can be trained.
 
     Raises:
         LayersimError: the model cannot be trained, because its weights are not modules of this process.
@@ -307,7 +316,7 @@ def open_residual_stream(model: Any, layers: list[str] | None, unembed: list[str
             expected="a model with one residual stream",
             do="model.config.auxiliary_loss = True, and model(**inputs, labels=labels).loss in a Trainer; docs/detection.md",
         )
-    source = open_source(model, layers=layers, unembed=unembed)
+    source = open_source(model, layers=layers, unembed=unembed, either_stack=either_stack)
     if not (source.can_hook and source.is_single_model):
         raise LayersimError(
             "`model` cannot be fine-tuned: it is not a single model whose modules run in this process.",

@@ -1,0 +1,55 @@
+"""Early exit and truncated copies of models with every kind of head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from ..head_models import CASES, layer_logits
+
+# Rules with thresholds at which rows leave after different blocks.
+RULES = {"max-prob": 0.5, "cosine": 0.3, "patience": 2}
+KINDS = ("distilbert", "deberta", "modernbert mean", "deit with teacher", "dinov2", "clip", "beit", "llama")
+
+
+def inputs_of(case):
+    data = case.data()
+    return data.get("pixel_values", data.get("input_ids")), data.get("attention_mask")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_that_never_exit_early_have_the_models_logits(name):
+    case = CASES[name]
+    model = case.build()
+    own = torch.cat([layer_logits(model, case.paths, row)[-1] for row in case.rows()])
+    found = lsim.EarlyExit(model, threshold=1.0, at="all", **case.options).logits(*inputs_of(case))
+    torch.testing.assert_close(found.logits, own, rtol=1e-9, atol=1e-12)
+    assert found.exits.tolist() == [3] * 5
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_exit_with_the_logits_of_their_layer(name):
+    case = CASES[name]
+    model, depths = case.build(), set()
+    own = torch.stack([torch.cat(layer_logits(model, case.paths, row)) for row in case.rows()])
+    for rule, threshold in RULES.items():
+        early = lsim.EarlyExit(model, rule=rule, threshold=threshold, at="all", **case.options)
+        found = early.logits(*inputs_of(case))
+        torch.testing.assert_close(found.logits, own[torch.arange(5), found.exits - 1], rtol=1e-9, atol=1e-12)
+        depths |= set(found.exits.tolist())
+        if rule == "max-prob":
+            sure = own.softmax(-1).amax(-1) > threshold
+            assert found.exits.tolist() == [next((n + 1 for n in (0, 1) if row[n]), 3) for row in sure]
+    assert len(depths) > 1
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if not CASES[name].named])
+def test_a_truncated_copy_has_the_logits_of_the_lens(name):
+    case = CASES[name]
+    model = case.build()
+    short = lsim.truncate(model, 2)
+    for row in case.rows():
+        with torch.no_grad():
+            torch.testing.assert_close(short(**row).logits, layer_logits(model, case.paths, row)[1], rtol=1e-9, atol=1e-12)

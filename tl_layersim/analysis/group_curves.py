@@ -1,0 +1,97 @@
+"""Similarities or penalties within and between groups of models, layer by layer: where do the groups part?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.results import Picture, Result, axes
+from .model_groups import pairs_by_groups
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GroupCurves(Result):
+    """A value of each pair of models, layer by layer, as means within each group and between each two groups.
+
+    Tensors are float64.
+
+    Attributes:
+        values: `comparison site`, mean over pairs of different models.
+        sd: `comparison site`, standard deviation over pairs, divided by their number less 1; NaN for one pair.
+        comparisons: labels: of each group of two or more models, then of each two groups, in both directions where the values
+            depend on the direction.
+        sites: the layers, by the names of the first model, or the stitch points.
+        groups: the group of each model.
+        quantity: the value in words, with its unit.
+    """
+
+    values_name = "mean"
+    values: Float64[Tensor, "comparison site"] = axes("comparison", "site")
+    sd: Float64[Tensor, "comparison site"] = axes("comparison", "site")
+    comparisons: tuple[str, ...]
+    sites: tuple[str, ...]
+    groups: tuple[str, ...]
+    quantity: str
+
+    pictures = (
+        Picture(
+            "mean",
+            "Groups of models by layer",
+            "Means over pairs of models of one group and of two groups, with standard deviations as bands. Where they part, "
+            "the groups differ (Brown et al. 2023, figure 2).",
+        ),
+    )
+
+    def plot(self, field: str = "mean") -> plotly.graph_objects.Figure:
+        """Lines by layer with bands of one standard deviation; or another field as of any result."""
+        from ..reporting.models import group_lines
+
+        if field not in ("mean", "values"):
+            return super().plot(field)
+        return group_lines(self.values.numpy(), self.sd.numpy(), self.comparisons, self.sites, self.quantity)
+
+    def headline(self) -> dict[str, float]:
+        inside = torch.tensor([name.startswith("within ") for name in self.comparisons])
+        apart = (self.values[inside].mean(0) - self.values[~inside].mean(0)).abs()
+        return {
+            f"largest difference of means within and between groups, at {self.sites[int(apart.argmax())]}": float(apart.max())
+        }
+
+    def __repr__(self) -> str:
+        lines = [f"GroupCurves({', '.join(dict.fromkeys(self.groups))}; {self.quantity}, {len(self.sites)} layers)"]
+        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+
+
+def group_curves(matrix: Result, values: Tensor, labels: tuple[str, ...], sites: Sequence[str], quantity: str) -> GroupCurves:
+    """Means and standard deviations by layer within and between groups.
+
+    Args:
+        matrix: the result that holds the values, for the provenance.
+        values: `model model site`.
+        labels: the group of each model.
+        sites: names of the layers.
+        quantity: the value in words, with its unit.
+    """
+    pairs = pairs_by_groups(labels, not torch.equal(values.nan_to_num(), values.transpose(0, 1).nan_to_num()))
+    each = {name: values[tuple(index)] for name, index in pairs.items()}
+    return GroupCurves(
+        values=torch.stack([own.mean(0) for own in each.values()]),
+        sd=torch.stack([own.std(0) if len(own) > 1 else torch.full_like(own[0], math.nan) for own in each.values()]),
+        comparisons=tuple(each),
+        sites=tuple(sites),
+        groups=labels,
+        quantity=quantity,
+        layers=(),
+        provenance=matrix.provenance,
+    )

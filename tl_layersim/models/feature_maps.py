@@ -1,0 +1,151 @@
+"""Feature maps of convolutions as positions: which axis of a tensor holds channels, and the map with one vector for each place.
+
+This file is shipped to NDIF servers by value: it uses torch and the standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+
+# Files of torch whose modules work on `batch channel ...`.
+FILES = ("conv", "pooling", "batchnorm", "instancenorm", "padding", "pixelshuffle", "upsampling", "channelshuffle")
+CHANNELS_FIRST = tuple(f"torch.nn.modules.{name}" for name in FILES)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """What the modules in and around a hook point tell of the axis of its tensor that holds channels.
+
+    Attributes:
+        axis: 1 for `batch channel ...` and -1 for `batch ... channel` where the module itself works on one of them; None where
+            sizes have to tell.
+        first: numbers of channels of convolutions, which work on `batch channel ...`.
+        last: widths of linear maps and norms, which work on `batch ... channel`.
+    """
+
+    axis: int | None
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+
+
+def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
+    """What the modules in and around one of a model's modules tell of its channels; None where no convolution is among them.
+
+    A module without weights has the layout of the module before it in a Sequential, or of the modules around it.
+
+    Args:
+        module: the model.
+        path: of the module.
+
+    Examples:
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 2), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8, 2))
+        >>> channels_at(net, "0"), channels_at(net, "1")
+        (Channels(axis=1, first=(), last=()), Channels(axis=1, first=(), last=()))
+    """
+    if not any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in module.modules()):
+        return None
+    own = module.get_submodule(path)
+    axis = _axis_of(own)
+    if axis is not None:
+        return Channels(axis)
+    first, last = _sizes(own)
+    if first or last:
+        return Channels(None, first, last) if first else None
+    parent, _, name = path.rpartition(".")
+    around = module.get_submodule(parent)
+    beside = list(around._modules) if isinstance(around, torch.nn.Sequential) else []
+    for before in reversed(beside[: beside.index(name)] if beside else []):
+        one = around.get_submodule(before)
+        if _axis_of(one) is not None or any(_sizes(one)):
+            return channels_at(module, f"{parent}.{before}".lstrip("."))
+    return channels_at(module, parent) if path else None
+
+
+def _axis_of(module: torch.nn.Module) -> int | None:
+    """The axis of channels in the input and output of one module of torch; None for other modules."""
+    if any(cls.__module__ in CHANNELS_FIRST for cls in type(module).__mro__) or isinstance(module, torch.nn.GroupNorm):
+        return 1
+    if type(module) is torch.nn.LayerNorm:
+        return -1 if len(module.normalized_shape) == 1 else 1
+    return -1 if isinstance(module, torch.nn.Linear | torch.nn.Embedding) else None
+
+
+def _sizes(module: torch.nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of channels of all convolutions and their norms in a module, and widths of its linear maps and layer norms."""
+    first: set[int] = set()
+    last: set[int] = set()
+    for sub in module.modules():
+        if isinstance(sub, torch.nn.modules.conv._ConvNd):
+            first |= {sub.in_channels, sub.out_channels}
+        elif isinstance(sub, torch.nn.modules.batchnorm._NormBase):
+            first.add(sub.num_features)
+        elif isinstance(sub, torch.nn.Linear):
+            last |= {sub.in_features, sub.out_features}
+        elif type(sub) is torch.nn.LayerNorm and len(sub.normalized_shape) == 1:
+            last.add(sub.normalized_shape[0])
+    return tuple(sorted(first)), tuple(sorted(last))
+
+
+def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos: int | None = None) -> int:
+    """The axis that holds channels in a tensor of this shape: 1 or -1.
+
+    Args:
+        shape: of the tensor, `batch ...`.
+        channels: what the modules tell; None for a tensor `batch pos ...`.
+        name: of the hook point, for the refusal.
+        pos: number of positions of a row, where tokens give it.
+
+    Raises:
+        LayersimError: the modules do not tell it.
+    """
+    if channels is None or len(shape) < 3 or (pos is not None and shape[1] == pos and shape[-1] != pos):
+        return -1
+    if channels.axis is not None:
+        return channels.axis
+    is_first, is_last = shape[1] in channels.first, shape[-1] in channels.last
+    if len(shape) == 3:
+        # A map that a module flattens, such as the embeddings of patches, mostly has its channels last.
+        is_last |= shape[-1] in channels.first
+        if is_first != is_last or not is_first:
+            return 1 if is_first else -1
+    elif not channels.last or is_first != is_last:
+        return 1 if is_first or not channels.last else -1
+    raise LayersimError(
+        f"The activations at {name} have two axes that could hold channels.",
+        given=f"{' x '.join(map(str, shape))}, with convolutions of {channels.first} and linear maps of {channels.last}",
+        expected="batch x channel x height x width, or batch x height x width x channel",
+        do="the path of the convolution, norm or linear map that gives these activations",
+    )
+
+
+def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos: int | None = None) -> Tensor:
+    """A feature map with one vector for each place, `batch pos channel`; any other tensor unchanged.
+
+    Args:
+        hidden: `batch channel ...` or `batch ... channel`, or activations of another kind.
+        channels: what the modules tell; None for no feature map.
+        name: of the hook point, for the refusal.
+        pos: number of positions of a row, where tokens give it.
+
+    Examples:
+        >>> to_positions(torch.zeros(2, 8, 5, 5), Channels(1)).shape
+        torch.Size([2, 25, 8])
+    """
+    if channels is None or hidden.dim() < 3 or (pos is not None and hidden.shape[1] == pos and hidden.dim() > 3):
+        return hidden
+    last = hidden.movedim(1, -1) if channel_axis(hidden.shape, channels, name, pos) == 1 else hidden
+    return last.flatten(1, -2)
+
+
+def positions_of(shape: Sequence[int], channels: Channels | None = None, name: str = "") -> int:
+    """Number of positions of activations of this shape: `batch pos ...`, a feature map, or `batch width` of single vectors."""
+    if channels is None or len(shape) < 3:
+        return 1 if len(shape) == 2 else shape[1]
+    places = shape[2:] if channel_axis(shape, channels, name) == 1 else shape[1:-1]
+    return torch.Size(places).numel()
