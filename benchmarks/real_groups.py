@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +113,13 @@ def tables(options: argparse.Namespace) -> None:
     found = grid.compare_groups()
     header("CKA distance", found)
     compared("all layers", found)
-    # Layer 0 is [CLS] itself, the same for all sentences.
-    for layer in range(1, len(grid.results["0 1"].values)):
-        angles = [[float(grid[a, b].values[layer, layer].clamp(max=1).arccos()) for b in models] for a in models]
-        compared(f"layer {layer}", replace(grid, values=torch.tensor(angles).double()).compare_groups())
+    curves = grid.groups_by_layer()
+    print(f"\n| CKA | {' | '.join(curves.comparisons)} |\n|---|{'---|' * len(curves.comparisons)}")
+    for layer, (means, deviations) in enumerate(zip(curves.values.T.tolist(), curves.sd.T.tolist(), strict=True)):
+        # Layer 0 is [CLS] itself, the same for all sentences.
+        if layer:
+            cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(means, deviations, strict=True)]
+            print(f"| layer {layer} | {' | '.join(cells)} |", flush=True)
     few = data[: options.stitch_rows]
     stitched = lsim.stitch_grid(models, few, adapter="identity", groups=groups, labels="data", **reading)
     for of, title in (("penalty", "identity stitching: penalty in nats"), ("accuracy_penalty", "loss of accuracy")):
@@ -131,6 +133,7 @@ def tables(options: argparse.Namespace) -> None:
         grid.plot("groups").write_html(folder / "groups_cka.html")
         grid.plot("dendrogram").write_html(folder / "groups_dendrogram.html")
         grid.plot().write_html(folder / "groups_matrix.html")
+        curves.plot().write_html(folder / "groups_cka_by_layer.html")
         stitched.between_models(stitched.seams[-1]).plot("groups").write_html(folder / "groups_stitching.html")
 
 
