@@ -34,7 +34,7 @@ def new_model(seed: int) -> ViTForImageClassification:
     return ViTForImageClassification(config)
 
 
-def shifted(pixels: Tensor, generator: torch.Generator) -> Tensor:
+def moved_by_a_pixel(pixels: Tensor, generator: torch.Generator) -> Tensor:
     """Each image moved by at most one pixel in each direction, at random; the border is background."""
     bordered = torch.nn.functional.pad(pixels, (1, 1, 1, 1), value=-1.0)
     top, left = torch.randint(0, 3, (2, len(pixels)), generator=generator)
@@ -42,7 +42,7 @@ def shifted(pixels: Tensor, generator: torch.Generator) -> Tensor:
     return torch.stack(cut)
 
 
-def main() -> None:
+def make_pair() -> None:
     """Train and write both models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -53,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     train, test = lsim.demo_images("train"), lsim.demo_images("test")
     generator = torch.Generator().manual_seed(options.seed)
-    copies = [shifted(train["pixel_values"], generator) for _ in range(options.copies)]
+    copies = [moved_by_a_pixel(train["pixel_values"], generator) for _ in range(options.copies)]
     data = {"pixel_values": torch.cat(copies), "labels": train["labels"].repeat(options.copies)}
     for objective, folder in (("standard", options.out), ("aligned", options.out / "aligned")):
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    make_pair()
