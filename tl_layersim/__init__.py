@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .analyzers.trajectory import Trajectory
     from .core.errors import LayersimError, LayersimWarning
     from .core.results import Report, Result, load, load_report
-    from .demo import demo_model, demo_text
+    from .demo import demo_images, demo_model, demo_text, demo_vision_model
     from .early_exit.api import EarlyExit
     from .early_exit.costs import ExitCosts
     from .early_exit.frequent_tokens import frequent_tokens
@@ -72,7 +72,7 @@ _HOME = {
     "analyzers": ("find_analyzers",),
     "core.errors": ("LayersimError", "LayersimWarning"),
     "core.results": ("Report", "Result", "load", "load_report"),
-    "demo": ("demo_model", "demo_text"),
+    "demo": ("demo_images", "demo_model", "demo_text", "demo_vision_model"),
     "early_exit.api": ("EarlyExit",),
     "early_exit.costs": ("ExitCosts",),
     "early_exit.frequent_tokens": ("frequent_tokens",),
@@ -127,8 +127,10 @@ __all__ = [
     "compare",
     "compare_grid",
     "coupling_matrices",
+    "demo_images",
     "demo_model",
     "demo_text",
+    "demo_vision_model",
     "detection_by_layer",
     "eval_mode",
     "evaluate_layers",

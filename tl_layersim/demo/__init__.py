@@ -1,9 +1,9 @@
-"""A small trained language model and texts that ship with the package; users and other packages may import both functions."""
+"""Small trained models of texts and of images that ship with the package, and data for them; all functions are public."""
 
 from __future__ import annotations
 
 from importlib.resources import as_file, files
-from typing import Any
+from typing import Any, Literal
 
 from ..core.argument_checks import typed
 
@@ -42,3 +42,59 @@ def demo_text() -> list[str]:
     """
     text = (files(__package__) / "text.txt").read_text(encoding="utf-8")
     return [piece.strip() for piece in text.split("\n\n") if piece.strip()]
+
+
+@typed
+def demo_vision_model(aligned: bool = False) -> Any:
+    """Load the vision demo: a ViT of 6 blocks and d_model 48 that reads scikit-learn's digits, 8 x 8 pixels.
+
+    `demo/vision/README.md` has its training and its accuracy.
+
+    Args:
+        aligned: load the model of aligned training, from the same random weights and with the same budget.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> images = lsim.demo_images()
+        >>> lens = lsim.analyze(demo_vision_model(aligned=True), images, lsim.LogitLens(labels="data"))["logit_lens"]
+        >>> bool(lens.accuracy[-1] > 0.9)
+        True
+    """
+    import torch
+    from transformers import ViTForImageClassification
+
+    with as_file(files(__package__) / "vision") as folder:
+        weights = folder / "aligned" if aligned else folder
+        model = ViTForImageClassification.from_pretrained(
+            weights, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
+    model.config._name_or_path = "tl_layersim vision demo, aligned" if aligned else "tl_layersim vision demo"
+    return model.eval()
+
+
+@typed
+def demo_images(split: Literal["train", "test"] = "test") -> dict[str, Any]:
+    """Images of handwritten digits for the vision demo, from scikit-learn, and their classes.
+
+    Args:
+        split: "test" for the 500 images that the model has not seen, "train" for the 1,297 others.
+
+    Returns:
+        `pixel_values`, `image 1 8 8` from -1 (background) to 1, and `labels`, `image`.
+
+    Source:
+        `sklearn.datasets.load_digits`: the test set of Alpaydin and Kaynak 1998, Optical Recognition of Handwritten Digits
+        (CC BY 4.0).
+
+    Examples:
+        >>> {name: tuple(column.shape) for name, column in demo_images().items()}
+        {'pixel_values': (500, 1, 8, 8), 'labels': (500,)}
+    """
+    import torch
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    chosen = order[:500] if split == "test" else order[500:]
+    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 8 - 1
+    return {"pixel_values": images[chosen], "labels": torch.from_numpy(labels).long()[chosen]}

@@ -1,0 +1,60 @@
+"""The vision models that ship: small, trained as their README says, and better in shallow layers after aligned training."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim import demo
+
+FOLDER = Path(demo.__file__).parent / "vision"
+
+
+@pytest.fixture(scope="module")
+def lenses():
+    """The lens of the usual and of the aligned model."""
+    images = lsim.demo_images()
+    models = [lsim.demo_vision_model(aligned) for aligned in (False, True)]
+    return [lsim.analyze(model, images, lsim.LogitLens(labels="data"), batch_size=100)["logit_lens"] for model in models]
+
+
+def test_both_are_small_and_complete():
+    assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 1e6
+    for folder in (FOLDER, FOLDER / "aligned"):
+        assert (folder / "config.json").is_file()
+
+
+def test_train_and_test_images_are_all_digits_once():
+    train, test = lsim.demo_images("train"), lsim.demo_images("test")
+    assert len(train["labels"]) + len(test["labels"]) == 1797
+    assert torch.equal(test["pixel_values"], lsim.demo_images()["pixel_values"])
+    assert float(train["pixel_values"].min()) == -1.0
+    assert float(train["pixel_values"].max()) == 1.0
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_accuracy_of_each_block_is_what_the_readme_says(lenses, aligned):
+    with (FOLDER / "aligned" / "accuracy.csv" if aligned else FOLDER / "accuracy.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    last = max(int(row["look"]) for row in rows)
+    recorded = [float(row["accuracy"]) for row in rows if int(row["look"]) == last]
+    # Weights were rounded to float16 after the evaluation.
+    assert lenses[aligned].accuracy.tolist() == pytest.approx(recorded, abs=0.005)
+
+
+def test_aligned_training_helps_shallow_blocks(lenses):
+    usual, aligned = (lens.accuracy for lens in lenses)
+    assert float(usual[-1]) > 0.9
+    assert float(aligned[-1]) > 0.9
+    assert bool((aligned[:3] > usual[:3]).all())
+
+
+def test_predictions_are_those_of_the_whole_model(lenses):
+    images = lsim.demo_images()
+    with torch.no_grad():
+        hits = lsim.demo_vision_model()(images["pixel_values"]).logits.argmax(-1) == images["labels"]
+    assert float(hits.double().mean()) == pytest.approx(float(lenses[0].accuracy[-1]))
