@@ -2,7 +2,9 @@
 
     pip install -r benchmarks/requirements.txt
     python benchmarks/bench_analyze.py --model path/to/llama --data text.txt --out table.md
+    python benchmarks/bench_analyze.py --shape vit-b16 --out table.md
 
+With `--shape` the model has random weights and the data are random images or tokens, for the variants that take any model.
 Every variant reads the same tokens with the same weights. Times are interleaved in one process: each run stands beside a
 bare forward pass of its own, so that drift of the machine cancels in ratios. Memory is taken in one process per variant.
 """
@@ -40,7 +42,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, ViTConfig, ViTModel
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
@@ -48,6 +50,8 @@ from tl_layersim.core import Sums
 from tl_layersim.models import Kernel, View
 
 MINIBATCH = 256
+# Models with random weights, of the sizes that these configurations have by default.
+SHAPES = {"vit-b16": (ViTModel, ViTConfig), "bert-base": (BertModel, BertConfig)}
 Work = Callable[[Tensor], Tensor | None]  # runs on tokens `batch pos`; gives CKA `layer layer` where it measures it
 kernel_seconds: list[float] = []
 
@@ -84,6 +88,11 @@ class Models:
     def bridge(self) -> Any:
         """As a TransformerLens user has it."""
         return TransformerBridge.boot_transformers(self.path, hf_model=self.twin(), tokenizer=self.tokenizer)
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Options of a bare forward pass."""
+        return {"use_cache": False} if isinstance(getattr(self.hf.config, "use_cache", None), bool) else {}
 
     def base(self) -> tuple[Any, list[str]]:
         """A model with no unembedding and no cache, to the CKA packages' advantage, and modules that give the residuals."""
@@ -205,9 +214,9 @@ def by_hand(models: Models, everything: bool) -> Work:
 # Name: label, forward passes over the data, and what builds the run. Building it (imports, wrappers) is not measured.
 ONE_PASS = (lsim.Cosine(center="none"), lsim.CKA())
 VARIANTS: dict[str, tuple[str, int, Callable[[Models], Work]]] = {
-    "a": ("(a) Hugging Face forward", 1, lambda m: forward(m.hf, use_cache=False)),
+    "a": ("(a) Hugging Face forward", 1, lambda m: forward(m.hf, **m.options)),
     # analyze() stops after the last block: set against (a) alone, its cost would look smaller than it is.
-    "a-blocks": ("(a') blocks alone, no unembedding", 1, lambda m: forward(m.hf.model, use_cache=False)),
+    "a-blocks": ("(a') blocks alone, no unembedding", 1, lambda m: forward(m.hf.base_model, **m.options)),
     "a-bridge": ("(a'') TransformerBridge forward", 1, lambda m: forward(m.bridge())),
     "b1": ('(b1) analyze `Cosine(center="none")`, `CKA()`', 1, lambda m: analyze(m.hf, *ONE_PASS)),
     "b1-cka": ("(b1) analyze `CKA()` alone", 1, lambda m: analyze(m.hf, TimedCKA())),
@@ -220,6 +229,8 @@ VARIANTS: dict[str, tuple[str, int, Callable[[Models], Work]]] = {
     "d1": ("(d) run_with_cache of residuals, loop", 1, lambda m: by_hand(m, everything=False)),
     "d2": ("(d) run_with_cache of everything, loop", 1, lambda m: by_hand(m, everything=True)),
 }
+# The variants that take any Hugging Face model.
+ANY_MODEL = ("a", "a-blocks", "b1", "b1-cka", "b2", "b3-nnsight")
 
 
 @dataclass
@@ -240,6 +251,8 @@ def load(args: argparse.Namespace) -> tuple[Models, Tensor]:
     limit = int(psutil.Process().memory_info().rss + 0.95 * psutil.virtual_memory().available)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     warnings.simplefilter("ignore")
+    if args.shape:
+        return random_model(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     need = args.batch * args.seq_len
@@ -251,9 +264,26 @@ def load(args: argparse.Namespace) -> tuple[Models, Tensor]:
     return Models(args.model, model, tokenizer), torch.tensor(ids[:need]).view(args.batch, args.seq_len)
 
 
+def random_model(args: argparse.Namespace) -> tuple[Models, Tensor]:
+    """A model with random weights, and random images or tokens."""
+    cls, config = SHAPES[args.shape]
+    torch.manual_seed(0)
+    model = cls(config()).eval()
+    if args.shape == "vit-b16":
+        size = model.config.image_size
+        return Models("", model, None), torch.randn(args.batch, model.config.num_channels, size, size)
+    return Models("", model, None), torch.randint(1000, model.config.vocab_size, (args.batch, args.seq_len))
+
+
+def samples_in(models: Models, data: Tensor) -> int:
+    """Number of positions of the data in the residual stream."""
+    config = models.hf.config
+    return len(data) * ((config.image_size // config.patch_size) ** 2 + 1) if data.is_floating_point() else data.numel()
+
+
 def warm(work: Work, tokens: Tensor) -> None:
     """Late imports, thread pools and caches that belong to no single run."""
-    work(tokens[:8, :16])
+    work(tokens[:8] if tokens.is_floating_point() else tokens[:8, :16])
 
 
 def with_peak(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -360,8 +390,9 @@ def machine(args: argparse.Namespace) -> str:
     for package in ("torch", "transformers", "transformer-lens", "nnsight", "tl_layersim", "ckatorch", "torch-cka"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages.append(f"{package} {importlib.metadata.version(package)}")
+    what = f"{args.batch} images" if args.shape == "vit-b16" else f"{args.batch} x {args.seq_len} tokens"
     return (
-        f"{args.batch} x {args.seq_len} tokens, float32, median of {args.repeats}. {datetime.date.today()}; {cpu}, "
+        f"{args.shape or 'the model'}: {what}, float32, median of {args.repeats}. {datetime.date.today()}; {cpu}, "
         f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {psutil.virtual_memory().total / 2**30:.0f} GiB, "
         f"load {os.getloadavg()[0]:.1f} at the end; Python {platform.python_version()}, {', '.join(packages)}."
     )
@@ -369,16 +400,22 @@ def machine(args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a Llama-like Hugging Face model, of about 135M parameters")
-    parser.add_argument("--data", required=True, help="text file that the tokens are taken from")
+    parser.add_argument("--model", help="folder of a Llama-like Hugging Face model, of about 135M parameters")
+    parser.add_argument("--data", help="text file that the tokens are taken from")
+    parser.add_argument("--shape", choices=SHAPES, help="a model of this shape with random weights, without --model and --data")
     parser.add_argument("--batch", type=int, default=16, help="rows of tokens")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a row")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 for its own choice")
-    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants to run")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, help="variants to run; default: all that take the model")
     parser.add_argument("--out", help="file for the table, in Markdown")
     parser.add_argument("--peak-of", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if (args.shape is None) == (args.model is None or args.data is None):
+        parser.error("either --shape, or --model with --data")
+    args.only = args.only or list(ANY_MODEL if args.shape else VARIANTS)
+    if args.shape and set(args.only) - set(ANY_MODEL):
+        parser.error(f"--shape takes the variants {', '.join(ANY_MODEL)}")
     if args.peak_of:
         print(json.dumps(peak_above_model(args.peak_of, args)))
         return
@@ -387,7 +424,7 @@ def main() -> None:
     models, tokens = load(args)
     measure_time(rows, models, tokens, args.repeats)
     config = models.hf.config
-    residuals = (config.num_hidden_layers + 1) * tokens.numel() * config.hidden_size * 4 / 1e6
+    residuals = (config.num_hidden_layers + 1) * samples_in(models, tokens) * config.hidden_size * 4 / 1e6
     text = f"{report(rows, residuals)}\n\n{machine(args)}\n"
     print(text)
     if args.out:

@@ -89,7 +89,7 @@ figure.update_xaxes(title="After vision block", tickvals=list(range(7)), ticktex
 figure.update_xaxes(title="After vision block", dtick=1, row=2, col=2)
 figure.update_yaxes(title="Cosine similarity", row=2, col=1)
 figure.update_yaxes(title="Fraction of images", range=[0, 1.02], row=2, col=2)
-figure.update_layout(template="plotly_white", width=900, height=680)
+figure.update_layout(template="plotly_white", width=900, height=640, margin={"t": 40})
 figure.update_layout(legend={"orientation": "h", "y": -0.14})
 bar = {"len": 0.44, "y": 0.8, "title": {"text": "Cosine similarity", "side": "right"}}
 figure.update_traces(colorbar=bar, selector={"type": "heatmap"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 
@@ -31,6 +33,16 @@ def tiny_llama(layers: int = 3, dtype: torch.dtype = torch.float32, seed: int = 
             if parameter.dim() > 1:
                 parameter.mul_(5)
     return model.to(dtype)
+
+
+def noisy(model: torch.nn.Module, seed: int, size: float = 0.05) -> torch.nn.Module:
+    """A copy of a model with a little noise on its weights."""
+    own, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(size * parameter.abs().mean() * noise)
+    return own
 
 
 def tiny_gpt2(seed: int = 0):

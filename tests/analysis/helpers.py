@@ -37,3 +37,12 @@ def lenses():
 
 def cosine_and_cka():
     return [lsim.Cosine(), lsim.CKA(minibatch=16)]
+
+
+class Passes:
+    """Counts forward passes of models."""
+
+    def __init__(self, models: dict[str, torch.nn.Module]) -> None:
+        self.counts = dict.fromkeys(models, 0)
+        for name, model in models.items():
+            model.register_forward_pre_hook(lambda *_, name=name: self.counts.update({name: self.counts[name] + 1}))

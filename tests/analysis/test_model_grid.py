@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers.base import Analyzer, Run
-from tl_layersim.core import LayerMatrix, Sums
-from tl_layersim.models.view import Kernel, View
 
-from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from ..tiny_models import noisy, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
+from .helpers import Passes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(CKA rests|CKA is dominated|vocabularies have).*:UserWarning")
 CKAS = [lsim.CKA(minibatch=16), lsim.CKA(minibatch=16, estimator="biased"), lsim.CKA(estimator="exact")]
-
-
-def noisy(model: torch.nn.Module, seed: int, size: float = 0.05) -> torch.nn.Module:
-    """A copy of a model with a little noise on its weights."""
-    own, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in own.parameters():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.add_(size * parameter.abs().mean() * noise)
-    return own
 
 
 def two_groups(each: int = 2) -> dict[str, torch.nn.Module]:
@@ -44,15 +30,6 @@ def text_rows() -> dict[str, torch.Tensor]:
     mask[1, 12:] = 0
     mask[5, :3] = 0
     return {"input_ids": tokens, "attention_mask": mask}
-
-
-class Passes:
-    """Counts forward passes of models."""
-
-    def __init__(self, models: dict[str, torch.nn.Module]) -> None:
-        self.counts = dict.fromkeys(models, 0)
-        for name, model in models.items():
-            model.register_forward_pre_hook(lambda *_, name=name: self.counts.update({name: self.counts[name] + 1}))
 
 
 class TestGrid:
@@ -160,7 +137,7 @@ class TestGrid:
         assert torch.equal(again.values, found.values)
         assert set(found.to_frame().columns) == {"comparison", "site", "mean", "sd"}
         assert "at blocks." in repr(found)
-        assert "Groups of models by layer" in lsim.Report({"curves": found}).to_html(tmp_path / "page.html").read_text()
+        assert "between groups, by layer" in lsim.Report({"curves": found}).to_html(tmp_path / "page.html").read_text()
         assert found.plot("sd").data
         assert grid.groups_by_layer({"x0": 1, "x1": 2, "y0": 1, "y1": 2}).comparisons == ("within 1", "within 2", "1 and 2")
 
@@ -292,119 +269,3 @@ def wide():
     torch.manual_seed(3)
     config = GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=100, n_positions=64, bos_token_id=1, eos_token_id=2)
     return GPT2LMHeadModel(config).eval()
-
-
-def mean_kernel(*views: View) -> dict[str, torch.Tensor]:
-    return {
-        "total": torch.stack([view.activations.sum((1, 2)).double() for view in (views[0], views[-1])]),
-        "count": torch.tensor(views[0].activations.shape[1]),
-    }
-
-
-def product_kernel(*views: View, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-    sums = [view.activations.double().sum((1, 2)) for view in (views[0], views[-1])]
-    return {"products": torch.outer(sums[0] - mean[0], 2 * sums[1]), "count": torch.tensor(1)}
-
-
-@dataclass(frozen=True)
-class Product(Analyzer):
-    """A measure that depends on the order of two models, with a first pass and without statistics of each model."""
-
-    name: ClassVar[str] = "product"
-    compares: ClassVar[bool] = True
-    scale: float = 1.0
-
-    def first_kernel(self) -> Kernel:
-        return mean_kernel
-
-    def kernel(self, first: Sums) -> Kernel:
-        from functools import partial
-
-        return partial(product_kernel, mean=first["total"] / first["count"])
-
-    def compute(self, sums: Sums, run: Run) -> LayerMatrix:
-        return LayerMatrix(
-            values=sums["products"] * self.scale,
-            layers=run.layers,
-            column_layers=run.column_layers,
-            provenance=run.provenance,
-        )
-
-
-class TestOtherAnalyzers:
-    def test_a_measure_that_depends_on_the_order(self):
-        models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
-        passes = Passes(models)
-        data = random_tokens(6, 12)
-        grid = lsim.compare_grid(models, data, Product(), batch_size=3, distance=lambda result: result.values.abs().mean())
-        # Two passes of two batches.
-        assert passes.counts == dict.fromkeys(models, 4)
-        for i, a in enumerate(models):
-            for j, b in enumerate(models):
-                one = lsim.compare(models[a], models[b], data, Product(), batch_size=3)
-                torch.testing.assert_close(grid[a, b].values, one.values)
-                assert float(grid.values[i, j]) == pytest.approx(float(one.values.abs().mean()))
-        assert not torch.equal(grid.values, grid.values.T)
-        assert grid.compare_groups([*"xxy"]).comparisons == (
-            "within groups",
-            "between groups",
-            "within x",
-            "x into y",
-            "y into x",
-        )
-
-    def test_a_distance_must_be_stated(self):
-        models = {"a": tiny_llama(), "b": tiny_llama(seed=1)}
-        with pytest.raises(lsim.LayersimError, match="`distance` must be given for Product"):
-            lsim.compare_grid(models, random_tokens(), Product())
-        with pytest.raises(lsim.LayersimError, match="`distance` must return one number"):
-            lsim.compare_grid(models, random_tokens(), Product(), distance=lambda result: result.values)
-
-    def test_exact_sums_of_all_pairs_must_fit(self):
-        models = {name: tiny_llama() for name in "abcd"}
-        need = 3 * 8 * (4 * 32) ** 2 / 1e9
-        lsim.compare(models["a"], models["b"], random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=2 * need))
-        with pytest.raises(lsim.LayersimError, match="more memory than `max_memory_gb`"):
-            lsim.compare_grid(models, random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=2 * need))
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("models", "message"),
-        [
-            (lambda: [tiny_llama(), tiny_llama()], "`models` must be a mapping"),
-            (lambda: {1: tiny_llama(), 2: tiny_llama()}, "`models` must be a mapping"),
-            (lambda: {"a": tiny_llama()}, "`models` must hold two models or more"),
-            # Python keeps the last of two equal names.
-            (lambda: dict(zip("aa", (tiny_llama(), tiny_llama(seed=1)), strict=True)), "a mapping keeps only the last of two"),
-        ],
-    )
-    def test_models(self, models, message):
-        with pytest.raises(lsim.LayersimError, match=message):
-            lsim.compare_grid(models(), random_tokens(), lsim.CKA())
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"groups": [*"xy"]}, "`groups` must be a mapping from models to groups, or a list"),
-            ({"groups": "xyx"}, "`groups` must be a mapping from models to groups, or a list"),
-            ({"groups": {"a": 1, "b": 1}}, "`groups` must name the group of every model"),
-            ({"groups": {"a": 1, "b": 1, "c": 2, "d": 2}}, "`groups` must name the group of every model"),
-            ({"groups": [1, 1, 1]}, "two groups or more"),
-            ({"groups": [1, 2, 3]}, "one of them with two models or more"),
-            ({"layers": {"z": []}}, "`layers` names a model that"),
-            ({"remote": {"z": True}}, "`remote` names a model that"),
-        ],
-    )
-    def test_options(self, options, message):
-        models = {name: tiny_llama(seed=n) for n, name in enumerate("abc")}
-        with pytest.raises(lsim.LayersimError, match=message):
-            lsim.compare_grid(models, random_tokens(), lsim.CKA(), **options)
-
-    @pytest.mark.parametrize(
-        ("analyzer", "message"),
-        [(lsim.Cosine(), "Cosine cannot compare two models"), ([lsim.CKA(), lsim.Cosine()], "must be one analyzer")],
-    )
-    def test_analyzers(self, analyzer, message):
-        with pytest.raises(lsim.LayersimError, match=message):
-            lsim.compare_grid({"a": tiny_llama(), "b": tiny_llama()}, random_tokens(), analyzer)

@@ -11,7 +11,7 @@ import transformers as hf
 
 import tl_layersim as lsim
 
-from ..clip_models import END, KINDS, clip_of, features, pairs
+from ..clip_models import END, KINDS, PAD, clip_of, features, pairs
 
 PIXELS = pairs(12)["pixel_values"]
 LABELS = torch.arange(12) % 3
@@ -205,3 +205,10 @@ def test_texts_and_images_are_read_through_the_processor():
     model.tokenizer, model.processor = made.tokenizer, made.image_processor
     carried = lsim.zero_shot(model, rows, names, template=templates)
     torch.testing.assert_close(carried.accuracy, found.accuracy)
+
+
+def test_a_prompt_of_token_ids_has_no_padding():
+    prompts = [torch.tensor([PAD, 5, PAD, 9, END]), *ONE_EACH[1:]]
+    with torch.no_grad():
+        given = lsim.zero_shot_classifier(clip_of(), prompts=[prompts[0].tolist(), *prompts[1:]])(PIXELS)
+    torch.testing.assert_close(given, own_logits(clip_of(), prompts=prompts), atol=1e-9, rtol=0)

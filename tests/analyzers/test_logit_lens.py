@@ -113,3 +113,26 @@ def test_a_grid_as_a_table():
     assert table[table.layer == "blocks.2.hook_resid_post"].final.all()
     assert table.word.tolist() == [word for row in grid.words for word in row]
     assert list(grid.to_frame("saturation_layer").columns) == ["token", "saturation_layer"]
+
+
+def test_measures_that_need_no_target_are_the_same_without_targets(tmp_path):
+    model, tokens = tiny_llama(), random_tokens(3, 12)
+    with_targets, without = (
+        lsim.analyze(model, tokens, [lsim.LogitLens(labels=labels), lsim.ExitCurve(labels=labels)])
+        for labels in ("next_token", "none")
+    )
+    for key, names in (
+        ("logit_lens", ("agreement", "kl_to_final", "entropy")),
+        ("exit_curve", ("exits", "agreement", "speedup")),
+    ):
+        for name in names:
+            assert torch.equal(getattr(without[key], name), getattr(with_targets[key], name))
+        assert bool(without[key].accuracy.isnan().all())
+        assert without[key].targets == 0
+    assert without["exit_curve"].threshold_for(agreement=0.95) == with_targets["exit_curve"].threshold_for(agreement=0.95)
+    with pytest.raises(lsim.LayersimError, match="no measured threshold"):
+        without["exit_curve"].threshold_for(accuracy=0.5)
+    assert without["logit_lens"].provenance.options["labels"] == "none"
+    page = without.to_html(tmp_path / "page.html").read_text()
+    assert "Agreement with the final prediction" in page
+    assert "Probability of the target" not in page

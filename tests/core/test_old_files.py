@@ -20,7 +20,21 @@ from ..views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
 
 # Kinds of results that came after these files.
-NEWER = {"contribution", "skip_effect", "model_matrix", "model_grid", "group_comparison", "group_curves", "stitch_penalties"}
+NEWER = {
+    "contribution",
+    "detection",
+    "group_comparison",
+    "group_curves",
+    "linear_probe",
+    "metric_change",
+    "model_grid",
+    "model_matrix",
+    "regression_metrics",
+    "skip_effect",
+    "stitch_penalties",
+    "task_metrics",
+    "tower_similarity",
+}
 
 
 @pytest.mark.parametrize("name", RESULTS)

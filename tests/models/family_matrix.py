@@ -69,11 +69,22 @@ def reason(key: str, function: str) -> str | None:
     return "post-norm" if function == "`BlockCoupling`" and family(key) in POST_NORM else None
 
 
+def columns() -> list[list[str]]:
+    """The functions by column: neighbours that work on the same models share one."""
+    found: list[list[str]] = []
+    for function in FUNCTIONS:
+        if found and all(reason(key, function) == reason(key, found[-1][0]) for key in CASES):
+            found[-1].append(function)
+        else:
+            found.append([function])
+    return found
+
+
 def rows() -> list[str]:
     """The rows of the table: families with the same marks stand in one row."""
     together: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for key, case in CASES.items():
-        marks = tuple("✓" if why is None else why for why in (reason(key, function) for function in FUNCTIONS))
+        marks = tuple("✓" if why is None else why for why in (reason(key, column[0]) for column in columns()))
         kind = "" if case.layers else "with a head" if case.labels else "without a head"
         if (name := NAMES.get(family(key))) is not None:
             together.setdefault((kind, marks), []).append(name)
@@ -85,8 +96,8 @@ def rows() -> list[str]:
 
 def header() -> str:
     """The header of the table."""
-    return f"| model | {' | '.join(FUNCTIONS)} |"
+    return f"| model | {' | '.join(', '.join(column) for column in columns())} |"
 
 
 if __name__ == "__main__":
-    print("\n".join([header(), "| --- " * (len(FUNCTIONS) + 1) + "|", *rows()]))
+    print("\n".join([header(), "| --- " * (len(columns()) + 1) + "|", *rows()]))

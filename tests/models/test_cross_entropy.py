@@ -10,6 +10,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.models.cross_entropy import confidence, cross_entropy, cross_entropy_slopes
+from tl_layersim.models.unembed import Unembed
 
 from ..tiny_models import random_tokens
 
@@ -112,7 +113,8 @@ def test_adapters_on_a_server_are_judged_by_the_same_cross_entropy(wide, sloped)
     from tl_layersim.remote.adapter_training import summed_cross_entropy
 
     x, wanted = torch.randn(9, 16), torch.randint(0, VOCABULARY, (9,))
-    loss, slope = summed_cross_entropy(wide.lm_head, x, wanted, sloped)
+    head = Unembed(None, (wide.lm_head,), "every", 1.0, None, torch.float32, None)
+    loss, slope = summed_cross_entropy(head, x, wanted, sloped)
     exact = naive(wide.lm_head(x).detach().numpy(), wanted.numpy()).sum()
     assert float(loss) == pytest.approx(exact, rel=1e-7 if sloped else 1e-12)
     assert (slope is not None) == sloped

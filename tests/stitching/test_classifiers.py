@@ -9,6 +9,7 @@ import torch
 
 import tl_layersim as lsim
 
+from ..head_models import CASES, block_outputs, layer_logits, replaced
 from ..tiny_models import family, tiny_llama, tiny_tokenizer
 from .helpers import QUICK, rows
 
@@ -125,3 +126,24 @@ class TestClassifiers:
             lsim.stitch(tiny_llama().model, tiny_llama(seed=1).model, rows(4) % 30, at=(1, 1), adapter="identity")
         with pytest.raises(lsim.LayersimError, match="masked language model"):
             lsim.stitch(family("bert"), family("bert", 1), rows(4), at=(1, 1), adapter="identity")
+
+
+class TestHeadsThatPool:
+    @pytest.mark.parametrize("name", ["modernbert mean", "dinov2"])
+    def test_the_score_is_that_of_the_swapped_model(self, name):
+        case, classes = CASES[name], torch.tensor([0, 2, 1, 1, 0])
+        front, back = case.build(0), case.build(1)
+        data = case.data(labels=classes)
+        result = lsim.stitch(front, back, data, at=(2, 2), adapter="identity", eval_data=data, batch_size=3)
+        own, stitched = [], []
+        for row in case.rows():
+            second = block_outputs(front, case.paths, row)[1]
+            block = back.get_submodule(case.paths[1])
+            own.append(layer_logits(back, case.paths, row)[-1])
+            handle = block.register_forward_hook(lambda _m, _a, output, x=second: replaced(output, x))
+            with torch.no_grad():
+                stitched.append(back(**row).logits)
+            handle.remove()
+        cross_entropy = torch.nn.functional.cross_entropy
+        assert result.back_loss == pytest.approx(float(cross_entropy(torch.cat(own), classes)), rel=1e-9)
+        assert result.loss == pytest.approx(float(cross_entropy(torch.cat(stitched), classes)), rel=1e-9)

@@ -9,13 +9,12 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.stitching import activation_store
 
-from ..analysis.test_model_grid import noisy
-from ..tiny_models import tiny_llama
+from ..tiny_models import noisy, tiny_llama
 from .helpers import rotated, rows
 
 
 def texts() -> list[str]:
-    return [text[:100] for text in lsim.demo_text()[:6]]
+    return [text[:60] for text in lsim.demo_text()[:4]]
 
 
 class TestGroups:
@@ -33,14 +32,14 @@ class TestGroups:
     @pytest.fixture(scope="class")
     def grid(self, models):
         return lsim.stitch_grid(
-            models, texts(), layers=[2, 6], adapter="identity", groups={n: n[0] for n in models}, seq_len=32
+            models, texts(), layers=[2, 6], adapter="identity", groups={n: n[0] for n in models}, seq_len=16
         )
 
     def test_each_pair_is_a_stitch(self, models, grid):
         found = grid.between_models(1)
         own = grid.between_models("blocks.5.hook_resid_post", of="accuracy_penalty")
         for a, b in (("p0", "q1"), ("q1", "p0"), ("p0", "p1"), ("q0", "q0")):
-            one = lsim.stitch(models[a], models[b], texts(), at=(6, 6), adapter="identity", seq_len=32)
+            one = lsim.stitch(models[a], models[b], texts(), at=(6, 6), adapter="identity", seq_len=16)
             place = found.models.index(a), found.models.index(b)
             assert float(found.values[place]) == one.penalty
             assert float(own.values[place]) == pytest.approx(one.accuracy_penalty)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations_with_replacement, product
 from typing import Any, get_type_hints
 
 import torch
@@ -28,7 +27,7 @@ PROPERTIES = ("name", "one_pass", "first_without_model", "needs_unembed", "needs
 IDENTITY = ("analyzer", "code")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AllPairs(Analyzer):
     """An analyzer of two models, applied to all pairs of many models, each with itself included.
 
@@ -58,11 +57,14 @@ class AllPairs(Analyzer):
                 do="distance=lambda result: 1 - float(result.values.diagonal().mean())",
             )
 
+    def __repr__(self) -> str:
+        return repr(self.measure)
+
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """The pairs that are summed: each once where the measure is symmetric, else in both orders."""
         numbers = range(len(self.models))
-        return list(combinations_with_replacement(numbers, 2) if self.measure.symmetric else product(numbers, repeat=2))
+        return [(a, b) for a in numbers for b in (numbers[a:] if self.measure.symmetric else numbers)]
 
     @property
     def seed(self) -> int | None:

@@ -25,8 +25,8 @@ def exchanges(analyzers: Mapping[str, Analyzer]) -> dict[str, Exchange]:
         statistics = analyzer.exchange()
         if statistics is None:
             raise LayersimError(
-                f"{type(analyzer).__name__} with these options needs the activations of both models in one process.",
-                given=f"{analyzer!r} with a model on a server",
+                f"{analyzer!r} needs the activations of both models in one process.",
+                given="a model on a server",
                 expected="an analyzer that compares models by small statistics of each",
                 do='CKA(estimator="minibatch"), for which Gram matrices cross; or load both models here',
             )

@@ -115,7 +115,7 @@ class ModelMatrix(Result):
             merges = [] if self._undefined() else self.clusters()
             return pandas.DataFrame(merges, columns=["first", "second", "distance", "models"])
         table = super().to_frame(field)
-        for side in ("row", "column") if self.groups else ():
+        for side in ("column", "row") if self.groups else ():
             group_of = dict(zip(self.models, self.groups, strict=True))
             table.insert(2, f"{side}_group", table[f"{side}_model"].map(group_of))
         return table

@@ -68,7 +68,7 @@ def make_report(
     return Report(results)
 
 
-def record_of_models(models: Sequence[Model]) -> dict[str, str]:
+def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
     """The fields of a provenance that describe models, those of several models joined."""
     attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
     return {field: JOINT.join(getattr(model, name) for model in models) for field, name in attributes.items()}

@@ -208,7 +208,8 @@ def tower_similarity(
         >>> vision = tiny | dict(image_size=8, patch_size=4)
         >>> clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval()
         >>> tokens = torch.cat([torch.randint(3, 19, (8, 5)), torch.full((8, 1), 19)], 1)
-        >>> found = lsim.tower_similarity(clip, {"input_ids": tokens, "pixel_values": torch.randn(8, 3, 8, 8)})
+        >>> pairs = {"input_ids": tokens, "pixel_values": torch.randn(8, 3, 8, 8)}
+        >>> found = lsim.tower_similarity(clip, pairs)
         >>> found.values.shape, found.pairs
         (torch.Size([3, 3]), 8)
     """

@@ -203,10 +203,17 @@ def _prompts_by_class(
 
 def _as_list(prompts: Any) -> list[Any]:
     """The prompts of one class: a text, a row of token ids, or several of these."""
-    if isinstance(prompts, Tensor):
-        return list(prompts) if prompts.dim() == 2 else [prompts]
+    if isinstance(prompts, Tensor) and prompts.dim() == 2:
+        return list(prompts)
     ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
-    return [torch.tensor(prompts)] if ids else [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    alone = ids or isinstance(prompts, str | Mapping | Tensor)
+    return [_unpadded(each) for each in ([torch.tensor(prompts) if ids else prompts] if alone else prompts)]
+
+
+def _unpadded(prompt: Any) -> Any:
+    """A prompt, with a mask where it is a row of token ids alone, which has no padding."""
+    is_row = isinstance(prompt, Tensor) and prompt.dim() == 1
+    return {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if is_row else prompt
 
 
 def _read_prompts(text: TowerSource, prompts: list[Any], tokenizer: Any) -> tuple[list[Tensor], Tensor]:
@@ -246,7 +253,7 @@ def _verify_logits(clip: torch.nn.Module, vision: TowerSource, tokens: Tensor, v
     with torch.no_grad(), eval_mode(clip):
         output: Any = clip(input_ids=tokens[None].to(first.device), pixel_values=image.to(first))
         pooled = vision.module(pixel_values=image.to(first)).pooler_output
-        for path in vision.tower.head.parts:
+        for path in vision.tower.head.modules:
             pooled = clip.get_submodule(path)(pooled)
     scale = float(clip.logit_scale.detach().double().exp())  # type: ignore[operator]  # a parameter
     ours, theirs = scale * float(unit(pooled)[0] @ vector.to(pooled.device)), float(output.logits_per_image[0, 0])

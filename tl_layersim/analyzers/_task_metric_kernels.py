@@ -97,7 +97,7 @@ def scores_kernel(view: View, *, rows: Tensor, normed: bool, heads: LayerHeads |
     assert view.unembed is not None
     row = with_labels(view, rows, read_positions(view))
     x, needs_norm = head_input(view, view.activations[1:], normed)
-    heads = None if heads is None else heads.fitting(view.unembed, x, needs_norm)
+    heads = None if heads is None else heads.fitting(view.unembed, x)
     z = logits_of_layers(view.unembed, x, needs_norm, normed, heads)
     if z.shape[-1] != 1:
         raise LayersimError(

@@ -56,4 +56,5 @@ class Provenance:
     def swapped(self) -> Provenance:
         """The record of the same run with its two models in the other order."""
         parts = {name: getattr(self, name).split(JOINT) for name in OF_MODELS}
-        return replace(self, **{name: JOINT.join(own[len(own) // 2 :] + own[: len(own) // 2]) for name, own in parts.items()})
+        swapped: dict[str, Any] = {name: JOINT.join(own[len(own) // 2 :] + own[: len(own) // 2]) for name, own in parts.items()}
+        return replace(self, **swapped)

@@ -21,6 +21,9 @@ KINDS = {
     "trajectory": ("analyzers.trajectory.TrajectoryResult", "analyzers.trajectory.TrajectoryResult"),
     "skip_effect": ("analyzers.skip_effect.SkipEffectResult", "analyzers.skip_effect.SkipEffectResult"),
     "contribution": ("analyzers.contribution.ContributionResult", "analyzers.contribution.ContributionResult"),
+    "linear_probe": ("analyzers.linear_probe.LinearProbeResult", "analyzers.linear_probe.LinearProbeResult"),
+    "task_metrics": ("analyzers.task_metrics.TaskMetricsResult", "analyzers.task_metrics.TaskMetricsResult"),
+    "regression_metrics": ("analyzers.task_metrics.RegressionMetricsResult", "analyzers.task_metrics.RegressionMetricsResult"),
     "detection": ("analysis.detection_results.DetectionResult", "analysis.detection_results.DetectionResult"),
     "prediction_grid": ("analysis.one_prompt_figures.PredictionGrid", "prompt.PredictionGrid"),
     "trajectory_pca": ("analysis.one_prompt_figures.TrajectoryPCA", "prompt.TrajectoryPCA"),
@@ -35,6 +38,7 @@ KINDS = {
     "stitch_penalties": ("stitching.penalties.Penalties", "stitching.penalties.Penalties"),
     "aligned_adapters": ("training.adapters.AlignedAdapters", "training.adapters.AlignedAdapters"),
     "layer_change": ("training.layer_evaluation_results.LayerChange", "training.evaluation.LayerChange"),
+    "metric_change": ("training.layer_evaluation_results.MetricChange", "training.layer_evaluation_results.MetricChange"),
     "generation_quality": ("training.layer_evaluation_results.GenerationQuality", "training.evaluation.GenerationQuality"),
     "tower_similarity": (
         "analysis.tower_similarity_result.TowerSimilarity",

@@ -177,11 +177,7 @@ class Result(ABC):
         return {}
 
     def baseline(self, field: str) -> tuple[str, float] | None:
-        """A reference line in the figure of a field, as its name and its value; None for none.
-
-        Args:
-            field: name of a tensor field.
-        """
+        """Name and value of a reference line in the figure of a field; None for none."""
         return None
 
     def first_layer(self) -> str:

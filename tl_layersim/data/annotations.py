@@ -17,7 +17,7 @@ from .labels import LABELS
 
 CLASSES, BOXES = "class_labels", "boxes"
 # Of quotients in float32.
-ROUNDING = 1e-6
+BOX_ROUNDING = 1e-6
 SHAPE = f"{{'{CLASSES}': (objects,) whole numbers, '{BOXES}': (objects, 4)}} for each image"
 
 
@@ -167,7 +167,7 @@ def as_objects(annotation: Any, row: int, classes: int) -> Objects:
             expected=f"0 to {classes - 1}, the classes of a model with num_labels={classes}, without its {classes}: no object",
             do="the classes that the model was trained with; config.num_labels is the largest class id + 1",
         )
-    if not bool(((boxes >= 0) & (boxes <= 1 + ROUNDING)).all()) or not bool((boxes[:, 2:] > 0).all()):
+    if not bool(((boxes >= 0) & (boxes <= 1 + BOX_ROUNDING)).all()) or not bool((boxes[:, 2:] > 0).all()):
         raise LayersimError(
             f"`labels` of image {row} holds boxes that are not normalised, or that have no area.",
             given=f"{BOXES} from {float(boxes.min()):.4g} to {float(boxes.max()):.4g}, least width or height "

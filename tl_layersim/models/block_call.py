@@ -75,15 +75,22 @@ class VectorBlock:
         self._module, self.block, self.key = getattr(block, "_module", block), block, key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        places = _places(args, kwargs)
         places[self.key] = places[self.key][:, 0]
         named = {name: value for name, value in places.items() if isinstance(name, str)}
         return first_tensor(self.block(*(places[number] for number in range(len(args))), **named))[:, None]
 
 
+def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    """All arguments of a call, by index or name."""
+    places: dict[int | str, Any] = dict(enumerate(args))
+    places.update(kwargs)
+    return places
+
+
 def record_call(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> BlockCall:
     """The record of a call; the residual is the first tensor of its arguments."""
-    places: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    places = _places(args, kwargs)
     key = next(place for place, value in places.items() if isinstance(value, Tensor))
     after = first_tensor(output).detach()
     if places[key].dim() == 2:

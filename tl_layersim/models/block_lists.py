@@ -29,7 +29,7 @@ SIDES: tuple[Literal["encoder"], Literal["decoder"]] = ("encoder", "decoder")
 # Keys and values of attention to the encoder have the encoder's positions, although they are computed in the decoder.
 CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attn")
 # Children that hold one tower of a model of images and texts.
-TOWERS = ("text_model", "vision_model")
+TOWER_MODULES = ("text_model", "vision_model")
 OF_ENCODER = ("k", "v", "key", "value", "k_proj", "v_proj")
 
 
@@ -38,7 +38,7 @@ def block_list(module: torch.nn.Module) -> str | None:
     names = dict(module.named_modules())
     prefix = getattr(module, "base_model_prefix", "")
     # A model with one tower, such as CLIPForImageClassification, may have the prefix of the model with both.
-    tower = [name for name in TOWERS if name in names]
+    tower = [name for name in TOWER_MODULES if name in names]
     for base in dict.fromkeys((prefix, "model", "", *(tower if len(tower) == 1 else ()))):
         for path in BLOCKS:
             full = f"{base}.{path}" if base else path
@@ -57,7 +57,7 @@ def lists_by_stage(module: torch.nn.Module) -> dict[str, str]:
     path = block_list(module)
     inner = [] if path is None else [f"{stage}.blocks" for stage in blocks_in(module, path)]
     names = dict(module.named_modules())
-    if not all(isinstance(names.get(one), torch.nn.ModuleList) and len(names[one]) for one in inner):  # type: ignore[arg-type]  # a list
+    if not all(isinstance(names.get(one), torch.nn.ModuleList) and len(names[one]) for one in inner):
         return {}
     return {f"stages.{number}": one for number, one in enumerate(inner)}
 

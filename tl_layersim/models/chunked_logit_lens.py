@@ -13,7 +13,7 @@ from ..data.labels import NO_LABEL
 from .cross_entropy import LEAST, block_size, on_float64_device
 from .layer_heads import LayerHeads, layer_logits
 from .unembed import Unembed
-from .view import View, by_row, row_ends
+from .view import View, padded_rows, row_ends
 
 # Neighbouring logits whose maximum is taken first, so that the largest logits are searched in a few groups only.
 GROUP_SIZE = 256
@@ -35,7 +35,7 @@ def read_vectors(view: View, x: Tensor) -> Tensor:
     Where the head reads rows, a sample is the pooled vector of a row.
     """
     if view.unembed is not None and view.unembed.pool is not None:
-        return torch.stack([view.unembed.pool(*by_row(view, layer)) for layer in x])
+        return torch.stack([view.unembed.pool(*padded_rows(view, layer)) for layer in x])
     index = read_positions(view)
     return x if index is None else x[:, index]
 
@@ -53,7 +53,7 @@ def head_input(view: View, x: Tensor, normed: bool) -> tuple[Tensor, bool]:
         return read_vectors(view, x), True
     # One layer at a time: the rows of a layer are a copy of its tokens.
     last = len(x) - 1
-    return torch.stack([unembed.pooled(*by_row(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
+    return torch.stack([unembed.pooled(*padded_rows(view, one), normed or i == last).to(one) for i, one in enumerate(x)]), False
 
 
 def logits_of_layers(
@@ -109,7 +109,7 @@ def read_lens(
     ranked = max(ranked, RANKED)
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
-    heads = None if heads is None else heads.fitting(view.unembed, x, needs_norm)
+    heads = None if heads is None else heads.fitting(view.unembed, x)
     layers, tokens = x.shape[:2]
     names = ("best_prob", "target_log_prob", "entropy", "kl")
     out = {name: torch.zeros(layers, tokens, dtype=torch.float64, device=x.device) for name in names}
@@ -271,7 +271,7 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
             return len(best) - agree.flip(0).cumprod(0).sum(0), bad_logits(known["lens"])
     assert view.unembed is not None
     x, needs_norm = head_input(view, view.activations[1:], normed)
-    heads = None if heads is None else heads.fitting(view.unembed, x, needs_norm)
+    heads = None if heads is None else heads.fitting(view.unembed, x)
     layers, tokens = x.shape[:2]
     alive = torch.arange(tokens, device=x.device)
     layer_of = torch.full((tokens,), layers - 1, device=x.device)

@@ -5,6 +5,8 @@ A new layout is one entry in `ENCODER_LAYOUTS`. Module paths are those of transf
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .block_layout import (
@@ -54,6 +56,12 @@ _BIASES = "their biases are parameters of the attention, added outside any modul
 _SHARED = "its projection also runs on the embeddings of relative positions"
 
 
+def _shares_projections(block: Any) -> bool:
+    """Whether queries and keys of relative positions are computed by the modules of those of tokens."""
+    attention = block.attention.self
+    return bool(attention.share_att_key and attention.relative_attention)
+
+
 def _deberta_v2(shared: bool) -> BlockLayout:
     """DeBERTa v2 and v3, whose relative positions may share the projections of queries and keys."""
     attention = attention_tensors("attention.self", "query_proj key_proj value_proj", "")
@@ -68,9 +76,7 @@ def _deberta_v2(shared: bool) -> BlockLayout:
         | _BERT_MLP,
         sums=post_norm_sums("attention.output.LayerNorm", "output.LayerNorm"),
         lacks=POST_NORM_LACKS | (dict.fromkeys(("q", "k"), _SHARED) if shared else {}),
-        when=lambda block, config: (
-            bool(block.attention.self.share_att_key and block.attention.self.relative_attention) == shared
-        ),
+        when=lambda block, config: _shares_projections(block) == shared,
     )
 
 

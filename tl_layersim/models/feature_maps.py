@@ -14,8 +14,8 @@ from torch import Tensor
 from ..core.errors import LayersimError
 
 # Files of torch whose modules work on `batch channel ...`.
-FILES = ("conv", "pooling", "batchnorm", "instancenorm", "padding", "pixelshuffle", "upsampling", "channelshuffle")
-CHANNELS_FIRST = tuple(f"torch.nn.modules.{name}" for name in FILES)
+CHANNEL_FILES = ("conv", "pooling", "batchnorm", "instancenorm", "padding", "pixelshuffle", "upsampling", "channelshuffle")
+CHANNELS_FIRST = tuple(f"torch.nn.modules.{name}" for name in CHANNEL_FILES)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def find_head(module: torch.nn.Module, blocks: list[str], unembed: list[str] | N
     head = _tabled(module, blocks, names)
     if head is not None:
         return _scaled(head, module)
-    norm = _final_norm(module, blocks, names)
+    norm = _norm_beside(module, blocks, names)
     # The 350M OPT projects the residual back to the width of its embedding.
     project = ".".join([*blocks[0].split(".")[:-2], "project_out"])
     before = [project] if project in names else [norm] if norm and norms_between_layers(module) else []
@@ -51,11 +51,11 @@ def _tabled(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.n
     if layout is None:
         return None
     base: Any = getattr(module, "base_model_prefix", "")
-    norm = _final_norm(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
+    norm = _norm_beside(module, blocks, names) if layout.norm is None else layout.norm.format(base=base)
     return Head(norm, layout.parts, layout.reads, pool=None if layout.pool is None else layout.pool(module.config))
 
 
-def _final_norm(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
+def _norm_beside(module: torch.nn.Module, blocks: list[str], names: dict[str, torch.nn.Module]) -> str:
     """Path of the norm beside the list of blocks; "" where there is none."""
     if is_post_norm(module, blocks[0]) and not is_detr(getattr(module, "config", None)):
         # A norm beside such blocks has another purpose, as the one of DeBERTa's relative positions.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .unembed import Part, Pool
+from .unembed import HeadPart, Pool
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HeadLayout:
     """
 
     classes: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[HeadPart, ...]
     reads: str = "every"
     norm: str | None = None
     pool: Callable[[Any], Pool] | None = None

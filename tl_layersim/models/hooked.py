@@ -121,23 +121,20 @@ class HookedSource(PointSource):
         self._check = check
 
     def count_positions(self, batch: Batch) -> int:
-        seen: list[int] = []
-        point = self._reading.points[0]
-        module = self._module_at(point.module)
+        seen, point = list[int](), self._reading.points[0]
 
         def note(given: Any) -> None:
             seen.append(positions_of(first_tensor(given).shape, point.channels, point.name))
             run.stop()
 
-        def enter(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-            note((*args, *(kwargs or {}).values()))
-
+        enter = in_this_thread(lambda _m, args, kwargs=None: note((*args, *(kwargs or {}).values())))
+        leave = in_this_thread(lambda _m, _args, output: note(output))
         with temporary_hooks() as handles, torch.no_grad(), self.evaluating(), ForwardRun() as run:
-            leave = in_this_thread(lambda _module, _args, output: note(output))
-            handles.append(on_enter(module, in_this_thread(enter)) if point.incoming else on_leave(module, leave))
+            module = self._module_at(point.module)
+            handles.append(on_enter(module, enter) if point.incoming else on_leave(module, leave))
             self._forward(batch)
         if not seen:
-            raise self._not_in_order(f"no call of {len(self.blocks)} blocks")
+            raise self._not_in_order(f"no {point.name}")
         return seen[0]
 
     def settle(self, batch: Batch) -> None:
@@ -194,8 +191,7 @@ class HookedSource(PointSource):
         def after(number: int, output: Any) -> None:
             if number == 0:
                 seen.strangers = []
-            if first_tensor(output).dim() > 3:
-                # A feature map of a convolution.
+            if first_tensor(output).dim() > 3:  # a feature map of a convolution
                 seen.strangers.append(self.paths[number])
             # A copy, because additions in place change the output; detached first, as checkpointing counts saved tensors.
             seen.last = first_tensor(output).detach()[:1].clone()

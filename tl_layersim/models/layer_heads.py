@@ -28,19 +28,19 @@ class LayerHeads:
     bias: Tensor | None
     digest: str
 
-    def fitting(self, unembed: Unembed, x: Tensor, needs_norm: bool) -> LayerHeads:
+    def fitting(self, unembed: Unembed, x: Tensor) -> LayerHeads:
         """The heads on the device of the residuals.
 
         Args:
             unembed: the model's own, whose last part the heads replace.
             x: `layer token d_model`, the outputs of all blocks, or what a head that reads rows pools of them.
-            needs_norm: whether the final norm is still to be applied to them.
 
         Raises:
             LayersimError: the heads do not read what the model's own head reads, or have other classes.
         """
         if x.shape[1]:
-            own = (len(x) - 1, unembed(x[-1, :1], needs_norm).shape[-1], unembed.features(x[-1, :1], needs_norm).shape[-1])
+            one = x[-1, :1]
+            own = (len(x) - 1, unembed(one, normed=False).shape[-1], unembed.features(one, normed=False).shape[-1])
             if own != tuple(self.weight.shape):
                 raise LayersimError(
                     "`heads` do not have the shape of the model's own head.",

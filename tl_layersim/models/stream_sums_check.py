@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.batches import Batch
+from ..data.positions import Positions
 from .hook_point import HookPoint
 from .site_map import StreamSum
 from .source import Source
@@ -35,6 +36,9 @@ def check_stream_sums(source: Source, sums: Sequence[StreamSum], batch: Batch) -
     groups = tuple((number[one.total.name], tuple(number[term.name] for term in one.terms)) for one in sums)
     row = batch.short_row
     with source.reading_at(points):
+        if not row.has_positions:
+            # These sites may have another number of positions than the first one of the run, which lies in another stage.
+            row = row.with_positions(source.count_positions(row), Positions())
         source.settle(row)
         _, out = source.run(row, {"sums": partial(stream_gaps, groups=groups)})
     if not out:

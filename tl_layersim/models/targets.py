@@ -124,17 +124,8 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
         _refuse_no_next_tokens(labels, batch, model)
         return
     counted = batch.counted & (own_labels.cpu() != NO_LABEL)
-    reads_rows = model is not None and model.head is not None and model.head.reads == "rows"
-    if (batch.pooled or reads_rows) and any(
-        len(set(row[kept].tolist())) > 1 for row, kept in zip(own_labels.cpu(), batch.counted, strict=True)
-    ):
-        raise LayersimError(
-            "`labels` differ within a row, and "
-            + ("the head predicts one class for a row." if reads_rows else "with positions='mean' a row is one sample."),
-            given=("a head that reads rows" if reads_rows else "positions='mean'") + " and labels by position",
-            expected="one class for each row",
-            do="labels of shape (row,); or positions='all'",
-        )
+    if batch.pooled or (model is not None and model.head is not None and model.head.reads == "rows"):
+        _refuse_mixed_rows(own_labels, batch)
     if model is not None and model.head is not None and not model.head.classifies:
         # One token cannot be the target at every position of a row.
         classes = [row[kept] for row, kept in zip(own_labels.cpu(), counted, strict=True) if int(kept.sum()) > 2]
@@ -163,6 +154,19 @@ def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> No
             given=f"rows of {', '.join(batch.inputs)}",
             expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
             do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
+        )
+
+
+def _refuse_mixed_rows(labels: Tensor, batch: Batch) -> None:
+    """Refuse labels `batch pos` that differ within a row that is one sample."""
+    if any(len(set(row[kept].tolist())) > 1 for row, kept in zip(labels.cpu(), batch.counted, strict=True)):
+        pooled = "positions='mean'"
+        raise LayersimError(
+            "`labels` differ within a row, and "
+            + (f"with {pooled} a row is one sample." if batch.pooled else "the head predicts one class for a row."),
+            given=f"{pooled if batch.pooled else 'a head that reads rows'} and labels by position",
+            expected="one class for each row",
+            do="labels of shape (row,)" + ("; or positions='all'" if batch.pooled else ""),
         )
 
 

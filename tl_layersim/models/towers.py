@@ -140,7 +140,7 @@ def refuse_no_projection(model: torch.nn.Module, towers: tuple[Tower, ...], do: 
         LayersimError: names the module.
     """
     names = dict(model.named_modules())
-    missing = [path for tower in towers for path in (tower.head.norm, *tower.head.parts) if path and path not in names]
+    missing = [path for tower in towers for path in (tower.head.norm, *tower.head.modules) if path and path not in names]
     if missing:
         raise LayersimError(
             f"{type(model).__name__} lacks `{missing[0]}`, without which its towers share no space.",

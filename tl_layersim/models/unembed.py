@@ -21,7 +21,7 @@ CLASSIFIERS = ("score", "classifier", "class_labels_classifier")
 # Functions between the modules of a head, by the names that stand for them among its parts.
 FUNCTIONS: dict[str, HeadModule] = {"torch.relu": torch.relu}
 # A module or a function of a head; or modules that each read an equal part of the vector, and whose outputs are averaged.
-Part = str | tuple[str, ...]
+HeadPart = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Head:
     """
 
     norm: str
-    parts: tuple[Part, ...]
+    parts: tuple[HeadPart, ...]
     reads: str = "every"
     scale: float = 1.0
     soft_cap: float | None = None
@@ -106,7 +106,7 @@ class Head:
     def under(self, prefix: str) -> Head:
         """The head of a model that is a part of another one, at the path `prefix`."""
 
-        def moved(part: Part) -> Part:
+        def moved(part: HeadPart) -> HeadPart:
             if isinstance(part, tuple):
                 return tuple(f"{prefix}.{path}" for path in part)
             return part if part in FUNCTIONS else f"{prefix}.{part}"
@@ -151,7 +151,7 @@ def head_parts(head: Head, module_at: Callable[[str], HeadModule]) -> tuple[Head
         module_at: gives the module at a path.
     """
 
-    def part_at(part: Part) -> HeadModule:
+    def part_at(part: HeadPart) -> HeadModule:
         if isinstance(part, tuple):
             return Branches(tuple(module_at(path) for path in part))
         return FUNCTIONS[part] if part in FUNCTIONS else module_at(part)

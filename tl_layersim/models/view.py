@@ -169,7 +169,7 @@ def row_ends(view: View) -> Tensor:
     return lengths.cumsum(0) - 1
 
 
-def by_row(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
+def padded_rows(view: View, x: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors of the tokens of a view as rows.
 
     Args:

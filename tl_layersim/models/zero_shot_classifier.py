@@ -45,7 +45,7 @@ class ZeroShotClassifier(torch.nn.Module):
         self.clip_name = getattr(clip.config, "_name_or_path", "") or type(clip).__name__
         self.processor: Any = processor_of(clip)
         self.class_names = class_names
-        for path in (tower.path, *tower.head.parts):
+        for path in (tower.path, *tower.head.modules):
             self.add_module(path, clip.get_submodule(path))
         self.add_module(NORMALISE, Normalise())
         scale: Any = clip.logit_scale
@@ -62,7 +62,7 @@ class ZeroShotClassifier(torch.nn.Module):
             pixel_values: `batch channel height width`.
         """
         x = self.get_submodule(self._tower.path)(pixel_values=pixel_values).pooler_output
-        for path in (*self._tower.head.parts, NORMALISE, CLASSIFIER):
+        for path in (*self._tower.head.modules, NORMALISE, CLASSIFIER):
             x = self.get_submodule(path)(x)
         return tensor_of(x)
 

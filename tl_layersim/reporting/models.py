@@ -32,7 +32,9 @@ def model_heatmap(
         sides: titles of the rows and of the columns.
     """
     low = min(0.0, float(np.nan_to_num(values).min()))
-    numbers: dict[str, Any] = {"texttemplate": "%{z:.3~g}"} if len(names) <= MOST_NUMBERS else {}
+    numbers: dict[str, Any] = {}
+    if len(names) <= MOST_NUMBERS:
+        numbers = {"text": _in_one_unit(values), "texttemplate": "%{text}"}
     heat = go.Heatmap(
         z=values,
         zmin=low,
@@ -160,6 +162,13 @@ def group_lines(values: Any, sd: Any, names: Sequence[str], sites: Sequence[str]
     fig.update_yaxes(title=quantity)
     title = f"{quantity.partition(' (')[0]} within and between groups, by layer"
     return styled(fig, title, height=460, width=680).update_layout(legend_y=-0.22)
+
+
+def _in_one_unit(values: Any) -> list[list[str]]:
+    """Numbers as text with as many decimals as give the largest three digits."""
+    largest = float(np.abs(np.nan_to_num(values)).max())
+    decimals = max(0, 2 - int(np.floor(np.log10(largest)))) if largest > 0 else 0
+    return [[f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row] for row in values.tolist()]
 
 
 def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:

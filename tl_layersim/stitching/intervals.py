@@ -31,6 +31,7 @@ def over_batches(sums: Tensor, tokens: Tensor, confidence: float) -> Interval:
         Cochran 1977, Sampling Techniques, section 2.11.
 
     Examples:
+        >>> import torch
         >>> over_batches(torch.tensor([2.0, 4.0]).double(), torch.tensor([2.0, 2.0]).double(), 0.95).value
         1.5
     """
