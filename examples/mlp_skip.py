@@ -20,6 +20,8 @@ import tl_layersim as lsim
 OUT = Path(__file__).parent / "out"
 OUT.mkdir(exist_ok=True)
 DEPTH, WIDTH = 9, 128
+# The matrices are so small that more threads would only wait for one another.
+torch.set_num_threads(1)
 
 
 class Layer(nn.Module):
