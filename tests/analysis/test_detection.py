@@ -329,7 +329,7 @@ def test_annotations_beside_another_number_of_images_are_refused():
 
 def test_data_that_are_no_images_are_refused():
     for given, message in (
-        (["a text"], "no tokenizer"),
+        (["a text"], "takes `pixel_values`, and the data are texts"),
         ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "takes `pixel_values`"),
         (torch.zeros(1, 3, 32, 32, dtype=torch.long), "must be floating-point"),
     ):

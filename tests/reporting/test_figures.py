@@ -65,8 +65,9 @@ def test_axes_and_colour_bars_are_words_with_units(report):
 def test_a_field_that_a_report_draws_has_a_name_in_words(cls):
     drawn = {picture.field for picture in cls.pictures} & fields_of(cls).keys()
     missing = [field for field in drawn if field not in QUANTITIES and f"{cls.__name__}.{field}" not in QUANTITIES]
-    # Stitches and single prompts have figures of their own, which name their quantities.
-    assert missing == [] or cls.__name__ in ("StitchResult", "StitchGrid", "CouplingMatrices")
+    # Stitches, single prompts and groups of models have figures of their own, which name their quantities.
+    own = ("StitchResult", "StitchGrid", "CouplingMatrices", "ModelGrid", "Penalties", "GroupCurves", "GroupComparison")
+    assert missing == [] or cls.__name__ in own
 
 
 def test_the_tables_of_names_have_no_entry_that_no_result_has():
