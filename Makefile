@@ -89,8 +89,10 @@ types: $(VENV)/dev ## Check types, strictly
 docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors
 	$(VENV)/bin/mkdocs build --strict --quiet
 
+# Two at a time, each on one core; the output of each follows its name.
 examples: $(VENV)/base ## Run every example
-	for script in examples/*.py; do echo "== $$script" && OMP_NUM_THREADS=2 $(VENV)/bin/python -W ignore $$script || exit 1; done
+	@ls examples/*.py | OMP_NUM_THREADS=1 xargs -P 2 -I {} sh -c \
+	  'out=$$($(VENV)/bin/python -W ignore {} 2>&1); status=$$?; printf "== %s\n%s\n" {} "$$out"; exit $$status'
 
 bench: $(VENV)/dev ## Time and weigh the analyzers against their peers: make bench MODEL=folder TEXT=file
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r benchmarks/requirements.txt
