@@ -241,6 +241,32 @@ def test_images_go_through_the_processor(kind):
     assert batches.record()["processor"] == "Processor"
 
 
+@pytest.mark.parametrize("column", [None, "image"])
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor, lambda x: torch.tensor(x).long()], ids=["array", "tensor", "int64"])
+def test_an_array_of_images_in_a_column_is_one_row_each(kind, column):
+    known = model("pixel_values", processor=Processor())
+    data = {"image": kind(IMAGES), "label": torch.arange(3)}
+    [batch] = Batches(data, known, DataOptions(column=column), True, lambda batch: 5)
+    assert torch.equal(batch.inputs["pixel_values"], torch.tensor(IMAGES).permute(0, 3, 1, 2) / 255.0)
+    assert batch.labels[:, 0].tolist() == [0, 1, 2]
+    [one] = Batches({"image": kind(IMAGES[:1])}, known, DataOptions(column=column), count_positions=lambda batch: 5)
+    assert torch.equal(one.inputs["pixel_values"], batch.inputs["pixel_values"][:1])
+
+
+def test_rows_of_several_images_are_refused():
+    class Flat(Processor):
+        """Makes one row of each image of a row, as processors of transformers do."""
+
+        def __call__(self, images, return_tensors):
+            return super().__call__([y for x in images for y in (x if x.ndim == 4 else [x])], return_tensors)
+
+    known = model("pixel_values", processor=Flat())
+    table = datasets.Dataset.from_dict({"image": [IMAGES]})
+    table = table.cast_column("image", datasets.Array4D((3, 2, 2, 3), "uint8")).with_format("numpy")
+    with pytest.raises(lsim.LayersimError, match=r"rows of several images(.|\n)*1 rows(.|\n)*3 images"):
+        list(Batches(table, known, DataOptions(column="image"), count_positions=lambda batch: 5))
+
+
 def test_images_without_a_processor_are_refused_with_the_call():
     with pytest.raises(lsim.LayersimError, match=r"contains images, and no processor(.|\n)*tokenizer=AutoImageProcessor"):
         read(list(IMAGES), "pixel_values")
