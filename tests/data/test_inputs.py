@@ -218,12 +218,15 @@ class Processor:
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 2, 2, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("kind", ["list", "data set", "named", "two columns"])
+@pytest.mark.parametrize("kind", ["list", "array", "tensor", "int64", "data set", "named", "two columns"])
 def test_images_go_through_the_processor(kind):
     table = datasets.Dataset.from_dict({"image": IMAGES, "label": [0, 1, 2]})
     table = table.cast_column("image", datasets.Array3D((2, 2, 3), "uint8")).with_format("numpy")
     data = {
         "list": list(IMAGES),
+        "array": IMAGES,
+        "tensor": torch.tensor(IMAGES),
+        "int64": torch.tensor(IMAGES).long(),
         "data set": table,
         "named": table.add_column("caption", ["a", "b", "c"]),
         "two columns": [{"left": image, "right": image[::-1]} for image in IMAGES],

@@ -115,6 +115,9 @@ class Reader:
             and (self.model.main_input == PIXELS or not isinstance(data, np.ndarray | Tensor))
         ):
             yield from self._image(data)
+        elif is_images(data) and self.model.main_input == PIXELS and self.model.processor is not None:
+            for image in data:
+                yield from self._image(image)
         elif isinstance(data, np.ndarray | Tensor):
             yield from self._table(data, level)
         elif isinstance(data, Mapping):
