@@ -19,6 +19,7 @@ from .inputs import (
     accepted,
     as_values,
     by_row,
+    main_column,
     main_rows,
     positional,
     refuse_integers,
@@ -68,6 +69,21 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
         )
         attended = attention.nonzero()[:, 0]
         yield row[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else NOTHING
+
+
+def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
+    """Whether the data are rows without tokens with labels beside them, as far as one look at the first row tells.
+
+    Args:
+        data: of any accepted kind; an iterator, of which a look would take a row, tells nothing.
+        model: the model that the rows are for.
+    """
+    table = isinstance(data, Mapping) or hasattr(data, "to_dict")
+    if not table and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+        data = data[0]
+    if not isinstance(data, Mapping) and not (hasattr(data, "columns") and hasattr(data, "to_dict")):
+        return False
+    return main_column(data, model) is not None and any(name in data for name in LABELS)
 
 
 def _is_row(name: str, column: Any, level: Level) -> bool:
