@@ -218,12 +218,15 @@ class Processor:
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 2, 2, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("kind", ["list", "data set", "named", "two columns"])
+@pytest.mark.parametrize("kind", ["list", "array", "tensor", "int64", "data set", "named", "two columns"])
 def test_images_go_through_the_processor(kind):
     table = datasets.Dataset.from_dict({"image": IMAGES, "label": [0, 1, 2]})
     table = table.cast_column("image", datasets.Array3D((2, 2, 3), "uint8")).with_format("numpy")
     data = {
         "list": list(IMAGES),
+        "array": IMAGES,
+        "tensor": torch.tensor(IMAGES),
+        "int64": torch.tensor(IMAGES).long(),
         "data set": table,
         "named": table.add_column("caption", ["a", "b", "c"]),
         "two columns": [{"left": image, "right": image[::-1]} for image in IMAGES],
@@ -239,6 +242,32 @@ def test_images_go_through_the_processor(kind):
     assert torch.equal(batch.inputs["pixel_values"], expected)
     assert kind != "data set" or batch.labels[:, 0].tolist() == [0, 1, 2]
     assert batches.record()["processor"] == "Processor"
+
+
+@pytest.mark.parametrize("column", [None, "image"])
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor, lambda x: torch.tensor(x).long()], ids=["array", "tensor", "int64"])
+def test_an_array_of_images_in_a_column_is_one_row_each(kind, column):
+    known = model("pixel_values", processor=Processor())
+    data = {"image": kind(IMAGES), "label": torch.arange(3)}
+    [batch] = Batches(data, known, DataOptions(column=column), True, lambda batch: 5)
+    assert torch.equal(batch.inputs["pixel_values"], torch.tensor(IMAGES).permute(0, 3, 1, 2) / 255.0)
+    assert batch.labels[:, 0].tolist() == [0, 1, 2]
+    [one] = Batches({"image": kind(IMAGES[:1])}, known, DataOptions(column=column), count_positions=lambda batch: 5)
+    assert torch.equal(one.inputs["pixel_values"], batch.inputs["pixel_values"][:1])
+
+
+def test_rows_of_several_images_are_refused():
+    class Flat(Processor):
+        """Makes one row of each image of a row, as processors of transformers do."""
+
+        def __call__(self, images, return_tensors):
+            return super().__call__([y for x in images for y in (x if x.ndim == 4 else [x])], return_tensors)
+
+    known = model("pixel_values", processor=Flat())
+    table = datasets.Dataset.from_dict({"image": [IMAGES]})
+    table = table.cast_column("image", datasets.Array4D((3, 2, 2, 3), "uint8")).with_format("numpy")
+    with pytest.raises(lsim.LayersimError, match=r"rows of several images(.|\n)*1 rows(.|\n)*3 images"):
+        list(Batches(table, known, DataOptions(column="image"), count_positions=lambda batch: 5))
 
 
 def test_images_without_a_processor_are_refused_with_the_call():

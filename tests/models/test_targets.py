@@ -73,9 +73,13 @@ def test_labels_that_do_not_fit_are_refused(labels, data, message):
     for cls in (lsim.LogitLens, lsim.ExitCurve, lsim.NeuralCollapse):
         with pytest.raises(lsim.LayersimError, match=message):
             lsim.analyze(tiny_llama(), data, cls(labels=labels))
-    for bad in (torch.zeros(3), ["a"], object(), torch.zeros(2, 2, 2).long(), [0.5]):
+    for bad in (torch.zeros(3), torch.zeros(2, 2, 2).long(), [0.5]):
         with pytest.raises(lsim.LayersimError, match=r"`labels` must be whole numbers(.|\n)*torch.tensor\(labels\)"):
             lsim.LogitLens(labels=bad)
+    for names in (["a", "b"], np.array(["a", "b"]), object()):
+        with pytest.raises(lsim.LayersimError, match=r"`labels` must be whole numbers(.|\n)*names.index") as error:
+            lsim.LogitLens(labels=names)
+        assert "shape (0" not in error.value.given
     with pytest.raises(lsim.LayersimError, match=r"`labels` must be 'next_token'(.|\n)*labels='data'"):
         lsim.LogitLens(labels="label")
 

@@ -75,3 +75,42 @@ def test_a_classifier_is_asked_for_its_labels():
     found = lsim.evaluate_layers(bert(), bert(), rows)["layers"]
     hits = [bert()(torch.tensor([row["input_ids"]])).logits.argmax().item() == row["label"] for row in rows]
     assert float(found.accuracy[0, -1]) == pytest.approx(sum(hits) / 12)
+
+
+class LabelledVectors(torch.nn.Module):
+    """A model of vectors, not of tokens, with a norm and a head of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Linear(6, 8)
+        self.steps = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3))
+        self.norm, self.out = torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+        self.eval()
+
+    def forward(self, x):
+        x = self.embed(x)
+        for step in self.steps:
+            x = step(x)
+        return self.out(self.norm(x))
+
+
+def test_labels_beside_rows_without_tokens_are_the_default():
+    paths = {"layers": [f"steps.{i}" for i in range(3)], "unembed": ["norm", "out"]}
+    x, y = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
+    model = LabelledVectors()
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(x), y).item()
+    rows = [{"x": a, "label": int(b)} for a, b in zip(x, y, strict=True)]
+    for data in ({"x": x, "label": y}, rows):
+        found = lsim.evaluate_layers(model, model, data, **paths)["layers"]
+        given = lsim.evaluate_layers(model, model, data, labels="data", **paths)["layers"]
+        assert found.to_frame().equals(given.to_frame())
+    final = lsim.analyze(model, rows, lsim.LogitLens(labels="data"), **paths)["logit_lens"].cross_entropy[-1]
+    assert float(final) == pytest.approx(loss, rel=1e-5)
+    settings = lsim.AlignedTraining(steps=2, lr=1e-3)
+    assert lsim.finetune_aligned(model, {"x": x, "label": y}, settings, batch_size=8, **paths).loss.isfinite().all()
+    with pytest.raises(lsim.LayersimError, match="needs rows of token ids") as error:
+        lsim.evaluate_layers(model, model, x, **paths)
+    assert error.value.do.startswith("labels='data', with {'x': ...")
+    assert "DETR" not in error.value.do

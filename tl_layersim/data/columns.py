@@ -29,6 +29,11 @@ def is_image(value: Any) -> bool:
     return any(cls.__module__.split(".")[0] == "PIL" for cls in type(value).__mro__)
 
 
+def is_images(value: Any) -> bool:
+    """Whether a value is one array of several images: whole numbers whose first axis is the rows."""
+    return isinstance(value, np.ndarray | Tensor) and value.ndim == 4 and "int" in str(value.dtype)
+
+
 def is_floats(value: Any) -> bool:
     """Whether a value is a table of floating-point numbers."""
     while isinstance(value, list) and value:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from .columns import is_floats, is_image, is_text
+from .columns import is_floats, is_image, is_images, is_text
 from .inputs import (
     EMBEDDINGS,
     PIXELS,
@@ -19,6 +19,7 @@ from .inputs import (
     accepted,
     as_values,
     by_row,
+    main_column,
     main_rows,
     positional,
     refuse_integers,
@@ -70,6 +71,21 @@ def rows_without_tokens(data: Mapping[str, Any], main: str, level: Level, labels
         yield row[int(attended[0]) : int(attended[-1]) + 1] if len(attended) else NOTHING
 
 
+def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
+    """Whether the data are rows without tokens with labels beside them, as far as one look at the first row tells.
+
+    Args:
+        data: of any accepted kind; an iterator, of which a look would take a row, tells nothing.
+        model: the model that the rows are for.
+    """
+    table = isinstance(data, Mapping) or hasattr(data, "to_dict")
+    if not table and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+        data = data[0]
+    if not isinstance(data, Mapping) and not (hasattr(data, "columns") and hasattr(data, "to_dict")):
+        return False
+    return main_column(data, model) is not None and any(name in data for name in LABELS)
+
+
 def _is_row(name: str, column: Any, level: Level) -> bool:
     """Whether a column holds the input of the only row, without an axis of rows."""
     shape = as_values(name, column).shape
@@ -111,7 +127,7 @@ def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
     """The inputs that the model's processor makes of images, each with an axis of rows.
 
     Raises:
-        LayersimError: the model has no processor.
+        LayersimError: the model has no processor, or its processor makes another number of rows.
     """
     if model.processor is None:
         raise LayersimError(
@@ -121,6 +137,13 @@ def processed(images: list[Any], model: ModelInputs) -> dict[str, Tensor]:
             do="tokenizer=AutoImageProcessor.from_pretrained(name); or model.processor = processor, once",
         )
     found = model.processor(images=[_as_image(image) for image in images], return_tensors="pt")
+    if model.main_input == PIXELS and len(found[PIXELS]) != len(images):
+        raise LayersimError(
+            "`data` has rows of several images, and a row of this model is one image.",
+            given=f"{len(images)} rows, of which the processor makes {len(found[PIXELS])} images",
+            expected="one image for each row",
+            do="{'image': images} with one list of images, or one array whose first axis is the rows",
+        )
     return {name: found[name] for name in found if name == model.main_input or name in model.inputs}
 
 
@@ -145,7 +168,7 @@ def image_column(data: Mapping[str, Any], model: ModelInputs, column: str | None
     """
     if PIXELS in data or PIXELS not in (model.main_input, *model.inputs):
         return None
-    names = [name for name in data if name not in (TOKEN_IDS, *LABELS) and is_image(data[name])]
+    names = [name for name in data if name not in (TOKEN_IDS, *LABELS) and (is_image(data[name]) or is_images(data[name]))]
     if column is not None and (
         column in names or (column in data and model.main_input == PIXELS and not is_text(data[column]))
     ):

@@ -51,8 +51,13 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
         return labels
     try:
         table: Tensor = labels if isinstance(labels, Tensor) else torch.as_tensor(np.array(labels))
-    except (TypeError, ValueError, RuntimeError):
-        table = torch.zeros(0, 0, 0)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayersimError(
+            "`labels` must be whole numbers, one for each row or for each position, and these are no numbers.",
+            given=f"{type(labels).__name__}: {labels!r}"[:100],
+            expected=f"int64 of shape (row,) or (row, pos), {NO_LABEL} where a label is missing",
+            do="for names: names = sorted(set(labels)), then labels=[names.index(name) for name in labels]",
+        ) from error
     if table.dim() not in (1, 2) or table.is_floating_point() or table.dtype == torch.bool:
         raise LayersimError(
             "`labels` must be whole numbers, one for each row of the data or for each of its positions.",

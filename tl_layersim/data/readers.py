@@ -21,6 +21,7 @@ from .columns import (
     find_column,
     is_floats,
     is_image,
+    is_images,
     is_missing,
     is_text,
     unclear_columns,
@@ -114,6 +115,9 @@ class Reader:
             and (self.model.main_input == PIXELS or not isinstance(data, np.ndarray | Tensor))
         ):
             yield from self._image(data)
+        elif is_images(data) and self.model.main_input == PIXELS and self.model.processor is not None:
+            for image in data:
+                yield from self._image(image)
         elif isinstance(data, np.ndarray | Tensor):
             yield from self._table(data, level)
         elif isinstance(data, Mapping):
@@ -165,8 +169,8 @@ class Reader:
         images = image_column(data, self.model, named)
         read = [*LABELS, self.model.mask_input, *([images] if images else []), *([self.marks] if self.marks else [])]
         if images is not None:
-            many = isinstance(data[images], list) and level != "row"
-            made = processed(data[images] if many else [data[images]], self.model)
+            many = level != "row" and (isinstance(data[images], list) or is_images(data[images]))
+            made = processed(list(data[images]) if many else [data[images]], self.model)
             data |= made if many else {name: values[0] for name, values in made.items()}
             level = "batch" if many else "row"
         main = main_column(data, self.model) if self.column is None or named == images else None

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.batches import Batch
+from ..data.input_rows import labelled_without_tokens
 from ..data.labels import NO_LABEL, as_labels
+from .head_layout import is_detr
 from .model_info import Model
 from .view import View, tokens_alone
 
@@ -52,12 +54,14 @@ def gives_classes(model: Model) -> bool:
     return model.head is not None and model.head.classifies
 
 
-def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]]) -> str | Tensor:
+def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]], data: Any) -> str | Tensor:
     """Labels in the form of `as_labels`; by default the labels that the models' heads are made to predict.
 
     Args:
-        labels: as the user passed them; None for the next token, or for the data's labels of classifiers.
+        labels: as the user passed them; None for the next token, or for the data's labels of classifiers and of rows without
+            tokens, which have no next token.
         models: the description of each model, and its module.
+        data: as the user passed them.
 
     Raises:
         LayersimError: the models have heads of different kinds, or a masked language model has no labels.
@@ -78,7 +82,12 @@ def usual_labels(labels: Any, models: Sequence[tuple[Model, Any]]) -> str | Tens
             expected="a target at each masked position, and no other",
             do=f"labels='data', with a column that is {NO_LABEL} wherever no token is masked",
         )
-    return as_labels(("data" if kinds == {True} else "next_token") if labels is None else labels)
+    if labels is not None:
+        return as_labels(labels)
+    # The labels of a DETR are objects, which are no targets of its queries one by one.
+    own = not any(is_detr(getattr(module, "config", None)) for _, module in models)
+    beside = own and any(labelled_without_tokens(data, model) for model, _ in models)
+    return "data" if kinds == {True} or beside else "next_token"
 
 
 def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None = None) -> None:
@@ -149,11 +158,14 @@ def check_batch_labels(labels: str | Tensor, batch: Batch, model: Model | None =
 def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> None:
     """Refuse next tokens as targets of a head in rows that have no tokens."""
     if labels == "next_token" and model is not None and not batch.has_tokens:
+        name = next(iter(batch.inputs))
+        beside = f"labels='data', with {{'{name}': ..., 'label': ...}}; or labels=tensor"
+        objects = "labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)"
         raise LayersimError(
             "`labels='next_token'` needs rows of token ids, and these rows have none.",
             given=f"rows of {', '.join(batch.inputs)}",
-            expected="targets of the head, or labels='none' for agreement, entropy and KL divergence alone",
-            do="labels='none'; for object queries of a DETR against its objects, lsim.detection_by_layer(model, data)",
+            expected="targets of the head; or, in an analyzer, labels='none' for agreement, entropy and KL divergence alone",
+            do=objects if "Detr" in model.source else beside,
         )
 
 

@@ -80,7 +80,7 @@ def stitch(
         eval_data: the data that the penalty is measured on, at most `max_tokens` of it too. Default: the last fifth of the rows
             of `data`, which are then kept out of the fit; all of them where nothing is fitted.
         labels: the targets of the back: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
-            classifier `"data"`.
+            classifier, and for rows without tokens that have labels, `"data"`.
         layers: paths of the blocks of each model, for unknown layouts.
         remote: for nnsight models, as in `analyze`, for both or for each. One request is one model: the front's activations at
             the one layer cross, and their size is printed first; training needs a trusted server for the back.

@@ -108,7 +108,7 @@ class StitchExperiment:
             shared = shared_tokens(shared, other.model, given=options["tokenizer"] is not None)
         known = next((each.model.tokenizer for each in models if each.model.tokenizer is not None), None)
         shared = with_tokenizer(replace(shared, tokenizer=known), options["tokenizer"])
-        self.labels = usual_labels(options["labels"], [(back.model, back.module) for back in backs])
+        self.labels = usual_labels(options["labels"], [(back.model, back.module) for back in backs], data)
         if isinstance(self.labels, Tensor) and options["eval_data"] is not None:
             raise LayersimError(
                 "`labels` cannot be a table where `eval_data` is given: a table belongs to one data set.",

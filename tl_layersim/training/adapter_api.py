@@ -124,7 +124,7 @@ def train_adapters(
     blocks = block_numbers(known, at)
     weights_by_layer = layer_weights(weights, len(known.layers) - 1)
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
-    usual = usual_labels(labels, [(known, source.module)])
+    usual = usual_labels(labels, [(known, source.module)], data)
     rows = open_training_data(data, eval_data, labels, reading, known, source.module, usual, None)
     options = {"at": blocks, "rank": rank, "steps": steps, "lr": float(lr), "weights": weights_by_layer}
     options |= {"layers": layers, "unembed": unembed}

@@ -66,7 +66,7 @@ def finetune_aligned(
         eval_data: held-out data of the curves by layer. Default: the last tenth of the rows of `data`, which are then not
             trained on.
         labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
-            classifier `"data"`.
+            classifier, and for rows without tokens that have labels, `"data"`.
         checkpoint: a file that keeps the state of an interrupted run; the same call, on the model as it was before the run,
             continues with the same numbers.
         layers: paths of the blocks, for unknown layouts.
@@ -115,7 +115,7 @@ def finetune_aligned(
         stack.enter_context(without_additions(model))
         stream = open_residual_stream(model, layers, unembed, either_stack=True)
         described = with_tokenizer(known, tokenizer)
-        usual = usual_labels(labels, [(described, model)])
+        usual = usual_labels(labels, [(described, model)], data)
         reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
         count = stream.source.count_positions
         training_rows, eval_rows = open_training_data(data, eval_data, labels, reading, described, model, usual, count)

@@ -63,7 +63,8 @@ def evaluate_layers(
         data: as in `analyze`; held-out data, not the training data.
         names: of the two models.
         heads: for each model the `ExitHeads` of its layers below the last, or their file; None for the model's own head.
-        labels: the targets, see `LogitLens`. Default: next tokens, for a classifier the data's own.
+        labels: the targets, see `LogitLens`. Default: next tokens; for a classifier, and for rows without
+            tokens that have labels, the data's own.
         threshold: of early exit.
         eps: of the effective depth, see `LogitLensResult.effective_depth`.
         center: see `Cosine`.
@@ -118,7 +119,7 @@ def evaluate_layers(
             expected="a model and its fine-tune",
             do="compare(before, after, data, CKA()) takes models of any depth",
         )
-    targets = usual_labels(labels, list(zip(pair, models, strict=True)))
+    targets = usual_labels(labels, list(zip(pair, models, strict=True)), data)
     thresholds = tuple(sorted({*THRESHOLDS, float(threshold)}))
     own = [as_heads(one) for one in heads]
     for one, model in zip(own, pair, strict=True):
