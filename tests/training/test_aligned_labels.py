@@ -8,6 +8,7 @@ import torch
 import tl_layersim as lsim
 
 from ..tiny_models import random_tokens, tiny_llama
+from .helpers import vit
 
 
 def soft_capped():
@@ -48,3 +49,32 @@ def test_three_labels_that_are_their_own_tokens_are_no_coincidence():
         lsim.aligned_loss(model, tokens, labels)
     labels[0, 3] = tokens[0, 3] - 1
     assert lsim.aligned_loss(model, tokens, labels).isfinite()
+
+
+@pytest.mark.parametrize("argument", ["data", "held out", "eval_data", "labels"])
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_a_class_that_the_head_does_not_have_is_refused_before_the_first_step(argument, wrong):
+    model, pixels, labels = vit(labels=4), torch.randn(40, 3, 8, 8), torch.arange(40) % 4
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    other, where = labels.clone(), {"held out": 39, "eval_data": 5}.get(argument, 7)
+    other[where] = wrong
+    data, options = {"pixel_values": pixels, "labels": other}, {}
+    if argument == "labels":
+        data, options = pixels, {"labels": other}
+    elif argument == "eval_data":
+        data, options = {"pixel_values": pixels, "labels": labels}, {"eval_data": data}
+    lowest, highest = min(0, wrong), max(3, wrong)
+    named = "`labels` of `eval_data`" if argument == "eval_data" else "`labels`"
+    words = rf"{named} contains numbers outside the model's classes(.|\n)*from {lowest} to {highest}(.|\n)*0 to 3,"
+    with pytest.raises(lsim.LayersimError, match=words):
+        lsim.finetune_aligned(model, data, lsim.AlignedTraining(steps=8, lr=1e-2), batch_size=2, **options)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_rows_without_a_label_are_no_class():
+    labels = torch.arange(12) % 4
+    labels[::3] = -100
+    data = {"pixel_values": torch.randn(12, 3, 8, 8), "labels": labels}
+    result = lsim.finetune_aligned(vit(labels=4), data, lsim.AlignedTraining(steps=2), batch_size=4)
+    assert result.provenance.options["train_rows"] == 7

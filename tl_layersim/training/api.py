@@ -30,7 +30,7 @@ from .residual_stream import ResidualStream, open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
 from .state import open_training_file
-from .training_data import TrainingData, found_in_data, open_training_data
+from .training_data import TrainingData, found_in_data, open_training_data, refuse_labels
 
 
 @typed
@@ -119,7 +119,7 @@ def finetune_aligned(
         reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
         count = stream.source.count_positions
         training_rows, eval_rows = open_training_data(data, eval_data, labels, reading, described, model, usual, count)
-        stream.check(training_rows.take([0]).to(stream.device))
+        refuse_labels(training_rows, eval_rows, stream.check(training_rows.take([0]).to(stream.device)))
         objective = objective_named(training.objective)(stream, training)
         digests = {"data": training_rows.digest(), "judged": eval_rows.digest()}
         identity = {

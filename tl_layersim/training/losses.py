@@ -177,11 +177,20 @@ def _chunked(unembed: Unembed, x: Tensor, targets: Tensor, weights: Tensor, head
     return torch.stack(list(parts)).sum()
 
 
-def refuse_other_labels(targets: Tensor, vocabulary: int) -> None:
-    """Refuse targets that are no class of the head."""
+def refuse_other_labels(targets: Tensor, vocabulary: int, of: str = "") -> None:
+    """Refuse targets that are no class of the head.
+
+    Args:
+        targets: any number of them, without NO_LABEL.
+        vocabulary: number of logits of the head.
+        of: the argument that has the labels, with words that follow "labels" in the message.
+
+    Raises:
+        LayersimError: a target is below 0, or not below `vocabulary`.
+    """
     if not 0 <= int(targets.min()) <= int(targets.max()) < vocabulary:
         raise LayersimError(
-            "`labels` contains numbers outside the model's classes.",
+            f"`labels`{of} contains numbers outside the model's classes.",
             given=f"labels from {int(targets.min())} to {int(targets.max())}",
             expected=f"0 to {vocabulary - 1}, and {NO_LABEL} at positions without a target",
             do="map the labels to the classes of the model's head",

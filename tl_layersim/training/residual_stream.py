@@ -222,20 +222,26 @@ class ResidualStream:
         weights = torch.tensor(list(terms.values()), dtype=wide, device=device).repeat_interleave(len(targets))
         return summed_loss(self.unembed, x, targets.to(device).repeat(len(terms)), weights)
 
-    def check(self, batch: TrainingBatch) -> None:
+    def check(self, batch: TrainingBatch) -> int:
         """Check on one row that the final norm and head, applied to the last layer, give the model's logits.
+
+        Returns:
+            The number of logits.
 
         Raises:
             LayersimError: they do not.
         """
         batch = batch.first_row
+        classes = 0
 
         def gap() -> Tensor:
+            nonlocal classes
             seen: list[Tensor] = []
             handle = on_leave(self.blocks[-1], lambda _m, _a, output: seen.append(as_positions(first_tensor(output))))
             try:
                 with torch.no_grad(), eval_mode(self.module), self.source.settling():
                     logits = logits_of(self.call(batch))
+                classes = logits.shape[-1]
             finally:
                 handle.remove()
             # The forward pass may have shown that the modules are no blocks.
@@ -262,6 +268,7 @@ class ResidualStream:
         with torch.no_grad():
             found = lens_gap(self.source.model, gap)
         refuse_other_logits(found, self.source.model)
+        return classes
 
 
 def usable(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from ..data.row import Row
 from ..models.model_info import Model
 from ..models.model_inputs import forward_arguments
 from ..models.targets import answers, check_batch_labels
+from .losses import refuse_other_labels
 from .residual_stream import TrainingBatch
 
 HELD_OUT = 10
@@ -32,22 +34,27 @@ class TrainingData:
         labels: see `models.targets`.
         model: description of the model.
         module: the model.
-        rows: of the data, None to read them.
+
+    Attributes:
+        rows: the rows.
+        label_range: the lowest and the highest target of the data.
     """
 
-    def __init__(
-        self, batches: Batches, labels: str | Tensor, model: Model, module: torch.nn.Module, rows: list[Row] | None = None
-    ) -> None:
+    def __init__(self, batches: Batches, labels: str | Tensor, model: Model, module: torch.nn.Module) -> None:
         self.batches, self.labels, self.model, self.module = batches, labels, model, module
-        self.rows = self._read() if rows is None else rows
+        self.rows, self.label_range = self._read()
 
-    def _read(self) -> list[Row]:
-        found = []
+    def _read(self) -> tuple[list[Row], tuple[int, int]]:
+        found, lowest, highest = [], [], []
         for row in self.batches.rows():
             batch = self.batches.batch([row], 0)
             check_batch_labels(self.labels, batch, self.model)
-            if bool((answers(batch, self.labels, self.model) != NO_LABEL).any()):
+            targets = answers(batch, self.labels, self.model)
+            targets = targets[targets != NO_LABEL]
+            if len(targets):
                 found.append(row)
+                lowest.append(int(targets.min()))
+                highest.append(int(targets.max()))
         if not found:
             raise LayersimError(
                 "`data` has no position with a target.",
@@ -55,7 +62,7 @@ class TrainingData:
                 expected="rows of two or more tokens" if self.labels == "next_token" else "rows with labels",
                 do="check the data, its mask and skip_first=",
             )
-        return found
+        return found, (min(lowest), max(highest))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -75,7 +82,9 @@ class TrainingData:
 
     def part(self, start: int, stop: int) -> TrainingData:
         """The rows from `start` up to `stop`."""
-        return TrainingData(self.batches, self.labels, self.model, self.module, self.rows[start:stop])
+        part = copy.copy(self)
+        part.rows = self.rows[start:stop]
+        return part
 
     def digest(self) -> str:
         """SHA-256 of the rows and their targets."""
@@ -102,6 +111,22 @@ class TrainingData:
             )
         kept = max(1, len(self) // HELD_OUT)
         return self.part(0, len(self) - kept), self.part(len(self) - kept, len(self))
+
+
+def refuse_labels(training_rows: TrainingData, eval_rows: TrainingData, classes: int) -> None:
+    """Refuse data with targets that are no class of the head.
+
+    Args:
+        training_rows: to train on.
+        eval_rows: to evaluate on.
+        classes: number of logits of the head.
+
+    Raises:
+        LayersimError: the data has such targets.
+    """
+    refuse_other_labels(torch.tensor(training_rows.label_range), classes)
+    # Rows held out of `data` have its range.
+    refuse_other_labels(torch.tensor(eval_rows.label_range), classes, " of `eval_data`")
 
 
 def found_in_data(*parts: TrainingData) -> dict[str, int]:
