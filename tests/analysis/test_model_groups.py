@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analysis.model_groups import permutation_test
+from tl_layersim.analysis.model_groups import have_directions, permutation_test
 from tl_layersim.analysis.model_matrix import ModelMatrix
 from tl_layersim.core import Provenance
 
@@ -138,6 +138,45 @@ def test_undefined_distances_are_named(tmp_path):
     lsim.Report({"models": broken}).to_html(tmp_path / "page.html")
     assert broken.to_frame("groups").empty
     assert broken.to_frame("dendrogram").empty
+
+
+def test_distances_of_models_to_themselves_are_not_used():
+    d = distances(5, seed=2)
+    found = matrix(d).compare_groups([*"aabbb"])
+    unknown = matrix(d.clone().fill_diagonal_(math.nan)).compare_groups([*"aabbb"])
+    assert permutation_test(unknown.distances, "aabbb", 1000, 0) == permutation_test(d, "aabbb", 1000, 0)
+    assert permutation_test(d.clone().fill_diagonal_(1e12), "aabbb", 1000, 0) == permutation_test(d, "aabbb", 1000, 0)
+    assert (unknown.comparisons, unknown.p_value) == (found.comparisons, found.p_value)
+    assert torch.equal(unknown.count, found.count)
+    assert torch.equal(unknown.sd.nan_to_num(), found.sd.nan_to_num())
+    assert len(unknown.plot().data) == len(found.plot().data)
+
+
+def test_an_infinite_distance_is_named():
+    d = distances(4)
+    d[0, 3] = d[3, 0] = math.inf
+    with pytest.raises(lsim.LayersimError, match=r"(?s)infinite.*m0 and m3"):
+        matrix(d).compare_groups([*"aabb"])
+
+
+def test_rounding_gives_pairs_no_direction():
+    d = distances(5, seed=1)
+    rounded = d + torch.randn(5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-15
+    found, expected = matrix(rounded).compare_groups([*"aabbb"]), matrix(d).compare_groups([*"aabbb"])
+    assert found.comparisons == expected.comparisons
+    assert found.count.tolist() == expected.count.tolist() == [4, 6, 1, 3, 6]
+    assert torch.allclose(found.sd, expected.sd, equal_nan=True)
+    # Distances that are 0 but for rounding, beside others.
+    d[0, 1], d[1, 0] = 1e-12, -1e-12
+    assert not have_directions(d)
+    d[0, 1] = 1e-4
+    assert have_directions(d)
+    # Of curves by layer, a value may be undefined in both orders.
+    curves = torch.stack([distances(4), rounded[:4, :4]], dim=-1)
+    curves[0, 1, 0] = curves[1, 0, 0] = math.nan
+    assert not have_directions(curves)
+    curves[1, 0, 0] = 0.5
+    assert have_directions(curves)
 
 
 def test_a_result_like_others(tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.results import Picture, Result, axes
-from .model_groups import pairs_by_groups
+from .model_groups import have_directions, pairs_by_groups
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -83,7 +83,7 @@ def group_curves(matrix: Result, values: Tensor, labels: tuple[str, ...], sites:
         sites: names of the layers.
         quantity: the value in words, with its unit.
     """
-    pairs = pairs_by_groups(labels, not torch.equal(values.nan_to_num(), values.transpose(0, 1).nan_to_num()))
+    pairs = pairs_by_groups(labels, have_directions(values))
     each = {name: values[tuple(index)] for name, index in pairs.items()}
     return GroupCurves(
         values=torch.stack([own.mean(0) for own in each.values()]),

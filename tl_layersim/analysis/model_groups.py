@@ -105,7 +105,7 @@ class GroupComparison(Result):
 
         if field not in ("mean", "values"):
             return super().plot(field)
-        members = pairs_by_groups(self.groups, not torch.equal(self.distances, self.distances.T))
+        members = pairs_by_groups(self.groups, have_directions(self.distances))
         series = {name: self.distances[tuple(index)].numpy() for name, index in members.items()}
         of = "relabelings" if self.exact else "random relabelings"
         test = f"difference of means {self.difference:.3g}, p = {self.p_value:.2g} ({self.relabelings:,} {of})"
@@ -198,19 +198,19 @@ def compare_groups(
         seed: of random relabelings.
 
     Raises:
-        LayersimError: a distance is not a number.
+        LayersimError: a distance of two different models is not a finite number.
     """
     models, quantity = about
     different = ~torch.eye(len(models), dtype=torch.bool)
-    bad = (distances.isnan() & different).nonzero().tolist()
+    bad = (~distances.isfinite() & different).nonzero().tolist()
     if bad:
         raise LayersimError(
-            "Groups of models cannot be compared: the distance of some pairs is not defined.",
+            "Groups of models cannot be compared: the distance of some pairs is not defined or infinite.",
             given=", ".join(f"{models[a]} and {models[b]}" for a, b in bad[:3]),
-            expected="a number for each pair of models",
+            expected="a finite number for each pair of models",
             do="leave these models out, or sites at which the measure is defined, such as at=... without the embedding",
         )
-    directed = not torch.equal(distances, distances.T)
+    directed = have_directions(distances)
     pairs = pairs_by_groups(labels, directed)
     own = torch.tensor([[one == other for other in labels] for one in labels])
     members = {"within groups": own & different, "between groups": ~own}
@@ -231,6 +231,19 @@ def compare_groups(
         provenance=type(matrix.provenance)(**{**vars(matrix.provenance), "options": options}),
         **test._asdict(),
     )
+
+
+def have_directions(values: Tensor) -> bool:
+    """Whether values of pairs of different models depend on the order of the two by more than rounding.
+
+    Args:
+        values: `model model` or `model model site`.
+    """
+    different = ~torch.eye(len(values), dtype=torch.bool)
+    there, back = values[different], values.transpose(0, 1)[different]
+    # A sum over a transposed matrix adds in another order; of differences that cancel, rounding is that of the largest value.
+    largest = float(there.nan_to_num(0, 0, 0).abs().max())
+    return not torch.allclose(there, back, rtol=1e-6, atol=1e-9 * largest, equal_nan=True)
 
 
 def pairs_by_groups(labels: Sequence[str], directed: bool) -> dict[str, Tensor]:
@@ -280,7 +293,7 @@ def permutation_test(distances: Tensor, labels: Sequence[str], most: int, seed: 
     given = torch.tensor([names.index(label) for label in labels])
     [difference] = _mean_differences(distances, given[None], len(names)).tolist()
     # Sums of the same distances in another order differ by rounding.
-    least = difference - 1e-10 * float(distances.abs().max())
+    least = difference - 1e-10 * float(distances.clone().fill_diagonal_(0).abs().max())
     larger = 0
     for drawn in _all_relabelings(sizes) if exact else _random_relabelings(given, most, seed):
         larger += int((_mean_differences(distances, drawn, len(names)) >= least).sum())
