@@ -49,3 +49,44 @@ def test_labels_that_are_no_classes(wrong):
             lsim.analyze(image_vit(), data, lsim.LogitLens(labels=own))
     with pytest.raises(lsim.LayersimError, match=r"no classes(.|\n)*from -1 to -1(.|\n)*numbered from 0"):
         lsim.analyze(image_vit(), pixels(), lsim.NeuralCollapse(labels=torch.full((6,), -1)))
+
+
+def conv():
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(4, 3)).eval().double()
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "options"),
+    [(image_vit, "pixel_values", {}), (conv, "input", {"at": ["0", "1"], "positions": "mean"})],
+    ids=["vit", "cnn"],
+)
+def test_images_by_another_name_or_without_a_name(make, name, options):
+    cosine = lsim.Cosine(center="none")
+    model, x, y = make(), pixels(), torch.arange(6) % 3
+    expected = lsim.analyze(model, {name: x}, cosine, **options)["cosine"].values
+    with pytest.raises(lsim.LayersimError, match=r"no unambiguous column") as error:
+        lsim.analyze(model, {"x": x, "label": y}, cosine, **options)
+    assert error.value.do == f"{{'{name}': data['x']}}, the name that the model gives it; or column='x'"
+    named = lsim.analyze(model, {"x": x, "label": y}, cosine, column="x", **options)["cosine"].values
+    assert torch.equal(named, expected)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=3)
+    for data in ((x, y), loader):
+        with pytest.raises(lsim.LayersimError, match="several things without names") as error:
+            lsim.analyze(model, data, cosine, **options)
+        assert f"[{{'{name}': x, 'label': y}} for x, y in loader]" in error.value.do
+        assert "token" not in str(error.value)
+    batches = [{name: a, "label": b} for a, b in loader]
+    torch.testing.assert_close(lsim.analyze(model, batches, cosine, **options)["cosine"].values, expected)
+
+
+def test_images_of_bytes_for_a_model_without_a_processor():
+    images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8)
+    for data in (images, images.numpy(), images.long()):
+        with pytest.raises(lsim.LayersimError, match="whole numbers of 4 axes, such as images of bytes") as error:
+            lsim.analyze(conv(), data, "cosine", at=["0"])
+        assert "inputs_embeds" not in str(error.value)
+        assert error.value.do == "torch.as_tensor(data).float() / 255, with channels first: .movedim(-1, -3)"
+    found = lsim.analyze(conv(), images.float().div(255).movedim(-1, -3), "cosine", at=["0"], positions="mean")
+    assert found["cosine"].provenance.sequences == 4

@@ -101,8 +101,12 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
     splits = [name for name in data if hasattr(data[name], "column_names")]
     likely = [name for name in data if name not in LABELS and (is_text(data[name]) or _is_ids(data[name]))]
     do = f"name it: column={likely[0]!r}" if likely else "data with a column of texts, or of token ids as `input_ids`"
+    tables = [name for name in data if name not in LABELS and is_floats(data[name])]
+    if tables and not splits and model.main_input != TOKEN_IDS and model.token_input == TOKEN_IDS:
+        do = f"{{'{model.main_input}': data[{tables[0]!r}]}}, the name that the model gives it; or column={tables[0]!r}"
     return LayersimError(
-        "`data` has no unambiguous column of texts or token ids.",
+        "`data` has no unambiguous column of texts or token ids"
+        + ("." if model.main_input == TOKEN_IDS else f", nor of `{model.main_input}`."),
         given=f"fields {list(data)}" + (f" and column={column!r}" if column else ""),
         expected="input_ids, tokens or text, or one single text column"
         if model.main_input == TOKEN_IDS

@@ -86,6 +86,17 @@ def labelled_without_tokens(data: Any, model: ModelInputs) -> bool:
     return main_column(data, model) is not None and any(name in data for name in LABELS)
 
 
+def several_things(data: tuple[Any, ...], model: ModelInputs) -> LayersimError:
+    """The error for inputs of a model that takes no tokens together with other things, as a DataLoader gives both."""
+    name = model.main_input
+    return LayersimError(
+        "`data` holds several things without names.",
+        given=f"{len(data)} things together, as a DataLoader gives inputs and labels",
+        expected=f"`{name}`, the main input of {model.name}, alone or by name",
+        do=f"{{'{name}': x, 'label': y}}; of a DataLoader: [{{'{name}': x, 'label': y}} for x, y in loader]",
+    )
+
+
 def _is_row(name: str, column: Any, level: Level) -> bool:
     """Whether a column holds the input of the only row, without an axis of rows."""
     shape = as_values(name, column).shape

@@ -26,7 +26,7 @@ from .columns import (
     is_text,
     unclear_columns,
 )
-from .input_rows import image_column, processed, rows_without_tokens
+from .input_rows import image_column, processed, rows_without_tokens, several_things
 from .inputs import PIXELS, ROW_AXES, TOKEN_IDS, Level, accepted, main_column, positional, rows_of
 from .labels import LABELS, labels_in, whole_numbers
 from .missing_mask import as_mask, mask_of, masked_warning
@@ -130,6 +130,8 @@ class Reader:
         elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.column is None and is_chat(data):
             yield Chat(data, None)
         elif isinstance(data, tuple) and len(data) != 1:
+            if self.model.main_input != TOKEN_IDS and data and (is_floats(data[0]) or is_image(data[0]) or is_images(data[0])):
+                raise several_things(data, self.model)
             do = "pass the tokens alone, or {'input_ids': ..., 'attention_mask': ...}"
             raise unknown(f"{len(data)} things together, as a DataLoader gives tokens and masks", do)
         elif isinstance(data, Iterable) and not isinstance(data, bytes):
@@ -315,6 +317,15 @@ def _refuse_floats(tokens: Tensor, model: ModelInputs) -> None:
     Raises:
         LayersimError: they are floats or truth values, or have more axes than tokens.
     """
+    if tokens.dim() > 2 and not tokens.is_floating_point() and model.main_input != TOKEN_IDS:
+        last = ", with channels first: .movedim(-1, -3)" if tokens.shape[-1] in (1, 3, 4) else ""
+        raise LayersimError(
+            f"`data` holds whole numbers of {tokens.dim()} axes, such as images of bytes, which {model.name} does not take as "
+            f"`{model.main_input}`.",
+            given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
+            expected="floating-point numbers as the model was trained with, or token ids of one or two axes",
+            do=f"torch.as_tensor(data).float() / 255{last}",
+        )
     if tokens.dim() > 3 or (tokens.is_floating_point() and tokens.dim() > 2):
         raise LayersimError(
             f"`data` contains images, features or embeddings, and {model.name} takes token ids.",
