@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.core.errors import LayersimTypeError
 from tl_layersim.early_exit.api import EarlyExit
 from tl_layersim.early_exit.truncate import truncate
 
 from ..tiny_models import VOCABULARY, random_tokens, tiny_llama
+from ..training.helpers import bert, vit
 
 
 class TestRefusals:
@@ -59,6 +61,44 @@ class TestRefusals:
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.logits(given, mask)
+
+    @pytest.mark.parametrize(
+        ("shape", "given", "do"),
+        [
+            ((2, 3, 64, 64), "3 x 64 x 64", "tokenizer=processor"),
+            ((2, 8, 8, 3), "8 x 8 x 3", r"movedim\(-1, 1\), which puts channels first"),
+        ],
+    )
+    def test_images_of_another_size(self, shape, given, do):
+        words = rf"`pixel_values` do not have the size(.|\n)*{given}(.|\n)*3 x 8 x 8(.|\n)*{do}"
+        with pytest.raises(lsim.LayersimError, match=words):
+            EarlyExit(vit(), threshold=0.3, at=(1,)).logits(torch.randn(shape))
+
+    def test_images_in_another_form(self):
+        early, images = EarlyExit(vit(), threshold=0.3, at=(1,)), torch.randn(2, 3, 8, 8)
+        for given in ({"pixel_values": images}, list(images), images[0], random_tokens(2, 6)):
+            with pytest.raises(lsim.LayersimError, match=r"`tokens`(.|\n)*images `batch channel(.|\n)*early.logits\(images\)$"):
+                early.logits(given)
+        with pytest.raises(LayersimTypeError, match=r"did you mean tokens=images\?"):
+            early.logits(pixel_values=images)
+        with pytest.raises(LayersimTypeError, match=r"did you mean data=images\?"):
+            lsim.analyze(vit(), pixel_values=images)
+        assert early.logits(tokens=images).logits.shape == (2, 4)
+
+    def test_texts_in_another_form(self):
+        early = EarlyExit(bert(), threshold=0.3, at=(1,))
+        for given in ("a text", ["a text"], {"input_ids": random_tokens(2, 6)}):
+            with pytest.raises(LayersimTypeError, match=r"token ids `batch pos`(.|\n)*logits\(encoded.input_ids, encoded.att"):
+                early.logits(given)
+
+    def test_classifiers_do_not_generate(self):
+        for model, prompt, call in (
+            (vit(), torch.randn(2, 3, 8, 8), r"early.logits\(images\)"),
+            (bert(), random_tokens(2, 6), r"early.logits\(tokens, attention_mask\)"),
+        ):
+            with pytest.raises(lsim.LayersimError, match=rf"cannot generate: it is a classifier(.|\n)*{call}$") as caught:
+                EarlyExit(model, at=(1,)).generate(prompt)
+            assert "peft" not in str(caught.value)
 
     def test_models(self):
         model = tiny_llama(3)

@@ -26,9 +26,10 @@ SYNONYMS = {
     "at": "layer layers blocks exit_layers exits layer_a layer_b l m",
     "n_layers": "num_layers layers n_blocks num_blocks depth num_hidden_layers layer",
     "analyzers": "analyzer analysers analyser metrics metric measures measure analyses",
-    "data": "dataset datasets texts text inputs input corpus tokens input_ids prompts train_dataset train_data",
+    "data": "dataset datasets texts text inputs input corpus tokens input_ids prompts train_dataset train_data "
+    "pixel_values images",
     "prompt": "text texts tokens input_ids inputs input prompts data",
-    "tokens": "input_ids inputs data text ids batch",
+    "tokens": "input_ids inputs data text ids batch pixel_values images",
     "model": "net module lm llm network hf_model",
     "column": "text_column field text_field key feature",
     "prepend_bos": "bos add_bos add_special_tokens default_prepend_bos prepend_bos_token",
@@ -70,6 +71,8 @@ SYNONYMS = {
     "method": "estimator mode",
     "training": "args training_args config settings",
 }
+# Words for images, which the suggestion passes on.
+IMAGES = ("pixel_values", "images")
 # Synonyms with another unit or the opposite meaning: the suggestion omits the given value.
 OTHER_UNITS = (
     "epochs num_epochs num_train_epochs warmup_ratio truncation wait asynchronous non_blocking n_samples num_samples "
@@ -178,7 +181,7 @@ def unknown_keyword(name: str, keyword: str, value: object, known: Iterable[str]
     with_same_word = [p for p in known if words & set(p.split("_")) - {"data", "first", "to", "n", "max", "size"}]
     meant = list(dict.fromkeys([*synonyms, *similar] or with_same_word))[:3]
     short = isinstance(value, bool | int | float | str) and len(repr(value)) < 30 and keyword not in OTHER_UNITS.split()
-    text = brief(value) if short else "..."
+    text = "images" if keyword in IMAGES else brief(value) if short else "..."
     hints = [f"{p}={text if number == 0 else '...'}" for number, p in enumerate(meant)]
     do = [f"did you mean {' or '.join(hints)}?"] if hints else []
     argument, owners = _owners(name, keyword, known) if not similar else ("", [])

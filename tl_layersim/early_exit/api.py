@@ -12,6 +12,7 @@ from ..analysis.validation import with_tokenizer
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..models.exit_heads import ExitHeads, as_heads
+from ..models.layout import refusing_failed_forward
 from .arguments import check_curve_heads, check_curve_rule, check_layers, sequence_rows, shortlist_ids
 from .costs import ExitCosts, ExitPlan, evenly_spread, exited_fractions, plan_for, warn_if_slower
 from .decoding import Decoding
@@ -218,6 +219,15 @@ class EarlyExit:
         """
         model = self.split_model.model
         if not self.generates:
+            head = self.split_model.source.model.head
+            if head is not None and head.classifies:
+                inputs = "images" if reads_pixels(self.split_model) else "tokens, attention_mask"
+                raise LayersimError(
+                    f"{model.name} cannot generate: it is a classifier.",
+                    given=type(self.model).__name__,
+                    expected="a causal language model",
+                    do=f"early.logits({inputs})",
+                )
             raise LayersimError(
                 f"{model.name} cannot generate.",
                 given=f"{type(self.model).__name__}, which "
@@ -247,13 +257,13 @@ class EarlyExit:
         return loop.result(tokenizer)
 
     @typed
-    def logits(self, tokens: Tensor, attention_mask: Tensor | None = None) -> ExitLogits:
+    def logits(self, tokens: Any, attention_mask: Tensor | None = None) -> ExitLogits:
         """The logits of given rows, at each position from the first layer at which the rule is met.
 
         A layer runs up to the last position of a row that still needs it. A row of a classifier exits as a whole.
 
         Args:
-            tokens: `batch pos` ids, or images `batch channel height width` for models that read them.
+            tokens: a tensor of ids `batch pos`, or of images `batch channel height width` for models that read them.
             attention_mask: `batch pos`, for ids.
 
         Returns:
@@ -264,7 +274,8 @@ class EarlyExit:
         """
         self._refuse_changed_head()
         rows = sequence_rows(tokens, attention_mask, self.split_model, self.unembed.reads, self.causal)
-        with self.split_model.evaluating(), torch.no_grad():
+        inputs = refusing_failed_forward(self.split_model.module, rows.inputs)
+        with self.split_model.evaluating(), torch.no_grad(), inputs:
             full_sequence = FullSequence(self.split_model, self._lens, self.ends, self.rule)
             logits, exits = full_sequence(rows)
         blocks, counts = len(self.split_model.blocks), full_sequence.counts

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, LayersimTypeError
+from ..core.wording import brief
 from ..models.exit_heads import ExitHeads
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
@@ -110,9 +111,7 @@ def check_curve_heads(curve: Any, heads: ExitHeads | None) -> None:
         )
 
 
-def sequence_rows(
-    tokens: Tensor, attention_mask: Tensor | None, split_model: LocalSplitModel, reads: str, causal: bool
-) -> Rows:
+def sequence_rows(tokens: Any, attention_mask: Tensor | None, split_model: LocalSplitModel, reads: str, causal: bool) -> Rows:
     """The inputs of a full-sequence forward pass.
 
     Args:
@@ -124,14 +123,23 @@ def sequence_rows(
 
     Raises:
         LayersimError: the model does not take these inputs.
+        LayersimTypeError: `tokens` is no tensor.
     """
     pixels, mask = reads_pixels(split_model), attention_mask
+    call = "early.logits(images)" if pixels else "early.logits(encoded.input_ids, encoded.attention_mask)"
+    if not isinstance(tokens, Tensor):
+        raise LayersimTypeError(
+            f"`tokens` of EarlyExit.logits cannot be {brief(tokens)}.",
+            given=f"tokens={brief(tokens)}",
+            expected=f"a tensor of {'images `batch channel height width`' if pixels else 'token ids `batch pos`'}",
+            do=call,
+        )
     if pixels and mask is not None:
         raise LayersimError(
             "`attention_mask` cannot be given for an image model.",
             given=f"a mask of shape {tuple(mask.shape)}",
             expected="images alone",
-            do="logits(pixel_values)",
+            do=call,
         )
     if tokens.is_floating_point() != pixels or tokens.dim() != (4 if pixels else 2):
         raise LayersimError(
@@ -140,7 +148,7 @@ def sequence_rows(
             else "`tokens` must be token ids: this model reads tokens.",
             given=f"{tokens.dtype} of shape {tuple(tokens.shape)}",
             expected="images `batch channel height width`" if pixels else "token ids `batch pos`",
-            do="logits(pixel_values)" if pixels else "logits(encoded.input_ids, encoded.attention_mask)",
+            do=call,
         )
     context = split_model.model.context
     if not pixels and context and tokens.shape[1] > context and (mask is None or int(mask.bool().sum(1).max()) > context):
@@ -155,7 +163,7 @@ def sequence_rows(
             "`attention_mask` does not fit `tokens`.",
             given=f"shape {tuple(mask.shape)}, {int(mask.bool().any(-1).logical_not().sum())} empty rows",
             expected=f"shape {tuple(tokens.shape)}, with a token in each row",
-            do="logits(encoded.input_ids, encoded.attention_mask)",
+            do=call,
         )
     tokens = tokens.to(split_model.device)
     attended = None if mask is None else mask.to(split_model.device).bool()

@@ -33,7 +33,7 @@ from .hooks import (
     on_leave,
     temporary_hooks,
 )
-from .layout import find_blocks, find_embedding, no_forward, refuse_no_weights, same_stream, settled
+from .layout import find_blocks, find_embedding, refuse_no_weights, refusing_failed_forward, same_stream, settled
 from .model_description import describe
 from .model_info import Model
 from .model_inputs import forward_arguments
@@ -285,12 +285,8 @@ class HookedSource(PointSource):
         Raises:
             LayersimError: the model cannot be run on tokens and a mask alone.
         """
-        try:
+        with refusing_failed_forward(self.module, batch.inputs):
             self.call(batch)
-        except (LayersimError, torch.OutOfMemoryError, StopForward):
-            raise
-        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise no_forward(self.module, error, batch.inputs) from error
 
     def call(self, batch: Batch, **more: Any) -> Any:
         """One forward pass, over all inputs of the batch, with `more` keyword arguments."""

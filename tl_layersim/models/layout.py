@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -294,6 +295,25 @@ def refuse_no_weights(module: torch.nn.Module) -> None:
             )
 
 
+@contextmanager
+def refusing_failed_forward(module: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context of a forward pass, in which an exception that the inputs cause becomes the error of `no_forward`.
+
+    Args:
+        module: the model.
+        inputs: of the forward pass, by name.
+
+    Raises:
+        LayersimError: the forward pass raised an exception.
+    """
+    try:
+        yield
+    except (LayersimError, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise no_forward(module, error, inputs) from error
+
+
 def no_forward(module: torch.nn.Module, error: Exception, inputs: Mapping[str, Tensor]) -> LayersimError:
     """The error for a model whose forward pass fails on the data.
 
@@ -338,7 +358,7 @@ def _other_size(module: torch.nn.Module, images: Tensor, error: Exception) -> La
         expected=f"channels x height x width: {' x '.join('any' if own is None else str(own) for own in wanted)}",
         do="pixel_values.movedim(-1, 1), which puts channels first"
         if last
-        else "the images with tokenizer=processor, which gives them this size",
+        else "the images with tokenizer=processor, or processor(images, return_tensors='pt').pixel_values, of this size",
     )
 
 
