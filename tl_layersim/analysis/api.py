@@ -152,8 +152,9 @@ def analyze(
             for nnsight's simulation of a server. Only sums return from the server.
         tokenizer: used in place of the model's own; for images their processor.
         batch_size: rows in a forward pass.
-        seq_len: longest row of tokens; longer texts and rows continue in further rows. Default: 256 for texts or the model's
-            context if that is shorter; token rows as they are.
+        seq_len: longest row of tokens; longer texts and rows continue in further rows. A head that reads a row as one, as that
+            of a classifier of texts, reads one row of each text, which the tokenizer cuts. Default: 256 for texts or the
+            model's context if that is shorter; token rows as they are.
         pack: join texts and cut rows of full length from the joined text, instead of padding each text.
         max_tokens: stop after this many counted tokens.
         skip_first: leave out the first positions of each row, whose activations are massive in many models.
