@@ -192,6 +192,7 @@ def analyze(
     source = open_source(model, layers=layers, remote=remote, **opening)
     verify_on_first_row(source, verify)
     plan = plan_sites([source], chosen, at, per_head)
+    chosen = plan.settled(chosen, source, positions)
     described = with_tokenizer(source.model, tokenizer)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
     rule = chosen_rule(positions, [source.model], chosen, skip_first)
