@@ -13,6 +13,7 @@ from tl_layersim.analyzers.neural_collapse import NeuralCollapseResult
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_llama
+from ..training.helpers import bert, vit
 from ..views import from_views, view, worst
 
 
@@ -128,3 +129,77 @@ def test_classes_with_one_mean_have_no_collapse():
         found = of(same, torch.arange(20) % 2)
     assert found.nc1.isnan().all()
     assert (found.between == 0).all()
+
+
+def whole_rows_of(model, blocks, inputs):
+    """`layer row pos d_model`: the stream of rows of one length."""
+    seen = []
+
+    def keep(_module, _args, out):
+        seen.append(out[0] if isinstance(out, tuple) else out)
+
+    handles = [blocks[0].register_forward_pre_hook(lambda _m, args: seen.append(args[0]))]
+    handles += [
+        b.register_forward_hook(lambda _m, _a, out: seen.append(out[0] if isinstance(out, tuple) else out)) for b in blocks
+    ]
+    with torch.no_grad():
+        model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen).double().numpy()
+
+
+@pytest.mark.filterwarnings("ignore:NC1 is not defined", "ignore:Cosines of tokens")
+@pytest.mark.parametrize("kind", ["vit", "bert"])
+def test_the_default_sample_is_what_the_head_reads_of_a_row(kind):
+    label = [0, 1, 0, 1, 2, 2, 0, 1]
+    if kind == "vit":
+        model = vit().double()
+        data = {"pixel_values": torch.randn(8, 3, 8, 8, dtype=torch.float64), "labels": torch.tensor(label)}
+        x = whole_rows_of(model, model.vit.layers, {"pixel_values": data["pixel_values"]})
+    else:
+        model = bert().double()
+        data = {"input_ids": random_tokens(8, 9), "labels": torch.tensor(label)}
+        x = whole_rows_of(model, model.bert.encoder.layer, {"input_ids": data["input_ids"]})
+
+    def nc1(positions=None, beside=(), **options):
+        given = [*beside, lsim.NeuralCollapse(labels="data", classes=3, **options)]
+        found = lsim.analyze(model, data, given, batch_size=3, positions=positions)["neural_collapse"]
+        return found.values.numpy(), found.provenance.options
+
+    def expected(samples):
+        return oracles.oracle_neural_collapse([samples], label, 3)["values"]
+
+    default, options = nc1()
+    np.testing.assert_allclose(default[1:], expected(x[1:, :, 0]), rtol=1e-6)
+    assert (options["pool"], options["positions"]) == ("head", "first")
+    # Beside analyzers of single positions no rule is needed.
+    assert np.array_equal(nc1(beside=[lsim.Cosine(center="none")])[0], default, equal_nan=True)
+    assert np.array_equal(nc1(positions="all")[0], default, equal_nan=True)
+    # A rule that leaves out what the head reads, and a choice of the user's, are kept.
+    for asked, samples in (({"pool": "last"}, x[1:, :, -1]), ({"positions": "last"}, x[1:, :, -1])):
+        found, options = nc1(**asked)
+        np.testing.assert_allclose(found[1:], expected(samples), rtol=1e-6)
+        assert options["pool"] == "last"
+    found, _ = nc1(positions="mean")
+    np.testing.assert_allclose(found[1:], expected(x[1:].mean(2)), rtol=1e-6)
+    with pytest.raises(lsim.LayersimError, match="`skip_first` leaves out the position"):
+        lsim.analyze(model, data, lsim.NeuralCollapse(labels="data", classes=3), skip_first=1)
+    with pytest.raises(lsim.LayersimError, match="`positions` must be given: NeuralCollapse reads whole rows"):
+        nc1(beside=[lsim.Cosine(center="none")], pool="mean")
+
+
+@pytest.mark.filterwarnings("ignore:NC1 is not defined")
+def test_the_default_sample_at_other_sites_and_of_other_models():
+    tokens, label = random_tokens(8, 9), torch.tensor([0, 1] * 4)
+    data = {"input_ids": tokens, "labels": label}
+    at_mlp = [
+        lsim.analyze(bert(), data, lsim.NeuralCollapse(labels="data", pool=pool), at="mlp_out")["neural_collapse"]
+        for pool in (None, "first", "last")
+    ]
+    assert at_mlp[0].provenance.options["pool"] == "first"
+    assert torch.equal(at_mlp[0].values, at_mlp[1].values)
+    assert not torch.equal(at_mlp[0].values, at_mlp[2].values)
+    for labels, level, pool in (("data", "sequence", "last"), ("next_token", "token", None)):
+        found = lsim.analyze(tiny_llama(), data, lsim.NeuralCollapse(labels=labels, level=level))["neural_collapse"]
+        assert found.provenance.options["pool"] == pool

@@ -152,8 +152,9 @@ def analyze(
             for nnsight's simulation of a server. Only sums return from the server.
         tokenizer: used in place of the model's own; for images their processor.
         batch_size: rows in a forward pass.
-        seq_len: longest row of tokens; longer texts and rows continue in further rows. Default: 256 for texts or the model's
-            context if that is shorter; token rows as they are.
+        seq_len: longest row of tokens; longer texts and rows continue in further rows. A head that reads a row as one, as that
+            of a classifier of texts, reads one row of each text, which the tokenizer cuts. Default: 256 for texts or the
+            model's context if that is shorter; token rows as they are.
         pack: join texts and cut rows of full length from the joined text, instead of padding each text.
         max_tokens: stop after this many counted tokens.
         skip_first: leave out the first positions of each row, whose activations are massive in many models.
@@ -191,6 +192,7 @@ def analyze(
     source = open_source(model, layers=layers, remote=remote, **opening)
     verify_on_first_row(source, verify)
     plan = plan_sites([source], chosen, at, per_head)
+    chosen = plan.settled(chosen, source, positions)
     described = with_tokenizer(source.model, tokenizer)
     labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
     rule = chosen_rule(positions, [source.model], chosen, skip_first)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
+from ..data.positions import PositionRule
 from ..models.hook_point import HookPoint
 from ..models.model_info import Model
 from ..models.source import Source
@@ -83,6 +84,16 @@ class SitePlan:
         models = [source.model for source in sources]
         for name, analyzer in analyzers.items():
             analyzer.check_sites(*self.models(name, models, sources))
+
+    def settled(self, analyzers: Mapping[str, Analyzer], source: Source, positions: PositionRule | None) -> dict[str, Analyzer]:
+        """The analyzers with the options that depend on the model, see `Analyzer.settled`.
+
+        Args:
+            analyzers: by name.
+            source: the model.
+            positions: as the user gave them.
+        """
+        return {name: a.settled(self.models(name, [source.model], [source])[0], positions) for name, a in analyzers.items()}
 
     def record(self) -> dict[str, Any]:
         """The options `at` and `per_head`, for a result's provenance."""

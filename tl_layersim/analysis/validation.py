@@ -190,7 +190,9 @@ def shared_tokens(a: Model, b: Model, given: bool) -> Model:
     # Errors about long rows name the model with the shorter context.
     name = a.name if context == a.context else b.name
     vocabulary = smaller(a.vocabulary, b.vocabulary)
-    return replace(a, name=name, vocabulary=vocabulary, context=context, **a.inputs_with(b))
+    # A head that reads a row as one needs whole rows, whichever model has it.
+    head = a.head if a.reads_rows else b.head
+    return replace(a, name=name, vocabulary=vocabulary, context=context, head=head, **a.inputs_with(b))
 
 
 def refuse_no_comparison(analyzers: Mapping[str, Analyzer], call: str) -> None:

@@ -19,6 +19,7 @@ from ..core.provenance import Provenance
 from ..core.results import Result
 from ..core.sums import Sums
 from ..data.batches import Batch
+from ..data.positions import PositionRule
 from ..models.activation_checks import need_equal_width, need_stream
 from ..models.exit_heads import ExitHeads
 from ..models.head_layouts import NO_HEAD
@@ -120,6 +121,15 @@ class Analyzer(ABC):
     def whole_rows(self) -> bool:
         """Whether samples are rows of tokens; single steps of cached generation are then refused."""
         return False
+
+    def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
+        """The analyzer with the options that depend on the model, before a run.
+
+        Args:
+            model: to be analyzed, with the sites of this analyzer.
+            positions: as the user gave them.
+        """
+        return self
 
     @property
     def reads_head(self) -> bool:

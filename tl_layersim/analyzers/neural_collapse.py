@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
+from ..data.positions import PositionRule
 from ..models.activation_checks import need_stream
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
@@ -92,6 +93,9 @@ class NeuralCollapse(Analyzer):
         level: a sample is each "token" or each row ("sequence"); "auto" is "token" for next tokens, else "sequence".
         pool: for level="sequence", the row's "last" counted token, its "first", or the "mean" of all; "head" for the vector
             that a classifier reads of a row, before the final norm: [CLS], the mean of the patches, or both, concatenated.
+            None for "head" where the model's head reads a row as one and `positions` leaves what it reads, else "last". At
+            sites other than the residual stream, None is "first", "last" or, for a head that reads several positions, "mean".
+            The choice is recorded as `provenance.options["pool"]`.
         max_memory_gb: limit for the second moments, layers x d_model^2 numbers; a larger requirement is refused before the
             run.
 
@@ -112,7 +116,7 @@ class NeuralCollapse(Analyzer):
     labels: Any = "next_token"
     classes: int | tuple[int, ...] | list[int] = 10
     level: Literal["auto", "token", "sequence"] = "auto"
-    pool: Literal["last", "first", "mean", "head"] = "last"
+    pool: Literal["last", "first", "mean", "head"] | None = None
     max_memory_gb: int | float = 4.0
 
     def __post_init__(self) -> None:
@@ -145,6 +149,17 @@ class NeuralCollapse(Analyzer):
         if self.level != "auto":
             return self.level
         return "token" if isinstance(self.labels, str) and self.labels == "next_token" else "sequence"
+
+    def settled(self, model: Model, positions: PositionRule | None) -> Analyzer:
+        if self.pool is not None or not self.whole_rows:
+            return self
+        head = model.head
+        if head is None or head.reads == "every" or positions not in (None, "all", head.reads):
+            return replace(self, pool="last")
+        if model.stream in ("whole", "parts"):
+            return replace(self, pool="head")
+        by_head: dict[str, Literal["first", "last", "mean"]] = {"first": "first", "last": "last", "rows": "mean"}
+        return replace(self, pool=by_head[head.reads])
 
     def check_sites(self, *models: Model) -> None:
         super().check_sites(*models)
@@ -190,7 +205,9 @@ class NeuralCollapse(Analyzer):
         return partial(class_counts_kernel, labels=self.labels, by_row=self.whole_rows)
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(collapse_kernel, labels=self.labels, classes=self._classes(first), level=self._level(), pool=self.pool)
+        # A default that no model has settled, as under `attach`, is that of a model without a head.
+        pool = self.pool or "last"
+        return partial(collapse_kernel, labels=self.labels, classes=self._classes(first), level=self._level(), pool=pool)
 
     def _classes(self, first: Sums) -> Tensor:
         if isinstance(self.classes, tuple):

@@ -22,8 +22,8 @@ from .other_stack import cut_to_longest, decoder_alone, reads_decoder
 from .positions import Positions
 from .readers import Notes, Reader, refuse_path
 from .row import Row
-from .text_encoding import Encoded, Text, encode
-from .text_rows import TextRows
+from .text_encoding import Encoded, Text
+from .text_rows import TextRows, row_too_long
 
 TEXTS_AT_ONCE = 64
 # Positions of a row that is run to find out how a model runs.
@@ -167,6 +167,13 @@ class Batches:
                 expected=f"at most {self.model.context}, the context of {self.model.name}",
                 do=f"seq_len={self.model.context}",
             )
+        if self.options.pack and self.model.reads_rows:
+            raise LayersimError(
+                f"`pack` joins texts, and the head of {self.model.name} reads a row as one.",
+                given="pack=True",
+                expected="a row for each text",
+                do="pack=False",
+            )
 
     @property
     def one_shot(self) -> bool:
@@ -185,9 +192,9 @@ class Batches:
         """Numbers of rows that the last pass over the data treated specially, for a result's provenance.
 
         `own_bos`: rows of text that began with a BOS of their own; `masked_by_pad_id`: rows of tokens whose mask was derived
-        from padding ids.
+        from padding ids; `cut_texts`: texts that were cut to one row, for a head that reads a row as one.
         """
-        return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked}
+        return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
 
     def __iter__(self) -> Iterator[Batch]:
         rows = self.rows()
@@ -198,7 +205,9 @@ class Batches:
 
     def rows(self) -> Iterator[Row]:
         """Rows without padding, up to `max_tokens`."""
-        return self._limited(self._rows())
+        texts = TextRows(self.model, self.options, self.notes)
+        yield from self._limited(self._rows(texts))
+        texts.warn_of_cut()
 
     def batch(self, rows: list[Row], first: int) -> Batch:
         """A batch of rows, padded on the right to the longest.
@@ -255,16 +264,15 @@ class Batches:
                 left -= int(counted.sum())
             yield row
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self, texts: TextRows) -> Iterator[Row]:
         """Rows of at most `seq_len` tokens, checked against the model."""
-        self.notes.own_bos = self.notes.masked = 0
-        texts = TextRows(self.model, self.options, self.notes)
+        self.notes.own_bos = self.notes.masked = self.notes.texts = self.notes.cut = 0
         pieces: Iterator[Row]
         if self.options.pack:
-            pieces = texts.packed(self._encoded())
+            pieces = texts.packed(self._encoded(texts))
         else:
             pieces = itertools.chain.from_iterable(
-                self._split(item) if isinstance(item, Row) else texts.windows(item) for item in self._encoded()
+                self._split(item) if isinstance(item, Row) else texts.windows(item) for item in self._encoded(texts)
             )
         context = self.model.context
         for row in pieces:
@@ -273,7 +281,9 @@ class Batches:
                     "`data` has a row that is longer than the model's context.",
                     given=f"{len(row.tokens)} tokens",
                     expected=f"at most {context}",
-                    do=f"seq_len={context}, which cuts longer rows into several",
+                    do=f"tokenizer(texts, truncation=True, max_length={context})"
+                    if self.model.reads_rows
+                    else f"seq_len={context}, which cuts longer rows into several",
                 )
             if row.has_tokens:
                 self._check_ids(row.tokens)
@@ -310,7 +320,10 @@ class Batches:
             )
 
     def _split(self, row: Row) -> Iterator[Row]:
-        return (part for part in row.split(self.options.seq_len or len(row.tokens)) if part.attention.any())
+        parts = [part for part in row.split(self.options.seq_len or len(row.tokens)) if part.attention.any()]
+        if len(parts) > 1 and row.has_tokens and self.model.reads_rows:
+            raise row_too_long(len(row.tokens), len(parts[0].tokens), self.model, "a row of token ids")
+        return iter(parts)
 
     def count_rows(self) -> int:
         """Number of rows of the data, before texts are tokenised and long rows are split."""
@@ -321,7 +334,7 @@ class Batches:
         reader = Reader(self.options.column, self.labelled, self.model, self.notes, self.options.selection.column)
         return reader.items(self.data)
 
-    def _encoded(self) -> Iterator[Encoded | Row]:
+    def _encoded(self, texts: TextRows) -> Iterator[Encoded | Row]:
         """Encode chats and texts as token ids, texts many at a time; rows of tokens among them are passed on in order."""
         waiting: list[tuple[int, Text]] = []
         chats = ChatEncoder(self.model, self.options)
@@ -333,17 +346,17 @@ class Batches:
             if isinstance(item, Text):
                 waiting.append((number, item))
                 if len(waiting) == TEXTS_AT_ONCE:
-                    yield from encode(waiting, self.model)
+                    yield from texts.encoded(waiting)
                     waiting = []
             else:
-                yield from encode(waiting, self.model)
+                yield from texts.encoded(waiting)
                 waiting = []
                 if isinstance(item, Chat):
                     ids, marks = chats.encode(item, number)
                     yield Encoded(ids, item.label, number, inputs=item.inputs, chat=True, marks=marks)
                 else:
                     yield replace(item, source=number)
-        yield from encode(waiting, self.model)
+        yield from texts.encoded(waiting)
 
 
 def found_in(*parts: Batches) -> dict[str, int]:

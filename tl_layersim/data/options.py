@@ -14,7 +14,7 @@ Column = str | tuple[str, str]
 # Characters of a chat template that is recorded as it is.
 LONGEST_RECORDED = 80
 # Further keys in the provenance of a run: no analyzer may have an option of such a name.
-RECORDED = ("tokenizer", "processor", "layers", "unembed", "at", "per_head", "own_bos", "masked_by_pad_id")
+RECORDED = ("tokenizer", "processor", "layers", "unembed", "at", "per_head", "own_bos", "masked_by_pad_id", "cut_texts")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class DataOptions:
 
     Attributes:
         batch_size: rows in a forward pass.
-        seq_len: longest row; None for 256 or the model's context if that is shorter (texts) or the rows as they are (tokens).
+        seq_len: longest row; longer ones continue in further rows, and a text is cut where the head reads a row as one. None
+            for 256 or the model's context if that is shorter (texts) or the rows as they are (tokens).
         pack: join texts, with an end-of-text token between them, and cut rows of `seq_len` from the whole.
         max_tokens: stop after this many counted tokens.
         skip_first: positions at the start of each row that are not counted.

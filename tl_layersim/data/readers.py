@@ -51,12 +51,16 @@ class Notes:
     Attributes:
         own_bos: rows of texts that began with a BOS of their own, so that none was added.
         masked: rows of tokens without a mask, whose mask was derived from the padding id.
+        texts: texts.
+        cut: texts that were cut to one row.
         warned: warnings of earlier passes, which are not repeated.
         unread: whether columns that are not read were named.
     """
 
     own_bos: int = 0
     masked: int = 0
+    texts: int = 0
+    cut: int = 0
     warned: set[str] = field(default_factory=set)
     unread: bool = False
 

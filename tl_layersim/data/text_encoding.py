@@ -47,6 +47,7 @@ class Encoded(NamedTuple):
         inputs: see `Text`.
         chat: whether it is a chat.
         marks: as in `EncodedChat`.
+        cut: whether the text is longer, and was cut to one row.
     """
 
     ids: list[int]
@@ -57,6 +58,7 @@ class Encoded(NamedTuple):
     inputs: Mapping[str, Tensor] = MappingProxyType({})
     chat: bool = False
     marks: list[bool] | None = None
+    cut: bool = False
 
 
 def adds_specials(tokenizer: Any) -> bool:
@@ -67,12 +69,13 @@ def adds_specials(tokenizer: Any) -> bool:
     return count is not None and bool(count() >= 2)
 
 
-def encode(items: Sequence[tuple[int, Text]], model: ModelInputs) -> list[Encoded]:
+def encode(items: Sequence[tuple[int, Text]], model: ModelInputs, longest: int | None = None) -> list[Encoded]:
     """Encode texts, or pairs of texts, as token ids.
 
     Args:
         items: texts, each with its number in the data.
         model: its tokenizer encodes.
+        longest: most tokens of a text, to which the tokenizer cuts it; None to keep all.
 
     Raises:
         LayersimError: the model has no tokenizer, or one that does not join pairs; or a text is missing or unreadable.
@@ -109,7 +112,9 @@ def encode(items: Sequence[tuple[int, Text]], model: ModelInputs) -> list[Encode
         )
     # This package adds BOS, once per row, so that every source reads the same tokens: TransformerLens changes the
     # tokenizers that it loads, so that they add their own.
-    options = {"add_special_tokens": specials, "verbose": False}
+    options: dict[str, Any] = {"add_special_tokens": specials, "verbose": False}
+    if longest is not None:
+        options |= {"truncation": True, "max_length": longest}
     found = tokenizer(texts, second, **options) if second is not None else tokenizer(texts, **options)
     segments = found.get(SEGMENTS) if SEGMENTS in model.inputs else None
     return [

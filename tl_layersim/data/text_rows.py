@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from .model_properties import ModelInputs
 from .options import DataOptions
 from .readers import Notes
 from .row import Row
-from .text_encoding import SEGMENTS, Encoded, adds_specials
+from .text_encoding import SEGMENTS, Encoded, Text, adds_specials, encode
 
 DEFAULT_SEQ_LEN = 256
 
@@ -25,7 +25,7 @@ class TextRows:
     Args:
         model: its tokenizer and context apply.
         options: how the data is read.
-        notes: counts the rows that began with a BOS of their own.
+        notes: counts the rows that began with a BOS of their own, and the texts that were cut.
     """
 
     model: ModelInputs
@@ -43,8 +43,48 @@ class TextRows:
         bos = self.model.tokenizer.bos_token_id
         return [bos] if self.options.prepend_bos and bos is not None and not adds_specials(self.model.tokenizer) else []
 
+    def encoded(self, items: Sequence[tuple[int, Text]]) -> list[Encoded]:
+        """Texts, each with its number in the data, as token ids; cut to one row where the model's head reads a row as one."""
+        texts = encode(items, self.model)
+        if not self.model.reads_rows:
+            return texts
+        return [self._one_row(text, item) for text, item in zip(texts, items, strict=True)]
+
+    def _one_row(self, text: Encoded, item: tuple[int, Text]) -> Encoded:
+        """The text, which the tokenizer cuts to one row with its special tokens if it is longer."""
+        tokenizer = self.model.tokenizer
+        # A tokenizer that cuts the beginning cuts the text's own BOS too.
+        own = text.ids[:1] == self.bos and tokenizer.truncation_side == "right"
+        room = self.length - (0 if own else len(self.bos))
+        if len(text.ids) <= room:
+            return text
+        specials = tokenizer.num_special_tokens_to_add(item[1].second is not None) if adds_specials(tokenizer) else 0
+        if room <= specials:
+            raise LayersimError(
+                "`seq_len` leaves no room for a text beside the tokenizer's special tokens.",
+                given=f"seq_len={self.length}, and {specials} special tokens",
+                expected="rows that hold the special tokens and a part of the text",
+                do=f"seq_len={min(DEFAULT_SEQ_LEN, self.model.context or DEFAULT_SEQ_LEN)}",
+            )
+        # A first special token that the text brings along is doubled before `encode` takes one away.
+        [cut] = encode([item], self.model, room + text.own)
+        return cut._replace(cut=True)
+
+    def warn_of_cut(self) -> None:
+        """Say how many texts were cut to one row."""
+        if self.notes.cut:
+            self.notes.once(
+                f"{self.notes.cut} of {self.notes.texts} texts are longer than seq_len={self.length} tokens. The model's head "
+                "reads a row as one, so each of them was cut to one row: pass a larger seq_len= to keep more"
+                + (f", at most {self.model.context}." if self.model.context else ".")
+            )
+
     def windows(self, text: Encoded) -> Iterator[Row]:
         """Rows of a text's tokens; a long text continues in further rows, without losing a token."""
+        if text.chat and self.model.reads_rows and len(text.ids) > self.length:
+            raise row_too_long(len(text.ids), self.length, self.model, "a chat")
+        self.notes.texts += 1
+        self.notes.cut += text.cut
         self.notes.own_bos += text.own
         # Rows of a chat whose template writes no BOS have none.
         adds = not text.chat or text.ids[:1] == self.bos
@@ -127,3 +167,21 @@ class TextRows:
             separates += [False] * len(ids) + ([True] if end is not None else [])
             yield from cut(self.length)
         yield from cut(0)
+
+
+def row_too_long(tokens: int, longest: int, model: ModelInputs, given: str) -> LayersimError:
+    """The refusal of tokens that are longer than one row, where the model's head reads a row as one.
+
+    Args:
+        tokens: number of tokens.
+        longest: most tokens of a row.
+        model: the model.
+        given: what the tokens are.
+    """
+    fits = model.context is None or tokens <= model.context
+    return LayersimError(
+        f"`data` has {given} that is longer than `seq_len`, and the head of {model.name} reads a row as one.",
+        given=f"{tokens} tokens with seq_len={longest}",
+        expected="one row each: the rest of a cut row lacks the special tokens, and is not what its label belongs to",
+        do=(f"seq_len={tokens}; or " if fits else "") + f"tokenizer(texts, truncation=True, max_length={longest}), or texts",
+    )

@@ -84,7 +84,8 @@ def _rows_of_texts(prompt: Any, mask: Tensor | None, model: Model, tokenizer: An
             expected="a text, a list of texts, or token ids `batch pos`",
             do='generate("Once upon a time")',
         )
-    described = replace(model, tokenizer=tokenizer or model.tokenizer)
+    # Without its head the texts are not cut: one that exceeds the context is refused below.
+    described = replace(model, tokenizer=tokenizer or model.tokenizer, head=None)
     length = model.context or 1 << 20
     rows = list(Batches(texts, described, DataOptions(batch_size=len(texts) + 1, seq_len=length)).rows())
     if len(rows) != len(texts):

@@ -80,6 +80,11 @@ class Model:
     widths: tuple[int, ...] = ()
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether the head reads a row as one, as that of a classifier of texts or images does."""
+        return self.head is not None and self.head.reads != "every"
+
+    @property
     def widest(self) -> int | None:
         """Width of the widest site, None where unknown."""
         return max(self.widths, default=None) or self.d_model

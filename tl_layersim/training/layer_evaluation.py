@@ -77,9 +77,9 @@ def evaluate_layers(
         **options: further options of `analyze`: `batch_size`, `seq_len`, `pack`, `max_tokens`, `tokenizer`, ...
 
     Returns:
-        A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"`, `"task_metrics"`
-        (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) where prompts are given. `to_html` writes the
-        page.
+        A `Report` with `"layers"` (`LayerChange`), the whole `"cosine_before"` and `"cosine_after"` (keys that `names` does not
+        change), `"task_metrics"` (`MetricChange`) of classifiers, and `"generation"` (`GenerationQuality`) where prompts are
+        given. `to_html` writes the page.
 
     Raises:
         LayersimError: the models differ in depth, or read different tokens.
