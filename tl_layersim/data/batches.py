@@ -237,7 +237,10 @@ class Batches:
         return self._counts[key]
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows with their counted positions, until `max_tokens` are counted; the last row is cut to meet that number."""
+        """Rows with their counted positions, until `max_tokens` are counted; the last row is cut to meet that number.
+
+        It stays whole for a head that makes one vector of a row: of a part of the row it would be another vector.
+        """
         left, selection = self.options.max_tokens, self.options.selection
         for row in rows:
             if not row.has_positions:
@@ -247,6 +250,9 @@ class Batches:
             counted = selection.select(row.tokens, row.attention, row.marks)
             row = replace(row, counted=counted)
             if left is not None:
+                if int(counted.sum()) >= left and self.model.reads_rows:
+                    yield row
+                    return
                 if int(counted.sum()) >= left:
                     # Tokens after the last counted one do not run, unless the rule refers to the whole row.
                     end = int((counted.cumsum(0) < left).sum()) + 1

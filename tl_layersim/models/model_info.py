@@ -80,6 +80,11 @@ class Model:
     widths: tuple[int, ...] = ()
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether the head makes one vector of the positions of a row."""
+        return self.head is not None and self.head.reads == "rows"
+
+    @property
     def widest(self) -> int | None:
         """Width of the widest site, None where unknown."""
         return max(self.widths, default=None) or self.d_model
