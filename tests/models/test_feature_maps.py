@@ -163,7 +163,7 @@ def test_what_modules_tell_of_channels():
     assert channel_axis((2, 8, 4, 4), both, "x") == 1
     assert channel_axis((2, 4, 4, 16), both, "x") == -1
     for shape in ((2, 8, 4, 16), (2, 5, 4, 4)):
-        with pytest.raises(lsim.LayersimError, match=r"at here have two axes(.|\n)*path of the convolution"):
+        with pytest.raises(lsim.LayersimError, match=r"at here do not tell(.|\n)*path of the convolution"):
             channel_axis(shape, both, "here")
     # Patches that a module makes of a map, in either order.
     assert channel_axis((2, 49, 16), both, "x") == -1
@@ -181,3 +181,52 @@ def test_a_vision_transformer_is_read_as_before():
     means = [patches[0].mean((2, 3)).numpy(), *(x.mean(1).numpy() for x in maps(model, at[1:]))]
     found = lsim.analyze(model, PIXELS, CKA, at=at, positions="mean")
     np.testing.assert_allclose(values(found), oracles_cka(means), atol=1e-9)
+
+
+class Permute(torch.nn.Module):
+    """Channels of a map become its last axis."""
+
+    def forward(self, x):
+        return x.movedim(1, -1)
+
+
+def test_a_permutation_does_not_inherit_the_axis_of_the_convolution_before_it():
+    torch.manual_seed(0)
+    conv, norm, last = torch.nn.Conv2d(3, 6, 1), torch.nn.LayerNorm(6), torch.nn.Linear(6, 5)
+    net = torch.nn.Sequential(conv, Permute(), torch.nn.Dropout(), norm, last, torch.nn.GELU()).double().eval()
+    at, x = ["0", "1", "2", "3", "4", "5"], PIXELS[..., :4, :5]
+    for square in (False, True):
+        stack = [net[:3](x), net[:4](x), net[:6](x)] if square else [net[:i](x) for i in range(1, 7)]
+        names = ["2", "3", "5"] if square else at
+        means = [a.mean((2, 3) if i == 0 and not square else (1, 2)).detach().numpy() for i, a in enumerate(stack)]
+        found = lsim.analyze(net, x, CKA, at=names, positions="mean")
+        np.testing.assert_allclose(values(found), oracles_cka(means), atol=1e-9)
+    for name in ("1", "2"):
+        with pytest.raises(lsim.LayersimError, match="do not tell which axis"):
+            lsim.analyze(net, PIXELS[..., :6, :6], CKA, at=[name, "3"])
+    patches = torch.nn.Sequential(torch.nn.Sequential(conv, torch.nn.Flatten(2), Permute()), last)
+    for name in ("0", "0.2"):
+        assert channel_axis((6, 20, 6), channels_at(patches, name), name) == -1
+        with pytest.raises(lsim.LayersimError, match="do not tell which axis"):
+            channel_axis((6, 6, 6), channels_at(patches, name), name)
+    back = torch.nn.Sequential(conv, last, Permute())
+    assert channel_axis((6, 5, 4, 4), channels_at(back, "2"), "2") == 1
+    assert channel_axis((6, 4, 4, 6), channels_at(torch.nn.Sequential(conv, Permute()), ""), "") == -1
+
+
+def test_the_axis_of_a_convolution_is_certain_in_text_too():
+    assert channel_axis((8, 10, 5), Channels(1), "c", 10) == 1
+    assert channel_axis((8, 10, 5), Channels(None, (5,)), "c", 10) == -1
+
+    class Text(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.conv = torch.nn.Embedding(30, 7), torch.nn.Conv1d(7, 10, 3, padding=1, stride=2)
+
+        def forward(self, input_ids):
+            return self.conv(self.embed(input_ids).transpose(1, 2)).mean(-1)
+
+    torch.manual_seed(0)
+    model, tokens = Text().double().eval(), torch.randint(2, 30, (8, 10))
+    with pytest.raises(lsim.LayersimError, match=r"activations at conv do not fit(.|\n)*8 x 5 x 10"):
+        lsim.analyze(model, tokens, CKA, at=["conv"])

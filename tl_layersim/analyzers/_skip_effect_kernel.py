@@ -79,7 +79,9 @@ def _earlier(view: View, keep_first: int, splits: int) -> list[Skip]:
         split = length * number // (splits + 1)
         skipped = (place >= keep_first) & (place < split[:, None])
         tokens = (view.position >= split[view.sequence]) & (split[view.sequence] > keep_first)
-        skips.append(Skip(skipped, tokens.nonzero()[:, 0], _read(view, tokens)))
+        # A head that makes one vector of a row reads the skipped positions too: its change is no effect on later positions.
+        alone = torch.zeros_like(tokens) if view.unembed is not None and view.unembed.pool is not None else tokens
+        skips.append(Skip(skipped, tokens.nonzero()[:, 0], _read(view, alone)))
     return skips
 
 

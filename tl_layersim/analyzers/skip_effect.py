@@ -39,7 +39,8 @@ class SkipEffectResult(Result):
         probability_change: `skipped`, mean over tokens of |p - p~|, the Euclidean norm of the change of the output
             probabilities, at most sqrt(2). NaN for a model without a known head.
         probability_change_largest: `skipped`, the largest such norm in a row, mean over rows.
-        later_probability_change: `skipped`, as `probability_change`, for `later`.
+        later_probability_change: `skipped`, as `probability_change`, for `later`. NaN for a head that reads the first position
+            of a row, or several: it reads positions at which the block is skipped.
         later_probability_change_largest: `skipped`, as `probability_change_largest`, for `later`.
     """
 

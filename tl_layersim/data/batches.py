@@ -246,7 +246,10 @@ class Batches:
         return self._counts[key]
 
     def _limited(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Rows with their counted positions, until `max_tokens` are counted; the last row is cut to meet that number."""
+        """Rows with their counted positions, until `max_tokens` are counted; the last row is cut to meet that number.
+
+        It stays whole for a head that reads a row as one, which would read something else of a part of it.
+        """
         left, selection = self.options.max_tokens, self.options.selection
         for row in rows:
             if not row.has_positions:
@@ -256,6 +259,9 @@ class Batches:
             counted = selection.select(row.tokens, row.attention, row.marks)
             row = replace(row, counted=counted)
             if left is not None:
+                if int(counted.sum()) >= left and self.model.reads_rows:
+                    yield row
+                    return
                 if int(counted.sum()) >= left:
                     # Tokens after the last counted one do not run, unless the rule refers to the whole row.
                     end = int((counted.cumsum(0) < left).sum()) + 1

@@ -192,9 +192,12 @@ class ExitHeads:
                 expected=f"{len(below)} heads, of {', '.join(below[:2])}{', ...' if len(below) > 2 else ''}",
                 do="the heads that were trained with this model; no at=, and layers= as in training",
             )
-        # A part before the last one may change the width.
-        alone = model.head is not None and len(model.head.parts) == 1
-        own = (None, model.d_model if alone else None) if linear is None else (linear.out_features, linear.in_features)
+        # A part before the last one may change the width, and a head that reads rows may join several vectors.
+        own: tuple[int | None, int | None] = (None, None)
+        if linear is not None:
+            own = (linear.out_features, linear.in_features)
+        elif model.head is not None and len(model.head.parts) == 1 and model.d_model is not None:
+            own = (None, model.d_model * (1 if model.head.pool is None else model.head.pool.vectors))
         if any(size is not None and size != given for size, given in zip(own, self.weight.shape[1:], strict=True)):
             raise LayersimError(
                 f"`heads` do not have the shape of the head of {model.name}.",

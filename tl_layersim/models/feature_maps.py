@@ -6,7 +6,8 @@ This file is shipped to NDIF servers by value: it uses torch and the standard li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from ..core.errors import LayersimError
 # Files of torch whose modules work on `batch channel ...`.
 CHANNEL_FILES = ("conv", "pooling", "batchnorm", "instancenorm", "padding", "pixelshuffle", "upsampling", "channelshuffle")
 CHANNELS_FIRST = tuple(f"torch.nn.modules.{name}" for name in CHANNEL_FILES)
+# Files whose modules leave the axis of channels where it is, and such modules that models define on their own.
+KEEPING_FILES = (
+    "torch.nn.modules.activation",
+    "torch.nn.modules.dropout",
+    "torch.nn.modules.normalization",
+    "transformers.activations",
+)
+KEEPING_NAMES = ("DropPath", "StochasticDepth", "FrozenBatchNorm2d")
 
 
 @dataclass(frozen=True)
@@ -27,17 +36,20 @@ class Channels:
             sizes have to tell.
         first: numbers of channels of convolutions, which work on `batch channel ...`.
         last: widths of linear maps and norms, which work on `batch ... channel`.
+        moved: whether a module that may move the axis, such as a permutation, is among them.
     """
 
     axis: int | None
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
+    moved: bool = False
 
 
 def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
     """What the modules in and around one of a model's modules tell of its channels; None where no convolution is among them.
 
-    A module without weights has the layout of the module before it in a Sequential, or of the modules around it.
+    An activation, a norm or a dropout has the layout of the module before it in a Sequential, or of the modules around it. Any
+    other module may move the axis, and its sizes have to tell.
 
     Args:
         module: the model.
@@ -46,7 +58,7 @@ def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
     Examples:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 2), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8, 2))
         >>> channels_at(net, "0"), channels_at(net, "1")
-        (Channels(axis=1, first=(), last=()), Channels(axis=1, first=(), last=()))
+        (Channels(axis=1, first=(), last=(), moved=False), Channels(axis=1, first=(), last=(), moved=False))
     """
     if not any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in module.modules()):
         return None
@@ -56,15 +68,30 @@ def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
         return Channels(axis)
     first, last = _sizes(own)
     if first or last:
-        return Channels(None, first, last) if first else None
+        return Channels(None, first, last, not last and _may_move(own)) if first else None
     parent, _, name = path.rpartition(".")
     around = module.get_submodule(parent)
-    beside = list(around._modules) if isinstance(around, torch.nn.Sequential) else []
-    for before in reversed(beside[: beside.index(name)] if beside else []):
-        one = around.get_submodule(before)
-        if _axis_of(one) is not None or any(_sizes(one)):
-            return channels_at(module, f"{parent}.{before}".lstrip("."))
-    return channels_at(module, parent) if path else None
+    beside = list(takewhile(lambda other: other != name, around._modules)) if isinstance(around, torch.nn.Sequential) else []
+    if _keeps(own):
+        return channels_at(module, f"{parent}.{beside[-1]}".lstrip(".") if beside else parent)
+    for before in reversed(beside):
+        if any(sizes := _sizes(around.get_submodule(before), outputs=True)):
+            return Channels(None, *sizes, moved=True)
+    found = channels_at(module, parent)
+    return found and replace(found, moved=not found.last)
+
+
+def _keeps(module: torch.nn.Module) -> bool:
+    """Whether a module without an axis of its own leaves that of its input where it is."""
+    if isinstance(module, torch.nn.MultiheadAttention):
+        return False
+    known = isinstance(module, torch.nn.Identity) or type(module).__name__.endswith(KEEPING_NAMES)
+    return known or any(cls.__module__ in KEEPING_FILES for cls in type(module).__mro__)
+
+
+def _may_move(module: torch.nn.Module) -> bool:
+    """Whether one of the smallest modules in a module may move the axis of channels."""
+    return any(_axis_of(sub) is None and not _keeps(sub) for sub in module.modules() if not sub._modules)
 
 
 def _axis_of(module: torch.nn.Module) -> int | None:
@@ -76,17 +103,23 @@ def _axis_of(module: torch.nn.Module) -> int | None:
     return -1 if isinstance(module, torch.nn.Linear | torch.nn.Embedding) else None
 
 
-def _sizes(module: torch.nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of channels of all convolutions and their norms in a module, and widths of its linear maps and layer norms."""
+def _sizes(module: torch.nn.Module, outputs: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of channels of all convolutions and their norms in a module, and widths of its linear maps and layer norms.
+
+    Args:
+        module: of any kind.
+        outputs: whether a single convolution or linear map counts with its output alone.
+    """
     first: set[int] = set()
     last: set[int] = set()
     for sub in module.modules():
+        alone = outputs and sub is module
         if isinstance(sub, torch.nn.modules.conv._ConvNd):
-            first |= {sub.in_channels, sub.out_channels}
+            first |= {sub.out_channels} if alone else {sub.in_channels, sub.out_channels}
         elif isinstance(sub, torch.nn.modules.batchnorm._NormBase):
             first.add(sub.num_features)
         elif isinstance(sub, torch.nn.Linear):
-            last |= {sub.in_features, sub.out_features}
+            last |= {sub.out_features} if alone else {sub.in_features, sub.out_features}
         elif type(sub) is torch.nn.LayerNorm and len(sub.normalized_shape) == 1:
             last.add(sub.normalized_shape[0])
     return tuple(sorted(first)), tuple(sorted(last))
@@ -104,12 +137,21 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
     Raises:
         LayersimError: the modules do not tell it.
     """
-    if channels is None or len(shape) < 3 or (pos is not None and shape[1] == pos and shape[-1] != pos):
+    if channels is None or len(shape) < 3:
         return -1
     if channels.axis is not None:
         return channels.axis
     is_first, is_last = shape[1] in channels.first, shape[-1] in channels.last
-    if len(shape) == 3:
+    by_pos = pos is not None and shape[1] == pos and shape[-1] != pos
+    if channels.moved:
+        sized = [axis for axis in range(1, len(shape)) if shape[axis] in channels.first + channels.last]
+        if sized in ([1], [len(shape) - 1]):
+            return 1 if sized == [1] else -1
+        if by_pos and not sized:
+            return -1
+    elif by_pos:
+        return -1
+    elif len(shape) == 3:
         # A map that a module flattens, such as the embeddings of patches, mostly has its channels last.
         is_last |= shape[-1] in channels.first
         if is_first != is_last or not is_first:
@@ -117,7 +159,7 @@ def channel_axis(shape: Sequence[int], channels: Channels | None, name: str, pos
     elif not channels.last or is_first != is_last:
         return 1 if is_first or not channels.last else -1
     raise LayersimError(
-        f"The activations at {name} have two axes that could hold channels.",
+        f"The modules at {name} do not tell which axis of the activations holds channels.",
         given=f"{' x '.join(map(str, shape))}, with convolutions of {channels.first} and linear maps of {channels.last}",
         expected="batch x channel x height x width, or batch x height x width x channel",
         do="the path of the convolution, norm or linear map that gives these activations",
@@ -137,7 +179,9 @@ def to_positions(hidden: Tensor, channels: Channels | None, name: str = "", pos:
         >>> to_positions(torch.zeros(2, 8, 5, 5), Channels(1)).shape
         torch.Size([2, 25, 8])
     """
-    if channels is None or hidden.dim() < 3 or (pos is not None and hidden.shape[1] == pos and hidden.dim() > 3):
+    if channels is None or hidden.dim() < 3:
+        return hidden
+    if channels.axis is None and pos is not None and hidden.shape[1] == pos and hidden.dim() > 3:
         return hidden
     last = hidden.movedim(1, -1) if channel_axis(hidden.shape, channels, name, pos) == 1 else hidden
     return last.flatten(1, -2)

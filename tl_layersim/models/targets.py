@@ -171,7 +171,9 @@ def _refuse_no_next_tokens(labels: str, batch: Batch, model: Model | None) -> No
 
 def _refuse_mixed_rows(labels: Tensor, batch: Batch) -> None:
     """Refuse labels `batch pos` that differ within a row that is one sample."""
-    if any(len(set(row[kept].tolist())) > 1 for row, kept in zip(labels.cpu(), batch.counted, strict=True)):
+    # NaN, a score that is missing, differs from itself.
+    rows = (row[kept] for row, kept in zip(labels.cpu(), batch.counted, strict=True))
+    if any(not torch.equal(row.nan_to_num(torch.inf), row[:1].nan_to_num(torch.inf).expand_as(row)) for row in rows):
         pooled = "positions='mean'"
         raise LayersimError(
             "`labels` differ within a row, and "
