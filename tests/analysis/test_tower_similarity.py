@@ -253,3 +253,18 @@ def test_images_and_texts_are_read_through_the_processor():
     torch.testing.assert_close(found.values, lsim.tower_similarity(model, dict(given), batch_size=4).values, atol=1e-6, rtol=0)
     with pytest.raises(lsim.LayersimError, match=r"end-of-text token(.|\n)*truncation=True"):
         lsim.tower_similarity(model, {"image": images, "text": ["a cat " * 20] * 6}, tokenizer=made)
+
+
+@pytest.mark.parametrize("batch_size", [9, 4])
+def test_texts_that_are_padded_on_the_left_are_read_without_padding(batch_size):
+    model, data = clip_of(), pairs()
+    ids, mask = data["input_ids"], data["attention_mask"].bool()
+    left, kept = torch.full_like(ids, 1), torch.zeros_like(mask)
+    for row, own in enumerate(ids):
+        length = int(mask[row].sum())
+        left[row, len(own) - length :], kept[row, len(own) - length :] = own[mask[row]], True
+    assert not bool(kept[:, 0].all())
+    moved = {**data, "input_ids": left, "attention_mask": kept.long()}
+    expected, found = (lsim.tower_similarity(model, one, batch_size=batch_size) for one in (data, moved))
+    torch.testing.assert_close(found.values, expected.values)
+    torch.testing.assert_close(found.text, expected.text)

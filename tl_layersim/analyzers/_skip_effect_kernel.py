@@ -210,6 +210,9 @@ def _output_changes(view: View, hidden: Tensor, tokens: Tensor, memory_mb: float
     while start < len(tokens):
         some = slice(start, start + step)
         before, after = (torch.softmax(view.unembed(x, needs_norm).to(last), -1) for x in last[:, some])
+        # The probability of a single output is 1 whatever the output is.
+        if before.shape[-1] == 1:
+            return
         yield tokens[some], (after - before).norm(dim=-1)
         start += step
         # Logits and probabilities, of both runs, and their difference.

@@ -37,7 +37,7 @@ class SkipEffectResult(Result):
             is measured at the positions from the split on. NaN for `splits=0`.
         later_largest: `skipped affected`, as `largest`, for `later`.
         probability_change: `skipped`, mean over tokens of |p - p~|, the Euclidean norm of the change of the output
-            probabilities, at most sqrt(2). NaN for a model without a known head.
+            probabilities, at most sqrt(2). NaN for a model without a known head, or with a head of one output.
         probability_change_largest: `skipped`, the largest such norm in a row, mean over rows.
         later_probability_change: `skipped`, as `probability_change`, for `later`. NaN for a head that reads the first position
             of a row, or several: it reads positions at which the block is skipped.

@@ -8,6 +8,7 @@ Other packages may import from these modules:
 * `labels`: `NO_LABEL`, classes of tokens and rows; `missing_mask`: masks from padding ids
 * `annotations`: classes and boxes of the objects in images
 * `digest`: the SHA-256 of rows, and their bytes
+* `text_rows`: `DEFAULT_SEQ_LEN`, the length at which texts are cut where none is given
 """
 
 from .batches import Batch

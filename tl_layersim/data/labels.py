@@ -99,7 +99,8 @@ def whole_numbers(labels: Any) -> Tensor:
             "`labels` in the data must be integers.",
             given=f"{labels!r}"[:80],
             expected="whole numbers in the column `labels` or `label`, one for each row or each token",
-            do="map them to whole numbers first, or hand them over as labels=tensor",
+            do="classes: map them to whole numbers first, or hand them over as labels=tensor; scores of a regression head: "
+            "lsim.TaskMetrics(labels=scores), with the column as a tensor of floats",
         )
     return numbers.long()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..analysis.validation import with_tokenizer
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
+from ..models.cross_entropy import need_classes
 from ..models.exit_heads import ExitHeads, as_heads
 from ..models.layout import refusing_failed_forward
 from .arguments import check_curve_heads, check_curve_rule, check_layers, sequence_rows, shortlist_ids
@@ -136,7 +137,7 @@ class EarlyExit:
         """Determine what the model supports, and check that early exit reproduces its logits.
 
         Raises:
-            LayersimError: the logits differ.
+            LayersimError: the logits differ, or the rule reads probabilities of a head with one output.
         """
         split_model = self.split_model
         with split_model.evaluating(), torch.no_grad():
@@ -146,7 +147,9 @@ class EarlyExit:
             self.generates = self.causal and takes_cache(split_model)
             ends = (*self.at, len(split_model.blocks))
             with refusing_crashes(split_model):
-                check_full_sequence(split_model, self._lens, ends, self.causal)
+                outputs = check_full_sequence(split_model, self._lens, ends, self.causal)
+                if self.rule.reads_logits:
+                    need_classes(outputs)
                 if self.generates:
                     check_decoding(split_model, self.unembed, ends)
 

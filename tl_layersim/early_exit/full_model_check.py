@@ -84,8 +84,11 @@ def check_decoding(split_model: LocalSplitModel, unembed: Unembed, ends: tuple[i
         _refuse_different(split_model, logits[row], own, "when tokens exit early and run through the upper blocks later")
 
 
-def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> None:
+def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tuple[int, ...], causal: bool) -> int:
     """Compare a full-sequence pass, in which one row and most positions exit early, to the model's own forward pass.
+
+    Returns:
+        The number of outputs of the head.
 
     Raises:
         LayersimError: the logits differ by more than rounding.
@@ -104,6 +107,7 @@ def check_full_sequence(split_model: LocalSplitModel, lens: ExitLens, ends: tupl
     own = logits_of(split_model.module(**inputs, **no_cache(split_model)))[1]
     ours = logits[1][positions[1]][-1 if unembed.reads != "every" else 3]
     _refuse_different(split_model, ours, own if own.dim() == 1 else own[3], "when rows and positions exit early")
+    return own.shape[-1]
 
 
 def classified_positions(

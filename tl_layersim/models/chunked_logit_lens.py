@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.labels import NO_LABEL
-from .cross_entropy import LEAST, block_size, on_float64_device
+from .cross_entropy import LEAST, block_size, need_classes, on_float64_device
 from .layer_heads import LayerHeads, layer_logits
 from .unembed import Unembed
 from .view import View, padded_rows, row_ends
@@ -101,6 +101,9 @@ def read_lens(
         `best`, the id with the largest logit (the lowest id among equals), and `best_prob`; `target_log_prob`; `before`,
         the number of ids with a higher rank than the target, at most `ranked`; `entropy` and `kl` = KL(last layer || this
         layer), in nats. All are computed in float64 from the logits in the model's own dtype.
+
+    Raises:
+        LayersimError: the head has one output, or the targets are none of its ids.
     """
     key = f"{_key_of(normed, heads)} target={key}"
     if key in view.memo and view.memo[key]["ranked"] >= ranked:
@@ -119,6 +122,7 @@ def read_lens(
         span = slice(start, start + step)
         # All layers of a few tokens in one product, so that the last layer's distribution is used while it is in the cache.
         z = logits_of_layers(view.unembed, x[:, span], needs_norm, normed, heads, spare)
+        need_classes(z.shape[-1])
         z_here = on_float64_device(z)
         for name, value in _read_chunk(z_here, target[span].to(z_here.device), ranked).items():
             out[name][:, span] = value.T.to(x.device)
@@ -263,6 +267,9 @@ def saturation_layers(view: View, normed: bool, memory_mb: float, heads: LayerHe
 
     Returns:
         The saturation layers, and `layer`, the number of positions with logits that are not finite, among those computed.
+
+    Raises:
+        LayersimError: the head has one output.
     """
     for key, known in view.memo.items():
         if key.startswith(f"{_key_of(normed, heads)} "):
@@ -294,6 +301,7 @@ def _top_ids(
     while start < len(x):
         some = x[start : start + step]
         z = view.unembed(some, normed, spare) if heads is None else heads.logits(view.unembed, some, layer, normed)
+        need_classes(z.shape[-1])
         groups = torch.empty(len(z), -(-z.shape[-1] // GROUP_SIZE), dtype=z.dtype, device=z.device)
         out[start : start + step] = top_id(z, _group_maxima(z, groups)).to(x.device)
         bad += (~groups.amax(-1).isfinite()).sum().to(x.device)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.errors import LayersimError
+
 # Number of logits that are widened to float64 at once; on a CPU so that they fit its cache.
 CPU_BLOCK, DEVICE_BLOCK = 2**16, 2**24
 # Differences to the largest logit are clamped here: such terms do not change a sum, and their exponential takes a CPU a hundred
@@ -26,13 +28,36 @@ def block_size(z: Tensor) -> int:
     return CPU_BLOCK if z.device.type == "cpu" else DEVICE_BLOCK
 
 
+def need_classes(outputs: int) -> None:
+    """Refuse the softmax over a single output: it is 1 whatever the output is, so every layer would agree with the last.
+
+    Args:
+        outputs: number of logits at a position.
+
+    Raises:
+        LayersimError: there is one.
+    """
+    if outputs == 1:
+        raise LayersimError(
+            "The head has one output: it is a regression head, whose predictions have no probabilities.",
+            given="logits of width 1",
+            expected="a head of two classes or more",
+            do="lsim.TaskMetrics(labels=scores), with one score for each row as floats; or what reads no logits, such as "
+            "lsim.CKA(), lsim.Cosine() and lsim.linear_probe",
+        )
+
+
 def cross_entropy(z: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy -ln softmax(z)[target] in nats, `row`, float64, of logits `row vocabulary` in any dtype; without gradients.
 
     Args:
         z: logits.
         target: `row`, ids from 0 to vocabulary - 1.
+
+    Raises:
+        LayersimError: there is one class.
     """
+    need_classes(z.shape[-1])
     z = on_float64_device(z.detach())
     target = target.to(z.device)
     losses = torch.empty(len(z), dtype=torch.float64, device=z.device)
@@ -56,7 +81,11 @@ def cross_entropy_slopes(z: Tensor, target: Tensor, weight: Tensor) -> tuple[Ten
 
     Returns:
         `row`, float64 (float32 on Apple GPUs); and `row vocabulary`, in z's dtype.
+
+    Raises:
+        LayersimError: there is one class.
     """
+    need_classes(z.shape[-1])
     away = z.detach().clone() if z.requires_grad else z
     losses, total = _shifted(away, target)
     counts = weight.to(total)[:, None]

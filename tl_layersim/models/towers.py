@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..data.positions import PositionRule
+from ..data.text_rows import DEFAULT_SEQ_LEN
 from .unembed import Head
 
 
@@ -198,14 +199,17 @@ def end_of_text(tokens: Tensor, *, eos: int | None) -> Tensor:
 def text_starts_anew(starts: list[int], context: int | None) -> None:
     """Refuse a text that was cut into several rows, of which one alone would belong to its image.
 
+    A text that is padded on the left starts after its padding, and is read without it.
+
     Args:
-        starts: for each row, its start position in its text.
-        context: length of the longest text.
+        starts: for each row, its start position in its text, or in its row of padded token ids.
+        context: length of the longest text, at which longer ones are cut.
 
     Raises:
         LayersimError: a row continues a text.
     """
-    if any(starts):
+    # The first part of a longer text fills the context, but for a BOS of its own.
+    if max(starts) >= min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN) - 1:
         raise LayersimError(
             "`data` has a text that is longer than the context of the text tower.",
             given=f"a text of more than {max(starts)} tokens",
