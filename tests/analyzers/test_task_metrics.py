@@ -173,7 +173,7 @@ REFUSED = {
     r"head has several outputs(.|\n)*labels\.long\(\)": (3, {"labels": torch.rand(ROWS)}, {}),
     r"`labels` are equal for all rows": (1, {"labels": torch.ones(ROWS)}, {}),
     r"not defined on so few rows with a score": (1, {"labels": torch.tensor([1.0] + [torch.nan] * (ROWS - 1))}, {}),
-    r"several numbers for some rows": (1, {"labels": torch.rand(ROWS)}, {"seq_len": 6}),
+    r"reads a row as one": (1, {"labels": torch.rand(ROWS)}, {"seq_len": 6}),
     r"`labels` has fewer rows": (1, {"labels": torch.rand(ROWS - 5)}, {}),
     r"class for each row": (3, {}, {}),
     r"3 layers x 9 numbers(.|\n)*max_memory_gb=1e-09": (3, {"labels": torch.arange(ROWS) % 3, "max_memory_gb": 1e-9}, {}),

@@ -61,8 +61,9 @@ def _default(models: Sequence[Model], analyzers: Mapping[str, Analyzer], skip_fi
     rules = [_rule_of(model) for model in models]
     if set(rules) == {"all"}:
         return "all"
-    # Analyzers of what the head reads, such as the lens, read the head's position in any case.
-    whole = [type(a).__name__ for a in analyzers.values() if a.whole_rows and not a.reads_head]
+    # Analyzers of what the head reads, such as the lens, read the head's position in any case; those that call blocks again
+    # read the others too.
+    whole = [type(a).__name__ for a in analyzers.values() if a.whole_rows and (a.needs_calls or not a.reads_head)]
     single = [type(a).__name__ for a in analyzers.values() if not a.whole_rows and not a.reads_head]
     if whole and not single:
         return "all"

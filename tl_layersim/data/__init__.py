@@ -4,7 +4,7 @@ Other packages may import from these modules:
 
 * `options`: `DataOptions`, the settings of reading; `batches`: `Batch`, `Batches`; `cached_batches`: `CachedBatches`
 * `positions`: `Positions`, the rule that selects the positions that are measured
-* `row`: `Row`; `inputs`: names of further inputs; `columns`: tests of what a column holds
+* `row`: `Row`; `inputs`, `input_rows`: names of further inputs, and their rows; `columns`: tests of what a column holds
 * `labels`: `NO_LABEL`, classes of tokens and rows; `missing_mask`: masks from padding ids
 * `annotations`: classes and boxes of the objects in images
 * `digest`: the SHA-256 of rows, and their bytes
