@@ -24,11 +24,11 @@ $(VENV)/base: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/test: $(VENV)/base
-	$(VENV)/bin/python $(PIP_INSTALL) "$(TL4)" -e ".[test]"
+	$(VENV)/bin/python $(PIP_INSTALL) "$(TL4)" -e ".[test,oracles]"
 	@touch $@
 
 $(VENV)/dev: $(VENV)/test
-	$(VENV)/bin/python $(PIP_INSTALL) "$(TL4)" -e ".[dev,docs]"
+	$(VENV)/bin/python $(PIP_INSTALL) "$(TL4)" -e ".[dev,docs,oracles]"
 	@touch $@
 
 $(VENV_TL3)/test: pyproject.toml constraints.txt

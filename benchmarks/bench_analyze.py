@@ -5,8 +5,10 @@
     python benchmarks/bench_analyze.py --shape vit-b16 --out table.md
 
 With `--shape` the model has random weights and the data are random images or tokens, for the variants that take any model.
-Every variant reads the same tokens with the same weights. Times are interleaved in one process: each run stands beside a
-bare forward pass of its own, so that drift of the machine cancels in ratios. Memory is taken in one process per variant.
+Every variant reads the same tokens with the same weights. They take turns in one process, in another order in each round, on
+one thread; ratios are of the same round, in processor time, and the table gives their median and range. The FLOPs of a
+variant's matrix products, over those of the blocks alone, say what the ratio would be if nothing else cost time. Memory is
+taken in one process per variant.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ from torch.nn.functional import cosine_similarity
 from torch.utils.data import DataLoader, TensorDataset
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, ViTConfig, ViTModel
+from turns import CLOCKS, Times, product_flops, ratios, spread, take_turns
 
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
@@ -64,9 +68,9 @@ class TimedCKA(lsim.CKA):
         inner = super().kernel(first)
 
         def timed(*views: View) -> dict[str, Tensor]:
-            start = time.perf_counter()
+            start = time.process_time()
             out = inner(*views)
-            kernel_seconds.append(time.perf_counter() - start)
+            kernel_seconds.append(time.process_time() - start)
             return out
 
         return timed
@@ -229,19 +233,21 @@ VARIANTS: dict[str, tuple[str, int, Callable[[Models], Work]]] = {
     "d1": ("(d) run_with_cache of residuals, loop", 1, lambda m: by_hand(m, everything=False)),
     "d2": ("(d) run_with_cache of everything, loop", 1, lambda m: by_hand(m, everything=True)),
 }
+# What ratios refer to: timed in any case.
+REFERENCES = ("a", "a-blocks")
 # The variants that take any Hugging Face model.
 ANY_MODEL = ("a", "a-blocks", "b1", "b1-cka", "b2", "b3-nnsight")
 
 
 @dataclass
 class Row:
-    """What was measured of a variant; lists hold one value per repeat."""
+    """What was measured of a variant besides times."""
 
-    seconds: list[float] = field(default_factory=list)
-    forward: list[float] = field(default_factory=list)
+    flops: int | None = None
     peak: float | None = None
     corner: float | None = None
     trouble: str = ""
+    shown: bool = True
 
 
 def load(args: argparse.Namespace) -> tuple[Models, Tensor]:
@@ -321,65 +327,59 @@ def measure_memory(rows: dict[str, Row]) -> None:
         print(f"memory of {name}: {row.trouble or f'{row.peak:.0f} MB'}", file=sys.stderr, flush=True)
 
 
-def measure_time(rows: dict[str, Row], models: Models, tokens: Tensor, repeats: int) -> None:
-    """Each variant right after a bare forward pass, all variants in turn, and again."""
+def measure_time(rows: dict[str, Row], models: Models, tokens: Tensor, repeats: int) -> Times:
+    """Times of the variants and of the bare passes that ratios refer to; and the FLOPs of their products."""
     # What failed in a process of its own would fail here too, and end the others' measurement.
-    works = {name: VARIANTS[name][2](models) for name, row in rows.items() if not row.trouble}
-    reference = VARIANTS["a"][2](models)
-
-    def seconds(work: Work) -> float:
-        gc.collect()
-        start = time.perf_counter()
-        work(tokens)
-        return time.perf_counter() - start
-
-    for work in (*works.values(), reference):
-        warm(work, tokens)
+    names = [*(name for name in REFERENCES if name not in rows), *(name for name, row in rows.items() if not row.trouble)]
+    works = {name: partial(VARIANTS[name][2](models), tokens) for name in names}
+    for name, work in works.items():
+        # Late imports, thread pools and caches belong to no single run; this one is not timed.
+        rows.setdefault(name, Row(shown=False)).flops = product_flops(work)
     kernel_seconds.clear()
-    seconds(reference)
-    for repeat in range(repeats):
-        for name, work in works.items():
-            rows[name].forward.append(seconds(reference))
-            rows[name].seconds.append(seconds(work))
-            print(f"time {repeat} of {name}: {rows[name].seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+    return take_turns(works, repeats, lambda number, name: print(f"round {number}: {name}", file=sys.stderr, flush=True))
 
 
-def report(rows: dict[str, Row], residuals: float) -> str:
+def report(rows: dict[str, Row], times: Times, residuals: float) -> str:
     """The table, and under it the comparisons that the project's claims rest on. `residuals` in MB."""
-    timed = {name: list(zip(row.seconds, row.forward, strict=True)) for name, row in rows.items() if row.seconds}
-    ratio = {name: statistics.median(s / f for s, f in pairs) for name, pairs in timed.items()}
-    blocks = ratio.get("a-blocks", 1.0)
 
-    def beyond(name: str, share: float) -> float:
-        passes = VARIANTS[name][1] * share
-        return statistics.median(s - passes * f for s, f in timed[name])
+    def beyond(name: str) -> float:
+        """Processor seconds beyond as many passes through the blocks alone as the variant makes."""
+        pairs = zip(times[name]["processor"], times["a-blocks"]["processor"], strict=True)
+        return statistics.median(s - VARIANTS[name][1] * blocks for s, blocks in pairs)
 
     lines = [
-        "| variant | seconds | / (a) | its forward passes | s beyond them, as (a) | s beyond them, as (a') | peak MB above the "
-        "loaded model | CKA(first, last) |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| variant | seconds | processor seconds | / (a) | / (a') | products' FLOPs / (a') | its forward passes "
+        "| s beyond them, as (a') | peak MB above the loaded model | CKA(first, last) |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, row in rows.items():
-        cells = [VARIANTS[name][0], row.trouble, "", str(VARIANTS[name][1]), "", ""]
-        if name in ratio:
-            cells[1:3] = [f"{statistics.median(row.seconds):.2f}", f"{ratio[name]:.2f}"]
-            cells[4:6] = [f"{beyond(name, 1.0):.2f}", f"{beyond(name, blocks):.2f}"]
+        if not row.shown:
+            continue
+        cells = [VARIANTS[name][0], row.trouble, *[""] * 4, str(VARIANTS[name][1]), ""]
+        if name in times:
+            cells[1:3] = [spread(times[name][clock]) for clock in CLOCKS]
+            cells[3:5] = [spread(ratios(times, name, other, "processor")) for other in REFERENCES]
+            cells[5] = f"{(row.flops or 0) / (rows['a-blocks'].flops or 1):.3f}"
+            cells[7] = f"{beyond(name):.2f}"
         cells += ["" if row.peak is None else f"{row.peak:.0f}", "" if row.corner is None else f"{row.corner:.3f}"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", f"- Residuals of one batch: {residuals:.0f} MB."]
     for name in (n for n in rows if n.startswith("b")):
-        peak, top = rows[name].peak, rows["a"].peak if "a" in rows else None
+        peak, top = rows[name].peak, rows["a"].peak
         if peak is not None and top is not None:
             verdict = "yes" if peak <= top + 2 * residuals else "no"
             lines.append(f"- peak({name}) <= peak(a) + 2 x residuals: {verdict}, {peak:.0f} and {top + 2 * residuals:.0f} MB.")
-    if kernel_seconds and "b1-cka" in ratio:
-        inside, outside = statistics.median(kernel_seconds), beyond("b1-cka", blocks)
+    if "b1" in times:
+        wall = spread(ratios(times, "b1", "a-blocks", "wall"))
+        lines.append(f"- One pass with both analyzers, wall time over that of the blocks alone: {wall}.")
+    if kernel_seconds and "b1-cka" in times:
+        inside, outside = statistics.median(kernel_seconds), beyond("b1-cka")
         lines.append(f"- CKA part of b1: {inside:.2f} s in its kernel; analyze(CKA) takes {outside:.2f} s beyond (a').")
-        for name in (n for n in ratio if n.startswith("c")):
-            theirs = beyond(name, blocks)
+        for name in (n for n in times if n.startswith("c")):
+            theirs = beyond(name)
             # The larger of our two measures, and both of their passes given to them: the ratio is no flattery.
-            times = theirs / max(inside, outside)
-            lines.append(f"- {VARIANTS[name][0]}: {theirs:.2f} s beyond both its passes of (a'), {times:.1f} x the CKA part.")
+            factor = theirs / max(inside, outside)
+            lines.append(f"- {VARIANTS[name][0]}: {theirs:.2f} s beyond both its passes of (a'), {factor:.1f} x the CKA part.")
     return "\n".join(lines)
 
 
@@ -393,7 +393,7 @@ def machine(args: argparse.Namespace) -> str:
     what = f"{args.batch} images" if args.shape == "vit-b16" else f"{args.batch} x {args.seq_len} tokens"
     return (
         f"{args.shape or 'the model'}: {what}, float32, median of {args.repeats}. {datetime.date.today()}; {cpu}, "
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {psutil.virtual_memory().total / 2**30:.0f} GiB, "
+        f"{os.cpu_count()} cores, torch threads: {torch.get_num_threads()}, {psutil.virtual_memory().total / 2**30:.0f} GiB, "
         f"load {os.getloadavg()[0]:.1f} at the end; Python {platform.python_version()}, {', '.join(packages)}."
     )
 
@@ -405,8 +405,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="a model of this shape with random weights, without --model and --data")
     parser.add_argument("--batch", type=int, default=16, help="rows of tokens")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a row")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0 for its own choice")
+    parser.add_argument("--repeats", type=int, default=9, help="timed rounds")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; 0 for its own choice")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, help="variants to run; default: all that take the model")
     parser.add_argument("--out", help="file for the table, in Markdown")
     parser.add_argument("--peak-of", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -422,10 +422,10 @@ def main() -> None:
     rows = {name: Row() for name in args.only}
     measure_memory(rows)
     models, tokens = load(args)
-    measure_time(rows, models, tokens, args.repeats)
+    times = measure_time(rows, models, tokens, args.repeats)
     config = models.hf.config
     residuals = (config.num_hidden_layers + 1) * samples_in(models, tokens) * config.hidden_size * 4 / 1e6
-    text = f"{report(rows, residuals)}\n\n{machine(args)}\n"
+    text = f"{report(rows, times, residuals)}\n\n{machine(args)}\n"
     print(text)
     if args.out:
         Path(args.out).write_text(text, encoding="utf-8")

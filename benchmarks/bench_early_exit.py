@@ -155,6 +155,7 @@ def main() -> None:
         help="thread_time: processor time, for one thread on a machine that others use too",
     )
     parser.add_argument("--out", type=Path)
+    parser.set_defaults(shape=None)
     arguments = parser.parse_args()
     model = lsim.demo_model() if arguments.model == "demo" else load(arguments.model).eval()
     text = arguments.data.read_text(encoding="utf-8") if arguments.data else "\n\n".join(lsim.demo_text())

@@ -2,8 +2,10 @@
 
     TL_LAYERSIM_NDIF_PYTHON=.venv-ndif/bin/python python benchmarks/bench_ndif.py --model path/to/model
 
-Each remote run stands between two local ones of the same batches, on as many threads as the server has: one. The model lies
-on a stand-in for the hub, so that the server loads it by name.
+Each repeat runs, in an order that turns: this process; the server, one request after the other; the server, the next request
+prepared and sent while one runs. Both sides use one thread, and a server needs a core beside that of this process. Where other
+programs share the machine, compare processor seconds: a run through a server has several processes, and gets more of a busy
+machine. The model lies on a stand-in for the hub, so that the server loads it by name.
 """
 
 from __future__ import annotations
@@ -14,20 +16,25 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.ndif.hub import Hub
 from tests.ndif.server import Server
 
 LENGTH = 256  # as analyze cuts texts where it is not told otherwise
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--model", required=True, type=Path)
     arguments.add_argument("--rows", type=int, default=96)
-    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--repeats", type=int, default=9)
+    arguments.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32], help="sequences in a request")
     asked = arguments.parse_args()
     root = Path(tempfile.mkdtemp(prefix="ndif", dir="/tmp"))
     hub = Hub(root / "hub")
@@ -36,19 +43,45 @@ def main() -> None:
     (root / "a").mkdir()
     try:
         with Server(os.environ["TL_LAYERSIM_NDIF_PYTHON"], root / "a", hub.url) as server:
-            print(table(f"bench/{asked.model.name}", server.url, asked.rows, asked.repeats))
+            print(table(f"bench/{asked.model.name}", server, asked))
     finally:
         hub.close()
         shutil.rmtree(root, ignore_errors=True)
 
 
-def table(name: str, url: str, rows: int, repeats: int) -> str:
+class Run(NamedTuple):
+    """One run: seconds of its data pass, processor seconds of this process and of the model's process on the server."""
+
+    seconds: float
+    here: float
+    there: float
+
+
+def model_seconds(server: Server) -> float:
+    """Processor seconds so far of the server's processes that hold models."""
+    total = 0.0
+    for pid in server.processes():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if command.startswith(b"ray::SandboxActor"):
+            total += (int(fields[11]) + int(fields[12])) / TICKS
+    return total
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def table(name: str, server: Server, asked: argparse.Namespace) -> str:
     import torch
     from nnsight import TransformersModel
     from transformers import AutoTokenizer
 
     import tl_layersim as lsim
-    from tl_layersim.core import Provenance
+    from tl_layersim.remote import request_pipeline
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(name)
@@ -56,39 +89,68 @@ def table(name: str, url: str, rows: int, repeats: int) -> str:
     near = TransformersModel(name, task="text-generation", tokenizer=tokenizer, dispatch=True, dtype=torch.float32)
     texts = [text for text in lsim.demo_text() if len(text) > 40] * 8
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
+    depth = request_pipeline.MOST_ON_SERVER
 
-    def run(model: object, count: int, **where: object) -> tuple[float, Provenance]:
-        # The pass alone: opening a source asks the server three questions and runs one token.
+    def run(model: object, count: int, ahead: int = depth, **where: object) -> tuple[Run, dict[str, torch.Tensor]]:
+        request_pipeline.MOST_ON_SERVER = ahead
+        there, here = model_seconds(server), time.process_time()
         report = lsim.analyze(
-            model, texts, analyzers, batch_size=count, seq_len=LENGTH, pack=True, max_tokens=rows * LENGTH, **where
+            model, texts, analyzers, batch_size=count, seq_len=LENGTH, pack=True, max_tokens=asked.rows * LENGTH, **where
         )
+        here, there = time.process_time() - here, model_seconds(server) - there
         record = report["cka"].provenance
-        return record.tokens / record.seconds, record
+        # The seconds of the pass alone: opening a source asks the server three questions and runs one token.
+        return Run(record.seconds, here, there), {key: report[key].values for key in ("cosine", "cka")}
 
     lines = [
-        "| sequences a request | local tokens/s | remote tokens/s | remote / local | requests | kB sent a request | kB back |"
+        "| sequences a request | requests | local tokens/s | one by one / local | pipelined / local | pipelined / one by one | "
+        "processor s a request: local | model on the server | this process, one by one | pipelined |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    lines.append("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for count in (1, 8, 32):
-        run(far, count, remote=url, tokens_per_request=count * LENGTH)
-        ratios, here, there = [], [], []
-        for _ in range(repeats):
-            before = run(near, count)[0]
-            speed, record = run(far, count, remote=url, tokens_per_request=count * LENGTH)
-            after = run(near, count)[0]
-            here.append((before + after) / 2)
-            there.append(speed)
-            ratios.append(speed / here[-1])
-        [place] = record.options["remote"]
-        requests = place["requests"]
+    for count in asked.sequences:
+        through = {"remote": server.url, "tokens_per_request": count * LENGTH}
+        kinds = {
+            "local": partial(run, near, count),
+            "single": partial(run, far, count, 1, **through),
+            "ahead": partial(run, far, count, depth, **through),
+        }
+        for kind in kinds.values():
+            kind()
+        runs: dict[str, list[Run]] = {kind: [] for kind in kinds}
+        for repeat in range(asked.repeats):
+            order = list(kinds)[repeat % 3 :] + list(kinds)[: repeat % 3]
+            sums = {}
+            for kind in order:
+                measured, sums[kind] = kinds[kind]()
+                runs[kind].append(measured)
+            # The same numbers to the last bit.
+            print(count, {kind: f"{taken[-1].seconds:.2f} s" for kind, taken in runs.items()}, file=sys.stderr, flush=True)
+            assert all(sums["single"][key].equal(sums["ahead"][key]) for key in sums["single"])
+        requests = asked.rows // count
+
+        def ratios(kind: str, other: str, runs: dict[str, list[Run]] = runs) -> str:
+            """Of the throughputs."""
+            return spread([b.seconds / a.seconds for a, b in zip(runs[kind], runs[other], strict=True)])
+
+        processor = [
+            spread([each / requests for each in values], 3)
+            for values in (
+                [measured.here for measured in runs["local"]],
+                [measured.there for measured in runs["ahead"]],
+                [measured.here for measured in runs["single"]],
+                [measured.here for measured in runs["ahead"]],
+            )
+        ]
+        speeds = [asked.rows * LENGTH / measured.seconds for measured in runs["local"]]
         lines.append(
-            f"| {count} | {statistics.median(here):.0f} | {statistics.median(there):.0f} | {statistics.median(ratios):.2f} | "
-            f"{requests} | {place['bytes_sent'] / requests / 1e3:.1f} | {place['bytes_received'] / requests / 1e3:.1f} |"
+            f"| {count} | {requests} | {spread(speeds, 0)} | {ratios('single', 'local')} | {ratios('ahead', 'local')} | "
+            f"{ratios('ahead', 'single')} | {' | '.join(processor)} |"
         )
+        print(lines[-1], file=sys.stderr, flush=True)
     # Last: it goes offline when it is imported.
     from bench_analyze import machine
 
-    return "\n".join([*lines, "", machine(argparse.Namespace(batch=rows, seq_len=LENGTH, repeats=repeats))])
+    return "\n".join([*lines, "", machine(argparse.Namespace(batch=asked.rows, seq_len=LENGTH, repeats=asked.repeats))])
 
 
 if __name__ == "__main__":

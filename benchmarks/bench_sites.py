@@ -2,28 +2,22 @@
 
     python benchmarks/bench_sites.py --model path/to/llama --data text.txt --out table.md
 
-Every run stands right after a bare forward pass of its own in one process, so that drift of the machine cancels in ratios.
+All variants and the bare passes take turns in one process, in another order in each round, on one thread; ratios are of the
+same round, in processor time. The FLOPs of the matrix products, over those of the blocks alone, say what the ratio would be if
+nothing else cost time.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import os
-import platform
-import statistics
-import time
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Read when the packages below are imported. Nothing is fetched, and progress bars are no part of the measurement.
-os.environ.update(TQDM_DISABLE="1", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
-
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+# First: it sets what other packages read when they are imported.
+from bench_analyze import forward, load, machine
+from turns import CLOCKS, product_flops, ratios, spread, take_turns
 
 import tl_layersim as lsim
 
@@ -46,23 +40,6 @@ VARIANTS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-def load(args: argparse.Namespace) -> tuple[Any, Tensor]:
-    """The model, and rows of tokens from the text file."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    need = args.batch * args.seq_len
-    ids = tokenizer(Path(args.data).read_text(encoding="utf-8")[: 20 * need], add_special_tokens=False, verbose=False)
-    return model, torch.tensor(ids["input_ids"][:need]).view(args.batch, args.seq_len)
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    """Wall-clock seconds of one call."""
-    gc.collect()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def main() -> None:
     """Measure every variant, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,46 +47,36 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="text file that the tokens are taken from")
     parser.add_argument("--batch", type=int, default=16, help="rows of tokens")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens in a row")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9, help="timed rounds")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; 0 for its own choice")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants to run")
     parser.add_argument("--out", help="file for the table, in Markdown")
+    parser.set_defaults(shape=None)
     args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    model, tokens = load(args)
-
-    def bare() -> None:
-        with torch.no_grad():
-            model(tokens, use_cache=False)
-
-    def blocks() -> None:
-        with torch.no_grad():
-            model.model(tokens, use_cache=False)
-
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in args.only}
-    seconds(bare)
-    for repeat in range(args.repeats + 1):
-        for name in args.only:
-            _, analyzers, options = VARIANTS[name]
-            row = (
-                seconds(bare),
-                seconds(blocks),
-                seconds(lambda a=analyzers, o=options: lsim.analyze(model, tokens, list(a), batch_size=len(tokens), **o)),
-            )
-            # The first round fills caches and imports modules.
-            if repeat:
-                times[name].append(row)
-    lines = ["| analyzers and sites | sites | seconds | / forward | / blocks alone |", "| --- | ---: | ---: | ---: | ---: |"]
-    for name, rows in times.items():
+    models, tokens = load(args)
+    works: dict[str, Callable[[], Any]] = {
+        "forward": partial(forward(models.hf, **models.options), tokens),
+        "blocks": partial(forward(models.hf.base_model, **models.options), tokens),
+    }
+    for name in args.only:
+        _, analyzers, options = VARIANTS[name]
+        works[name] = partial(lsim.analyze, models.hf, tokens, list(analyzers), batch_size=len(tokens), **options)
+    # The first run of each fills caches and imports modules.
+    flops = {name: product_flops(work) for name, work in works.items()}
+    times = take_turns(works, args.repeats)
+    lines = [
+        "| analyzers and sites | sites | seconds | processor seconds | / forward | / blocks alone | products' FLOPs / blocks |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name in args.only:
         label, analyzers, options = VARIANTS[name]
-        report = lsim.analyze(model, tokens[:2, :32], list(analyzers), **options)
-        sites = len(next(iter(report.values())).layers)
-        ratios = [statistics.median(row[2] / row[side] for row in rows) for side in (0, 1)]
-        spread = f"{min(r[2] / r[0] for r in rows):.2f} to {max(r[2] / r[0] for r in rows):.2f}"
-        middle = statistics.median(row[2] for row in rows)
-        lines.append(f"| {label} | {sites} | {middle:.2f} | {ratios[0]:.2f} ({spread}) | {ratios[1]:.2f} |")
-    lines += ["", f"{args.batch} x {args.seq_len} tokens, float32, median (range) of {args.repeats}; {os.cpu_count()} cores, "]
-    lines[-1] += f"load {os.getloadavg()[0]:.1f} at the end; Python {platform.python_version()}, torch {torch.__version__}."
-    text = "\n".join(lines) + "\n"
+        report = lsim.analyze(models.hf, tokens[:2, :32], list(analyzers), **options)
+        cells = [label, str(len(next(iter(report.values())).layers))]
+        cells += [spread(times[name][clock]) for clock in CLOCKS]
+        cells += [spread(ratios(times, name, other, "processor")) for other in ("forward", "blocks")]
+        cells.append(f"{flops[name] / flops['blocks']:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    text = "\n".join([*lines, "", machine(args)]) + "\n"
     print(text)
     if args.out:
         Path(args.out).write_text(text, encoding="utf-8")

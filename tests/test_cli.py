@@ -47,6 +47,32 @@ def test_with_no_argument_it_runs_on_the_demo(page):
     assert report["cka"].provenance.tokens == 2048
 
 
+def test_merged_shards_are_the_report_of_one_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--max-tokens", 600, "--batch-size", 1, "--option", "cosine.center=none"]
+    for number in range(2):
+        done = run("report", *options, "--shard", f"{number}/2")
+        assert done.exit_code == 0, done.output
+        assert f"part-{number}-of-2.safetensors" in done.output
+    assert run("report", *options, "--out", "alone").exit_code == 0
+    done = run("merge", "parts/part-0-of-2.safetensors", "parts/part-1*", "--out", "merged")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "merged" / "report.html").exists()
+    merged, alone = (lsim.load_report(tmp_path / name / "report.safetensors") for name in ("merged", "alone"))
+    assert torch.equal(merged["cka"].values, alone["cka"].values)
+    assert torch.equal(merged["cosine"].values, alone["cosine"].values)
+    assert "1 of 2 shards is missing: 1." in str(run("merge", "parts/part-0*", "--out", "merged").exception)
+
+
+@pytest.mark.parametrize("shard", ["3", "a/4", "3/", "-1/4"])
+def test_a_shard_is_two_numbers(shard, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("report", f"--shard={shard}")
+    assert re.match(r"`--shard` must be the number of a shard(.|\n)*SLURM_ARRAY_TASK_ID", str(done.exception))
+    assert list(tmp_path.iterdir()) == []
+    assert "`save_to` belongs to a shard" in str(run("report", "--save-to", "part").exception)
+
+
 def test_an_option_of_an_analyzer_reaches_the_result(tmp_path):
     options = ["--option", "cka.minibatch=64", "--option", "cosine.center=none"]
     done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)
@@ -65,6 +91,20 @@ def test_positions_reach_the_result_and_the_page(tmp_path, text, count):
     assert (known.tokens, known.options["positions"]) == (count, text)
     page = " ".join((tmp_path / "report.html").read_text().split())
     assert f"positions of each row: {text}" in page
+
+
+def test_intervals_reach_the_result_and_the_page(tmp_path):
+    reading = ["--seq-len", 16, "--batch-size", 2, "--max-tokens", 512]
+    done = run("report", "--intervals", "--analyzers", "cosine", *reading, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert " ± " in done.output
+    found = lsim.load_report(tmp_path / "report.safetensors")["cosine"]
+    assert len(found.block_tokens) == 16
+    assert sum(found.block_tokens) == 512
+    page = (tmp_path / "report.html").read_text()
+    assert "from 16 contiguous blocks of the data" in page
+    # Of the median, in both figures of quantiles, of the norm ratio and of the block influence.
+    assert page.count('"fill":"toself"') == 4
 
 
 def test_an_option_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
@@ -248,9 +288,17 @@ def test_the_demo_pair_stands_side_by_side(tmp_path):
     assert "brings its own models" in str(refused.exception)
 
 
-@pytest.mark.parametrize(
-    "flags", [("--option", "cka.minibatch=64"), ("--analyzers", "cka"), ("--device", "cpu"), ("--pack",), ("--at", "z")]
-)
+UNREAD = [
+    ("--option", "cka.minibatch=64"),
+    ("--analyzers", "cka"),
+    ("--device", "cpu"),
+    ("--pack",),
+    ("--at", "z"),
+    ("--intervals",),
+]
+
+
+@pytest.mark.parametrize("flags", UNREAD)
 def test_the_demo_pair_refuses_options_that_it_does_not_read(flags, tmp_path):
     done = run("report", "--demo-pair", "--out", tmp_path / "out", *flags)
     assert done.exit_code != 0

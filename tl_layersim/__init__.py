@@ -12,25 +12,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .analysis.api import analyze, compare
     from .analysis.attach import attach
-    from .analysis.coupling_across_models import plot_adjacency, plot_sweep, relate
+    from .analysis.coupling_across_models import plot_adjacency
     from .analysis.detection import detection_by_layer
+    from .analysis.device_speeds import Devices
+    from .analysis.differences import difference
+    from .analysis.estimate import estimate
+    from .analysis.exponential_fits import exponential_fit
     from .analysis.grid_api import compare_grid
     from .analysis.linear_probes import linear_probe
+    from .analysis.merging import merge
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
+    from .analysis.score_relation import relate
     from .analysis.server_capabilities import capabilities
     from .analysis.submitted_run import load_run
+    from .analysis.sweep_api import sweep
+    from .analysis.sweep_figures import plot_sweep
     from .analysis.tower_similarity import tower_similarity
     from .analysis.zero_shot import zero_shot, zero_shot_classifier
     from .analyzers import find_analyzers
     from .analyzers.block_coupling import BlockCoupling
+    from .analyzers.cca import CCA
     from .analyzers.cka import CKA
     from .analyzers.contribution import Contribution
     from .analyzers.cosine import Cosine
+    from .analyzers.effective_rank import EffectiveRank
     from .analyzers.exit_curve import ExitCurve
+    from .analyzers.linear_predictivity import LinearPredictivity
     from .analyzers.linear_probe import LinearProbe
     from .analyzers.logit_lens import LogitLens
+    from .analyzers.mutual_knn import MutualKNN
     from .analyzers.neural_collapse import NeuralCollapse
+    from .analyzers.procrustes import Procrustes
+    from .analyzers.rsa import RSA
     from .analyzers.saturation import Saturation
     from .analyzers.skip_effect import SkipEffect
     from .analyzers.task_metrics import TaskMetrics
@@ -62,10 +76,18 @@ _HOME = {
     "analysis.api": ("analyze", "compare"),
     "analysis.grid_api": ("compare_grid",),
     "analysis.linear_probes": ("linear_probe",),
+    "analysis.merging": ("merge",),
     "analysis.one_prompt_figures": ("prediction_grid", "trajectory_pca"),
     "analysis.one_prompt_jacobians": ("block_jacobians", "coupling_matrices"),
     "analysis.detection": ("detection_by_layer",),
-    "analysis.coupling_across_models": ("plot_adjacency", "plot_sweep", "relate"),
+    "analysis.coupling_across_models": ("plot_adjacency",),
+    "analysis.differences": ("difference",),
+    "analysis.device_speeds": ("Devices",),
+    "analysis.estimate": ("estimate",),
+    "analysis.exponential_fits": ("exponential_fit",),
+    "analysis.score_relation": ("relate",),
+    "analysis.sweep_api": ("sweep",),
+    "analysis.sweep_figures": ("plot_sweep",),
     "analysis.submitted_run": ("load_run",),
     "analysis.tower_similarity": ("tower_similarity",),
     "analysis.zero_shot": ("zero_shot", "zero_shot_classifier"),
@@ -95,7 +117,9 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __version__ = "0.1.0"
 __all__ = [
+    "CCA",
     "CKA",
+    "RSA",
     "Adapter",
     "AlignedAdapters",
     "AlignedTrainer",
@@ -103,15 +127,20 @@ __all__ = [
     "BlockCoupling",
     "Contribution",
     "Cosine",
+    "Devices",
     "EarlyExit",
+    "EffectiveRank",
     "ExitCosts",
     "ExitCurve",
     "ExitHeads",
     "LayersimError",
     "LayersimWarning",
+    "LinearPredictivity",
     "LinearProbe",
     "LogitLens",
+    "MutualKNN",
     "NeuralCollapse",
+    "Procrustes",
     "Report",
     "Result",
     "Saturation",
@@ -132,8 +161,11 @@ __all__ = [
     "demo_text",
     "demo_vision_model",
     "detection_by_layer",
+    "difference",
+    "estimate",
     "eval_mode",
     "evaluate_layers",
+    "exponential_fit",
     "find_analyzers",
     "finetune_aligned",
     "frequent_tokens",
@@ -141,6 +173,7 @@ __all__ = [
     "load",
     "load_report",
     "load_run",
+    "merge",
     "plot_adjacency",
     "plot_sweep",
     "prediction_grid",
@@ -148,6 +181,7 @@ __all__ = [
     "sites",
     "stitch",
     "stitch_grid",
+    "sweep",
     "tower_similarity",
     "train_adapters",
     "trajectory_pca",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import sys
 from dataclasses import replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,8 +73,26 @@ def report(
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, mps, or auto to spread it over GPUs.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the weights.")] = Dtype.float32,
+    intervals: Annotated[
+        bool, typer.Option("--intervals", help="Give every number a confidence interval, from blocks of the data.")
+    ] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(help="File for partial sums, from which an interrupted run resumes.")
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure one of several parts of the data and write its sums, for `tl-layersim merge`. Numbers begin at 0: "
+            "--shard 0/64 to --shard 63/64, or --shard $SLURM_ARRAY_TASK_ID/64 with --array=0-63."
+        ),
+    ] = None,
+    save_to: Annotated[
+        Path | None,
+        typer.Option(help="File for the sums of the shard, from which it resumes. Default: parts/part-3-of-64.safetensors."),
+    ] = None,
+    first: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder, pattern or file of the first stage, for analyzers that need one. May be repeated."),
     ] = None,
     trust_remote_code: Annotated[
         bool,
@@ -95,6 +111,7 @@ def report(
     from .analysis.site_plan import DEFAULT
     from .analysis.validation import choose_analyzers
     from .analyzers.text_options import with_options
+    from .data.named_data import load_data
     from .data.positions import as_rule
     from .demo import demo_model, demo_text
     from .models.named_model import load_model, refuse_missing_device
@@ -109,8 +126,10 @@ def report(
     # The names of analyzers are checked before the model is loaded.
     named = choose_analyzers(_names([analyzers]))
     chosen = list(with_options(named, option or []).values())
-    _make(out)
-    read = demo_text() if data is None else _read_data(data, split)
+    part = _shard_arguments(shard, save_to, first)
+    if not part:
+        _make(out)
+    read = demo_text() if data is None else load_data(data, split)
     is_text = isinstance(read, list)
     loaded = demo_model() if model is None else load_model(model, device, dtype, trust_remote_code)
     if model is None and device not in ("cpu", "auto"):
@@ -130,15 +149,43 @@ def report(
         skip_first=skip_first,
         column=_columns(column),
         positions=as_rule(positions),
+        intervals=intervals,
         checkpoint=checkpoint,
+        **part,
     )
+    if isinstance(result, Path):
+        typer.echo(f"Shard:   {result.resolve()}")
+        return
     _write(_noted(result, trust_remote_code=trust_remote_code), max_tokens, skip_first, out)
+
+
+def _shard_arguments(shard: str | None, save_to: Path | None, first: list[str] | None) -> dict[str, Any]:
+    """The arguments of `analyze` for a shard; empty for a run over all data, where neither is given."""
+    from .analysis.shards import listed
+
+    if shard is None:
+        given = {"save_to": save_to, "first": first}
+        return {name: value for name, value in given.items() if value is not None}
+    number, slash, of = shard.partition("/")
+    if not (slash and number.strip().isdecimal() and of.strip().isdecimal()):
+        raise LayersimError(
+            "`--shard` must be the number of a shard, from 0, a slash and the number of shards.",
+            given=f"--shard {shard}",
+            expected="two whole numbers such as 3/64",
+            do="--shard $SLURM_ARRAY_TASK_ID/64, in a job array with --array=0-63",
+        )
+    chosen = (int(number), int(of))
+    if save_to is None:
+        save_to = Path("parts") / f"part-{chosen[0]}-of-{chosen[1]}.safetensors"
+        _make(save_to.parent, "--save-to")
+    files = None if first is None else [file for name in first for file in listed(name, "--first")]
+    return {"shard": chosen, "save_to": save_to, "first": files}
 
 
 def _refuse_unused_options(context: typer.Context) -> None:
     """Refuse options that were given and that `--demo-pair` does not read."""
-    unused = ("analyzers", "option", "at", "per_head", "pack", "device", "dtype", "checkpoint", "trust_remote_code")
-    for name in unused:
+    fixed = ("analyzers", "option", "at", "per_head", "pack", "device", "dtype")
+    for name in (*fixed, "intervals", "checkpoint", "shard", "save_to", "first", "trust_remote_code"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             flag = f"--{name.replace('_', '-')}"
@@ -150,18 +197,18 @@ def _refuse_unused_options(context: typer.Context) -> None:
             )
 
 
-def _make(out: Path) -> None:
-    """Create the folder of the report, and check before anything is computed that it is writable."""
+def _make(out: Path, option: str = "--out") -> None:
+    """Create a folder to write to, and check before anything is computed that it is writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LayersimError(
-            "`--out` names a folder that cannot be created.",
-            given=f"--out {out}: {error.strerror or error}",
+            f"`{option}` names a folder that cannot be created.",
+            given=f"{option} {out}: {error.strerror or error}",
             expected="a folder, or a path where a folder can be created",
-            do="--out layersim-report",
+            do=f"{option} with another path",
         ) from None
-    refuse_unwritable_folder(out, "--out")
+    refuse_unwritable_folder(out, option)
 
 
 def _noted(report: Any, **options: Any) -> Any:
@@ -204,6 +251,7 @@ def _write(result: Any, max_tokens: int | None, skip_first: int, out: Path) -> N
 
 def _report_demo_pair(model: str | None, data: str | None, split: str, reading: dict[str, Any], out: Path) -> None:
     """Compare the two demo models, layer by layer."""
+    from .data.named_data import load_data
     from .demo import demo_model, demo_text
     from .training.layer_evaluation import evaluate_layers
 
@@ -215,7 +263,7 @@ def _report_demo_pair(model: str | None, data: str | None, split: str, reading: 
             do="evaluate_layers(before, after, data).to_html(path) in Python, for models of your own",
         )
     _make(out)
-    read = demo_text() if data is None else _read_data(data, split)
+    read = demo_text() if data is None else load_data(data, split)
     result = evaluate_layers(
         demo_model(),
         demo_model(aligned=True),
@@ -225,6 +273,21 @@ def _report_demo_pair(model: str | None, data: str | None, split: str, reading: 
         **reading,
     )
     _write(result, reading["max_tokens"], reading["skip_first"], out)
+
+
+@app.command(name="merge")
+def merge_shards(
+    files: Annotated[list[str], typer.Argument(help="Files that `report --shard` wrote, or a folder with them alone.")],
+    out: Annotated[Path, typer.Option(help="Folder for report.html and report.safetensors.")] = Path("layersim-report"),
+) -> None:
+    """Add the sums of all shards, and write the report that one process over all data would have written."""
+    from .analysis.merging import merge
+    from .analysis.shards import listed
+
+    _make(out)
+    result = merge([file for name in files for file in listed(name, "FILES")])
+    p = next(iter(result.values())).provenance
+    _write(result, p.options["max_tokens"], p.options["skip_first"], out)
 
 
 @app.command(name="analyzers")
@@ -263,82 +326,6 @@ def list_sites(
         typer.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _read_data(name: str, split: str) -> Any:
-    """Data from a table, a text file, a folder of a data set, or the hub.
-
-    Raises:
-        LayersimError: there is no such data, or it cannot be read.
-    """
-    path = Path(name)
-    if path.is_file():
-        try:
-            return _read_file(path)
-        # UnicodeDecodeError, ParserError and ArrowInvalid, which readers of each kind of table raise, are ValueErrors.
-        except ValueError as error:
-            raise LayersimError(
-                "`--data` is a file that cannot be read as text or as a table.",
-                given=f"{name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",
-                expected="a text file in UTF-8, or a table in .csv, .tsv, .jsonl or .parquet",
-                do="convert it first, for example iconv -f latin1 -t utf-8; weights belong to --model",
-            ) from error
-    import datasets
-
-    from .data.readers import FILES
-
-    if path.is_dir():
-        try:
-            dataset = datasets.load_from_disk(name)
-        except (OSError, ValueError) as error:
-            raise LayersimError(
-                "`--data` is a folder without a saved data set.",
-                given=name,
-                expected="a folder that Dataset.save_to_disk wrote, a text file or a table",
-                do="name a file in it, or save the data set with data.save_to_disk(folder)",
-            ) from error
-        if isinstance(dataset, datasets.DatasetDict) and split not in dataset:
-            raise LayersimError(
-                "`--split` is not a split of this data set.",
-                given=split,
-                expected=f"one of {', '.join(dataset)}",
-                do=f"--split {next(iter(dataset), 'test')}",
-            )
-        return dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith(FILES):
-        raise LayersimError(
-            "`--data` names a file or folder that does not exist.",
-            given=f"--data {name}",
-            expected="a text file, a folder or a hub name",
-            do="check the path",
-        )
-    try:
-        return datasets.load_dataset(name, split=split, streaming=True)
-    except (OSError, ValueError) as error:
-        raise LayersimError(
-            "`--data` is neither a local file or folder nor a data set that can be loaded from the hub.",
-            given=f"{name}, split {split}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",
-            expected="a text file, a table, a folder of a saved data set, or a hub name",
-            do="check the path or the name, the split and the network",
-        ) from error
-
-
-def _read_file(path: Path) -> Any:
-    """A table, or the paragraphs of a text."""
-    if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
-        import pandas
-
-        readers: dict[str, Any] = {
-            ".csv": pandas.read_csv,
-            ".tsv": partial(pandas.read_csv, sep="\t", quoting=csv.QUOTE_NONE),
-            ".jsonl": partial(pandas.read_json, lines=True),
-            ".parquet": pandas.read_parquet,
-        }
-        return readers[path.suffix](path)
-    text = path.read_text(encoding="utf-8")
-    if "\0" in text:
-        raise ValueError("it holds zero bytes")
-    return [paragraph for paragraph in text.split("\n\n") if paragraph.strip()]
-
-
 def main() -> None:
     """Run the command line; errors are printed without a traceback."""
     if not sys.stderr.isatty():
@@ -351,3 +338,7 @@ def main() -> None:
         # LayersimError is a ValueError, and so are transformers' errors about a folder that is not a model.
         typer.echo(f"Error: {without_secrets(str(error))}", err=True)
         raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ PLAIN |= {"place", "reduce"}
 ABSTRACT = {"Analyzer", "Result", "Source"}
 CALLS = [name for name in lsim.__all__ if name not in PLAIN | ABSTRACT]
 # A call that hands further arguments on looks at them when it has its own.
-NEEDED = {"evaluate_layers": [None] * 3, "linear_probe": [None] * 2}
+NEEDED = {"evaluate_layers": [None] * 3, "linear_probe": [None] * 2, "sweep": [None] * 3}
 METHODS = ["EarlyExit.generate", "EarlyExit.logits", "ExitCurveResult.threshold_for", "ExitCurveResult.at"]
 
 

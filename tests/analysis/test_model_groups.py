@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analysis.group_curves import group_curves
 from tl_layersim.analysis.model_groups import have_directions, permutation_test
 from tl_layersim.analysis.model_matrix import ModelMatrix
 from tl_layersim.core import Provenance
@@ -80,6 +81,12 @@ def test_random_relabelings_come_near():
     assert test.p_value == pytest.approx(p, abs=0.4)
 
 
+def test_the_given_labels_count_as_one_more_random_relabeling():
+    points = torch.cat([torch.arange(10), 100 + torch.arange(10)]).double()
+    apart = permutation_test((points[:, None] - points).abs(), "a" * 10 + "b" * 10, 99, 0)
+    assert (apart.exact, apart.p_value, apart.smallest_p) == (False, 0.01, 0.01)
+
+
 def test_groups_far_apart_have_the_smallest_p():
     points = torch.tensor([0.0, 0.1, 0.3, 9.0, 9.2, 9.3], dtype=torch.float64)
     found = matrix((points[:, None] - points).abs()).compare_groups([*"aaabbb"])
@@ -124,13 +131,14 @@ def test_a_group_of_one_has_no_pair_within():
     assert len([trace for trace in found.plot().data if trace.type == "box"]) == 2
 
 
-def test_undefined_distances_are_named(tmp_path):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_distances_that_are_not_finite_are_named(tmp_path, value):
     d = distances(4)
-    d[1, 2] = d[2, 1] = math.nan
+    d[1, 2] = d[2, 1] = value
     broken = matrix(d, ("a", "a", "b", "b"))
     with pytest.raises(lsim.LayersimError, match="Groups of models cannot be compared"):
         broken.compare_groups()
-    with pytest.raises(lsim.LayersimError, match="Models cannot be clustered"):
+    with pytest.raises(lsim.LayersimError, match=r"(?s)Models cannot be clustered.*m1 and m2"):
         broken.plot("dendrogram")
     assert broken.order == (0, 1, 2, 3)
     assert broken.plot().data[0].z.shape == (4, 4)
@@ -177,6 +185,24 @@ def test_rounding_gives_pairs_no_direction():
     assert not have_directions(curves)
     curves[1, 0, 0] = 0.5
     assert have_directions(curves)
+
+
+def test_headlines_are_of_different_models():
+    d = distances(4) + 1.0
+    d.fill_diagonal_(0.5)
+    pairs = [float(d[pair]) for pair in itertools.permutations(range(4), 2)]
+    assert matrix(d).headline() == {"smallest distance of two models": min(pairs), "largest": max(pairs)}
+    # Two groups of two models: 0.9 and 0.5 within, 0.8 and 0.9 between.
+    same = torch.tensor([[a == b for b in "aabb"] for a in "aabb"])
+    curves = torch.stack([torch.where(same, 0.9, 0.8), torch.where(same, 0.5, 0.9)], -1).double()
+    found = group_curves(matrix(d), lambda one: curves, ("a", "a", "b", "b"), ("first", "second"), "CKA")
+    [(name, value)] = found.headline().items()
+    assert name.endswith("at second")
+    assert value == pytest.approx(0.4)
+    # [CLS] is one vector at the embedding, where CKA is not defined.
+    curves = torch.cat([torch.full((4, 4, 1), math.nan), curves], -1)
+    found = group_curves(matrix(d), lambda one: curves, ("a", "a", "b", "b"), ("embedding", "first", "second"), "CKA")
+    assert found.headline() == {name: value}
 
 
 def test_a_result_like_others(tmp_path):

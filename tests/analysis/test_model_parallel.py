@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 import tl_layersim as lsim
 
@@ -60,6 +61,10 @@ MEASURE = """
         say(f"{kind} passes", len(seen))
         report = lsim.analyze(model, list(random_tokens(5, 11)), lsim.CKA(minibatch=16), batch_size=2, at="attn_out")
         report.save(f"{folder}/{kind}-{rank}-attn_out.safetensors")
+        for family in ("q", "z", "mlp_post"):
+            with refusal(f"{kind} {family}"):
+                report = lsim.analyze(model, random_tokens(2, 11), lsim.CKA(minibatch=16), at=family)
+                report.save(f"{folder}/{kind}-{rank}-{family}.safetensors")
         """
 OTHERS = {
     "lens": MODELS["tp_plan"]
@@ -67,6 +72,13 @@ OTHERS = {
         with refusal("lens"):
             found = lsim.analyze(model, random_tokens(4, 11), lsim.LogitLens(), batch_size=2)
             found.save(f"{folder}/lens-{rank}.safetensors")
+        """,
+    "functions": MODELS["tp_plan"]
+    + """
+        for name, result in functions(model).items():
+            result.save(f"{folder}/{name}-{rank}.safetensors")
+        with refusal("truncate"):
+            lsim.truncate(model, 1)
         """,
     "training": MODELS["DeviceMesh"]
     + """
@@ -84,6 +96,7 @@ START = """
         import contextlib, sys
         import torch.distributed as dist
         import tl_layersim as lsim
+        from tests.analysis.test_model_parallel import functions
         from tests.tiny_models import random_tokens, tiny_llama
         dist.init_process_group("gloo")
         folder, rank = sys.argv[1], dist.get_rank()
@@ -96,6 +109,20 @@ START = """
             except lsim.LayersimError as error:
                 say(what, "refused:", error.what)
         """
+
+
+def functions(model):
+    """Functions beside `analyze` that take a model which several processes hold together."""
+    tokens = random_tokens(8, 11)
+    with torch.no_grad(), lsim.attach(model, [lsim.LogitLens()]) as probe:
+        model(tokens)
+    return {
+        "attach": probe.results()["logit_lens"],
+        "compare": lsim.compare(model, tiny_llama(), tokens, lsim.CKA(minibatch=16)),
+        "front": lsim.stitch(model, tiny_llama(), tokens, at=(2, 2), fit="lstsq"),
+        "back": lsim.stitch(tiny_llama(), model, tokens, at=(2, 2), fit="lstsq"),
+        "jacobians": lsim.block_jacobians(model, tokens[0], layers=[1]),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +185,26 @@ def test_sites_inside_blocks_of_a_model_that_is_spread(kind, group):
         found = lsim.load_report(group / f"{kind}-{rank}-attn_out.safetensors")["cka"]
         assert worst(found, alone) < 1e-5
         assert found.layers == alone.layers
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("family", ["q", "z", "mlp_post"])
+def test_sites_that_are_divided_among_processes_are_refused(kind, family, group):
+    """The DeviceMesh of these tests divides the MLPs alone; FSDP gathers weights, so that all activations are whole."""
+    divided = {"tp_plan": ("q", "z", "mlp_post"), "DeviceMesh": ("mlp_post",), "nnsight": ("mlp_post",)}.get(kind, ())
+    refusals = [any(line.startswith(f"{kind} {family} refused: `at` names sites") for line in said(group, r)) for r in (0, 1)]
+    assert refusals == [family in divided] * 2
+    if family not in divided:
+        alone = lsim.analyze(tiny_llama(), random_tokens(2, 11), lsim.CKA(minibatch=16), at=family)["cka"]
+        assert worst(lsim.load_report(group / f"{kind}-0-{family}.safetensors")["cka"], alone) < 1e-5
+
+
+def test_other_functions_give_what_they_give_on_the_whole_model(group):
+    for name, alone in functions(tiny_llama()).items():
+        for rank in range(RANKS):
+            assert worst(lsim.load(group / f"{name}-{rank}.safetensors"), alone) < 1e-4, name
+    for rank in range(RANKS):
+        assert any(line.startswith("truncate refused: `model` is sharded over several") for line in said(group, rank))
 
 
 def test_a_lens_over_a_model_in_parts_is_that_of_the_whole_model(group):

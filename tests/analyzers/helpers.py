@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tl_layersim.analyzers import Analyzer
+from tl_layersim.core import Sums
 from tl_layersim.models import Model
+from tl_layersim.models.view import reduce
 
 from ..tiny_models import tiny_llama
+from ..views import layer_run, view
 
 
 def _described() -> Model:
     from tl_layersim.remote.open import open_source
 
     return open_source(tiny_llama()).model
+
+
+def between(analyzer: Analyzer, xs: list[np.ndarray], ys: list[np.ndarray]) -> Any:
+    """The result of two models whose batches are given; every sample is a row of the data."""
+    kernel, sums = analyzer.kernel(Sums()), Sums()
+    for x, y in zip(xs, ys, strict=True):
+        views = (view(z, row=torch.arange(z.shape[1]), calls=None) for z in (x, y))
+        sums = sums + Sums.of(reduce({"k": kernel}, *views)[1]["k"])
+    models: Any = (object(), object())
+    run = replace(layer_run(len(xs[0])), column_layers=layer_run(len(ys[0])).layers, models=models)
+    return analyzer.compute(sums, run)
+
+
+def rotation(width: int, seed: int = 0) -> np.ndarray:
+    return np.linalg.qr(np.random.default_rng(seed).normal(size=(width, width)))[0]
+
+
+def map_of_condition(width: int, condition: float) -> np.ndarray:
+    """An invertible linear map that is no rotation."""
+    return rotation(width) * np.geomspace(1, condition, width) @ rotation(width, 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._minibatch_hsic import draw_minibatches
+from tl_layersim.analyzers._minibatch_pairs import draw_minibatches
 from tl_layersim.core import Sums
 from tl_layersim.models.view import reduce
 
@@ -33,7 +33,7 @@ def test_models_that_are_apart_give_what_they_give_together(options):
     # Two or three minibatches, each of them the upper triangle of a Gram matrix for each layer.
     n = analyzer.minibatch
     count = 12 if analyzer.level == "sequence" else 60
-    assert sent[0]["grams"].shape == (count // n, 4, n * (n + 1) // 2)
+    assert sent[0]["pairs"].shape == (count // n, 4, n * (n + 1) // 2)
     assert int(joined["minibatches"]) == count // n
     assert int(joined["samples"]) == count // n * n
 
@@ -42,17 +42,18 @@ def test_models_that_are_apart_give_what_they_give_together(options):
 def test_what_crosses_between_models_is_as_large_as_was_said(options):
     exchange = lsim.CKA(**options).exchange()
     assert exchange is not None
-    sent = exchange.kernel(view(residuals(0, tokens=60).astype(np.float32), rows=12))["grams"]
-    assert exchange.size(60, 12, 4) == sent.numel() * sent.element_size() > 0
+    sent = exchange.kernel(view(residuals(0, tokens=60).astype(np.float32), rows=12))
+    assert exchange.size(60, 12, 4) == sum(one.numel() * one.element_size() for one in sent.values()) > 0
+    assert exchange.size(3, 1, 4) == exchange.size(0, 0, 4) == 0
 
 
 def test_a_batch_smaller_than_a_minibatch_crosses_whole():
     exchange = lsim.CKA(minibatch=64).exchange()
     assert exchange is not None
-    sent = exchange.kernel(view(residuals(0, tokens=10).astype(np.float32)))["grams"]
+    sent = exchange.kernel(view(residuals(0, tokens=10).astype(np.float32)))["pairs"]
     assert sent.shape == (1, 4, 55)
-    assert exchange.size(10, 1, 4) == 4 * 4 * 55
-    assert exchange.kernel(view(residuals(0, tokens=3)))["grams"].shape == (0, 4, 0)
+    assert exchange.size(10, 1, 4) == 4 * 4 * 55 + 8
+    assert exchange.kernel(view(residuals(0, tokens=3)))["pairs"].shape == (0, 4, 0)
 
 
 def test_the_exact_estimator_has_no_minibatches_to_exchange():

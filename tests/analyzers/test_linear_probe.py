@@ -156,6 +156,22 @@ def test_held_out_rows_are_spread_evenly_and_without_a_period(fraction):
     assert not torch.equal(held_out(torch.arange(50), fraction, 0, None), held_out(torch.arange(50), fraction, 1, None))
 
 
+def test_rows_from_a_number_on_are_held_out():
+    from sklearn.linear_model import Ridge
+
+    assert held_out(torch.tensor([0, 59, 60, 61]), 0.2, 0, 60).tolist() == [False, False, True, True]
+    x, label = planted(3, spread=3.0)
+    found = of(x, label, ridge=0.05, first_test_row=60)
+    assert float(found.samples.sum()) == 60
+    assert found.test_samples.tolist() == np.bincount(label[60:]).tolist()
+    assert float(found.majority) == np.mean(label[60:] == np.bincount(label[:60]).argmax())
+    for site, rows in enumerate(x):
+        train = rows[:60]
+        fitted = Ridge(alpha=0.05 * train.var(0).sum() / train.shape[1] * 60).fit(train, np.eye(3)[label[:60]])
+        assert float(found.accuracy[site]) == np.mean(fitted.predict(rows[60:]).argmax(1) == label[60:])
+        assert float(found.train_accuracy[site]) == np.mean(fitted.predict(train).argmax(1) == label[:60])
+
+
 def test_every_position_of_a_row_is_on_one_side():
     model, tokens = tiny_llama(), random_tokens(20, 9)
     label = torch.arange(20) % 2

@@ -35,14 +35,16 @@ def head_outputs(model, inputs) -> np.ndarray:
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_it_is_scikit_learn_on_stored_predictions(classes):
-    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+    from sklearn.metrics import accuracy_score, confusion_matrix, f1_score, matthews_corrcoef
 
     model, inputs = pair_bert(labels=classes), data()
-    label = torch.arange(ROWS) % classes
+    # Classes of different sizes, so that a mean over classes is not one over rows.
+    label = (torch.arange(ROWS) % 7).clamp(max=classes - 1)
     found = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=label), batch_size=7)["task_metrics"]
     predicted = head_outputs(model, inputs).argmax(-1)
     for layer, said in enumerate(predicted):
         assert float(found.accuracy[layer]) == pytest.approx(accuracy_score(label, said))
+        np.testing.assert_array_equal(found.confusion[layer], confusion_matrix(label, said, labels=range(classes)))
         assert float(found.f1[layer]) == pytest.approx(f1_score(label, said, average="macro"))
         assert float(found.mcc[layer]) == pytest.approx(matthews_corrcoef(label, said))
         np.testing.assert_allclose(found.f1_by_class[:, layer], f1_score(label, said, average=None))
@@ -145,6 +147,11 @@ def test_correlations_of_a_regression_head_are_those_of_scipy(batch_size):
         assert float(found.spearman[layer]) == pytest.approx(spearmanr(said[known], scores[known]).statistic)
         assert float(found.pearson[layer]) == pytest.approx(pearsonr(said[known], scores[known]).statistic)
     assert found.rows == ROWS - 1
+    # Scores of rows that the data does not have.
+    with pytest.warns(lsim.LayersimWarning, match="labels"):
+        more = lsim.analyze(model, inputs, lsim.TaskMetrics(labels=np.append(scores, [5.0, -5.0])))["task_metrics"]
+    torch.testing.assert_close(more.pearson, found.pearson)
+    assert more.rows == ROWS - 1
     assert found.headline()["Spearman correlation of the last layer"] == float(found.spearman[-1])
 
 
@@ -191,7 +198,9 @@ def test_what_it_cannot_do_is_refused(says):
 
 def test_a_large_vocabulary_is_refused_before_the_run():
     with pytest.raises(lsim.LayersimError, match=r"3 layers x 10000 numbers(.|\n)*LogitLens"):
-        lsim.analyze(tiny_llama(), random_tokens(), lsim.TaskMetrics(max_memory_gb=1e-4))
+        # Three tables of 3 x 10000 numbers of 8 bytes are 0.00072 GB.
+        lsim.analyze(tiny_llama(), random_tokens(), lsim.TaskMetrics(max_memory_gb=7e-4))
+    assert lsim.analyze(tiny_llama(), random_tokens(), lsim.TaskMetrics(max_memory_gb=8e-4))
     with pytest.raises(lsim.LayersimError, match="one score for each row"):
         lsim.TaskMetrics(labels=torch.rand(3, 2))
     with pytest.raises(lsim.LayersimError, match="must be 'next_token', 'data'"):

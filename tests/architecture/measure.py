@@ -24,6 +24,7 @@ ORDER = (
     "jacobians",
     "analyzers",
     "analysis",
+    "ray",
     "stitching",
     "early_exit",
     "training",

@@ -14,6 +14,7 @@ MOST_LONG_FUNCTIONS = 5
 PUBLIC = {
     "analysis.api.analyze",
     "analysis.api.compare",
+    "analysis.estimate.estimate",
     "analysis.grid_api.compare_grid",
     "analysis.linear_probes.linear_probe",
     "analysis.one_prompt_figures.prediction_grid",
@@ -34,7 +35,7 @@ PUBLIC = {
 }
 
 
-def test_twelve_packages_and_the_command_line_stand_at_the_top():
+def test_thirteen_packages_and_the_command_line_stand_at_the_top():
     packages, modules = measure.top_level()
     assert sorted(packages) == sorted(measure.ORDER)
     assert modules == ["__init__.py", "cli.py"]

@@ -18,6 +18,7 @@ from nnsight.intervention.serialization import dumps
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import Sums
+from tl_layersim.core.intervals import bounds_of
 from tl_layersim.models.view import reduce
 
 from .. import oracles
@@ -187,3 +188,27 @@ def test_not_a_number_is_named_with_its_layer(name, cls):
         model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
     with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in batch 0(.|\n)*blocks\.1\.hook_resid_post"):
         lsim.analyze(model, random_tokens(), cls())
+
+
+@each_analyzer
+def test_every_field_has_an_interval(name, cls):
+    """Seventeen batches: an interval of each number, about the number, within the bounds of the field."""
+    analyzer = cls()
+    model, data = tiny_llama(), [random_tokens(1, 8 + i % 5, seed=i)[0] for i in range(34)]
+    plain = lsim.analyze(model, data, [analyzer], batch_size=2)[name]
+    result = lsim.analyze(model, data, [analyzer], batch_size=2, intervals=True)[name]
+    assert len(result.block_tokens) == 17
+    assert worst(plain, result) == 0
+    for field, bounds in bounds_of(result).items():
+        if bounds is None:
+            continue
+        value, low, high, error = result.interval(field)
+        known = ~low.isnan()
+        # Most numbers of most measures have one; histograms and counts of what is rare are 0 without some block.
+        assert value.numel() == 0 or bool(known.any()) or not bool(value.isfinite().any()), field
+        assert bool((low <= value)[known].all() and (value <= high)[known].all())
+        assert bool((low >= min(bounds[0], float(value.nan_to_num().min())))[known].all()) if value.numel() else True
+        assert bool((high <= max(bounds[1], float(value.nan_to_num().max())))[known].all()) if value.numel() else True
+        assert bool((error[known] >= 0).all())
+    moving = [f for f, b in bounds_of(result).items() if b is not None and bool((result.interval(f).error > 0).any())]
+    assert "values" in moving

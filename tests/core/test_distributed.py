@@ -32,6 +32,10 @@ def test_several_processes_give_what_one_gives(ranks, tmp_path):
             data = list(random_tokens(4, 11))
             report = lsim.analyze(tiny_llama(), data, [lsim.Cosine(), lsim.CKA(minibatch=16)], batch_size=2)
             report.save(f"{sys.argv[1]}/{dist.get_rank()}.safetensors")
+            # 67 batches: the first of two ranks has coarser blocks than the second, which has fewer batches.
+            data = list(random_tokens(67, 6))
+            report = lsim.analyze(tiny_llama(), data, [lsim.LogitLens()], batch_size=1, intervals=True)
+            report.save(f"{sys.argv[1]}/{dist.get_rank()}.blocks.safetensors")
             dist.destroy_process_group()
             """
         )
@@ -58,3 +62,10 @@ def test_several_processes_give_what_one_gives(ranks, tmp_path):
         for name in ("cosine", "cka"):
             assert worst(report[name], alone[name]) < 1e-12
             assert report[name].provenance.tokens == 44
+        blocks = lsim.load_report(tmp_path / f"{rank}.blocks.safetensors")["logit_lens"]
+        # Blocks of consecutive batches, however the ranks share them: 34 and 33 batches, or 23, 22 and 22.
+        size = {2: 4, 3: 3}[ranks]
+        whole = list(random_tokens(67, 6))
+        assert blocks.block_tokens == (6 * size,) * (67 // size) + (6 * (67 % size),)
+        without = lsim.analyze(tiny_llama(), whole[:size] + whole[2 * size :], [lsim.LogitLens()], batch_size=1)["logit_lens"]
+        assert worst(blocks.replicates[1], without) < 1e-9

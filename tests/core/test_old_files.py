@@ -21,15 +21,23 @@ from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
 
 # Kinds of results that came after these files.
 NEWER = {
+    "calibrated_matrix",
+    "minibatch_matrix",
+    "cca",
     "contribution",
     "detection",
+    "effective_rank",
     "group_comparison",
     "group_curves",
+    "linear_predictivity",
     "linear_probe",
     "metric_change",
     "model_grid",
     "model_matrix",
+    "procrustes",
+    "mutual_knn",
     "regression_metrics",
+    "rsa",
     "skip_effect",
     "stitch_penalties",
     "task_metrics",
@@ -51,6 +59,16 @@ def test_a_result_of_version_0_1_is_read_and_saved_again(name, tmp_path):
         assert type(one) is type(other)
         assert worst(one, other) == 0
         assert (one.provenance, one.layers) == (other.provenance, other.layers)
+
+
+def test_a_field_that_a_file_lacks_is_not_a_number():
+    cosine = load(FILES / "cosine.safetensors")
+    assert cosine.angular.shape == cosine.values.shape
+    assert cosine.block_influence.shape == cosine.norm_ratio.shape
+    assert cosine.angular.dtype == torch.float64
+    assert bool(cosine.angular.isnan().all())
+    with pytest.raises(lsim.LayersimError, match="a result of this version"):
+        cosine.angular_by_gap(1)
 
 
 def test_there_is_a_file_of_every_kind_of_result():
@@ -80,7 +98,7 @@ def test_a_checkpoint_of_version_0_1_is_read(name):
         found = read_checkpoint(FILES / name)
     assert found
     if name == "analysis.checkpoint":
-        assert (found["main"].tokens, found["main"].done, set(found["main"].sums)) == (64, True, {"cka", "cosine"})
+        assert (found["main"].tokens, found["main"].done, set(found["main"].tree.total().sums)) == (64, True, {"cka", "cosine"})
     if name == "finetune.checkpoint":
         state, parts = found
         assert (state.step, len(state.curve), sorted(state.evaluations)) == (2, 2, [0, 2])

@@ -44,7 +44,7 @@ def test_shapes_and_dtypes_are_checked():
 
 def test_tables_are_tidy(report):
     table = report["cosine"].to_frame()
-    assert list(table.columns) == ["row_layer", "column_layer", "values", "std", "below_zero"]
+    assert list(table.columns) == ["row_layer", "column_layer", "values", "std", "below_zero", "angular"]
     assert len(table) == 16
     row = table[(table.row_layer == "blocks.0.hook_resid_pre") & (table.column_layer == "blocks.2.hook_resid_post")]
     assert row["values"].item() == report["cosine"].values[0, 3].item()

@@ -52,7 +52,7 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path):
     (tmp_path / "pickle.pt").write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(lsim.LayersimError, match="truncated or not a safetensors file"):
         lsim.load(tmp_path / "pickle.pt")
-    with pytest.raises(FileNotFoundError, match="pass the path that was given to save"):
+    with pytest.raises(FileNotFoundError, match="pass the path that was given when it was written"):
         lsim.load(tmp_path / "nothing")
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.data.named_data import load_data
 
 from ..tiny_models import tiny_llama, tiny_tokenizer
 
@@ -152,7 +153,6 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
-    from tl_layersim import cli
     from tl_layersim.models import named_model
 
     (tmp_path / "weights.txt").write_bytes(bytes(range(256)))
@@ -169,7 +169,7 @@ def test_the_command_line_names_the_option_that_is_wrong(tmp_path):
         "nothing.jsonl": "^`--data` names a file or folder that does not exist",
     }.items():
         with pytest.raises(lsim.LayersimError, match=text):
-            cli._read_data(str(tmp_path / name), "test")
+            load_data(str(tmp_path / name), "test")
     for name, text in {
         "nothing": "where there is nothing",
         "folder": "a folder with nothing",

@@ -162,7 +162,7 @@ def test_means_of_rows_are_samples():
 def test_a_source_says_what_it_can_do(tmp_path):
     from tl_layersim.remote.open import open_source
 
-    expected = {"can_hook": True, "can_differentiate": True, "is_remote": False, "is_single_model": True, "sum_group": 1}
+    expected = {"can_hook": True, "can_differentiate": True, "is_remote": False, "is_single_model": True}
     module = tiny_llama()
     stitched = lsim.stitch(module, module, random_tokens(4, 20), at=(1, 1), adapter="identity").model
     for model, other in (

@@ -7,6 +7,8 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import storage
+from tl_layersim.models.model_info import Model
+from tl_layersim.models.unembed import Head, Pool
 
 from ..core.helpers import FILES
 
@@ -40,6 +42,24 @@ def test_names_of_layers_and_size():
     assert one.layers == ("blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
     assert (len(one), one.nbytes) == (2, 4 * (30 + 10))
     assert one.to("cpu") is one
+
+
+def test_heads_read_what_the_model_s_head_joins():
+    """Without the head's weights in this process, its width follows from the vectors that it joins."""
+    layers = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(3)))
+
+    def model(pool: Pool | None) -> Model:
+        head = Head("norm", ("classifier",), "every" if pool is None else "rows", pool=pool)
+        return Model("m", "0", "0", "s", "b", "f", layers, 3, None, None, None, head=head)
+
+    for pool, width in ((None, 3), (Pool(mean_from=0), 3), (Pool((0,), 1), 6), (Pool((0, 1), 2), 9)):
+        for given in (3, 6, 9):
+            one = lsim.ExitHeads(torch.ones(2, 5, given))
+            if given == width:
+                one.check(model(pool))
+            else:
+                with pytest.raises(lsim.LayersimError, match=f"shape of the head of m(.|\\n)*d_model {width}"):
+                    one.check(model(pool))
 
 
 @pytest.mark.parametrize(

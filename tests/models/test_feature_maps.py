@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 import tl_layersim as lsim
-from tl_layersim.models.feature_maps import Channels, channel_axis, channels_at
+from tl_layersim.models.feature_maps import Channels, channel_axis, channels_at, positions_of, to_positions
 
 from .. import oracles
 from .helpers import nnsight
@@ -153,6 +153,15 @@ def test_two_kinds_of_models_are_compared_on_the_same_images():
     np.testing.assert_allclose(found.values, expected["values"], atol=1e-9)
 
 
+def test_positions_are_in_the_order_of_rows_of_the_map():
+    x = torch.randn(2, 3, 4, 5)
+    for given, channels in ((x, Channels(1)), (x.movedim(1, -1), Channels(-1))):
+        np.testing.assert_array_equal(to_positions(given, channels).flatten(0, 1), places(x))
+        assert positions_of(given.shape, channels) == 20
+    assert positions_of((2, 7)) == positions_of((2, 7), Channels(1)) == 1
+    assert positions_of((2, 7, 3)) == 7
+
+
 def test_what_modules_tell_of_channels():
     net, text = Net(), torch.nn.Sequential(torch.nn.Linear(4, 4))
     assert channels_at(net, "stem") == channels_at(net, "body.1") == channels_at(net, "body.2") == Channels(1)
@@ -165,6 +174,11 @@ def test_what_modules_tell_of_channels():
     for shape in ((2, 8, 4, 16), (2, 5, 4, 4)):
         with pytest.raises(lsim.LayersimError, match=r"at here do not tell(.|\n)*path of the convolution"):
             channel_axis(shape, both, "here")
+    # A norm over whole maps, of all their axes.
+    assert channels_at(torch.nn.Sequential(net.stem, torch.nn.LayerNorm((5, 16, 16))), "1") == Channels(1)
+    # Either axis of patches may be that of a convolution.
+    with pytest.raises(lsim.LayersimError, match="do not tell which axis"):
+        channel_axis((2, 16, 8), Channels(None, (8, 16)), "here")
     # Patches that a module makes of a map, in either order.
     assert channel_axis((2, 49, 16), both, "x") == -1
     assert channel_axis((2, 16, 49), both, "x") == 1
@@ -209,6 +223,8 @@ def test_a_permutation_does_not_inherit_the_axis_of_the_convolution_before_it():
         assert channel_axis((6, 20, 6), channels_at(patches, name), name) == -1
         with pytest.raises(lsim.LayersimError, match="do not tell which axis"):
             channel_axis((6, 6, 6), channels_at(patches, name), name)
+    beside = torch.nn.ModuleDict({"conv": conv, "turned": Permute()})
+    assert channel_axis((6, 4, 5, 6), channels_at(beside, "turned"), "turned") == -1
     back = torch.nn.Sequential(conv, last, Permute())
     assert channel_axis((6, 5, 4, 4), channels_at(back, "2"), "2") == 1
     assert channel_axis((6, 4, 4, 6), channels_at(torch.nn.Sequential(conv, Permute()), ""), "") == -1

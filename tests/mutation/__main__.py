@@ -27,13 +27,44 @@ EVERY = ("contract/test_analyzers*.py", "test_headlines*.py", "test_degenerate*.
 # Which tests do reach a function is recorded. The doctests of a module are always among its tests.
 MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("cka.py", "hsic.py", "_*hsic.py", "_sample_vectors.py"), ("test_cka*.py", "test_hsic*.py", *EVERY)),
-    (("cosine.py",), ("test_cosine*.py", *EVERY)),
+    (("cosine.py", "_cosine_kernel.py"), ("test_cosine*.py", *EVERY)),
+    (("effective_rank.py",), ("test_effective_rank.py", *EVERY)),
     (("collapse.py", "neural_collapse.py"), ("test_collapse*.py", "test_neural_collapse*.py", *EVERY)),
     (
         ("contribution.py", "_contribution_kernel.py", "skip_effect.py", "_skip_effect_kernel.py"),
         ("test_contribution*.py", "test_skip_effect*.py", "test_every_source_depth.py", *EVERY),
     ),
-    (("trajectory.py",), ("test_trajectory*.py", *EVERY)),
+    (
+        ("trajectory.py", "_trajectory_kernel.py", "_prompt_rows.py"),
+        ("test_trajectory*.py", "test_curvature.py", "test_per_prompt.py", *EVERY),
+    ),
+    # test_coverage.py draws thousands of data sets, which no mutant has time for.
+    (
+        ("core/jackknife.py", "core/blocks.py", "core/intervals.py", "replicates.py"),
+        ("test_jackknife.py", "test_blocks.py", "test_headline_intervals.py", "analysis/test_intervals.py"),
+    ),
+    (
+        ("result_differences.py", "analysis/differences.py", "difference_results.py", "relative_depth.py"),
+        ("test_differences.py", "test_relative_depth.py"),
+    ),
+    (
+        ("sweep_results.py", "sweep_curves.py", "sweep_folder.py", "sweep_api.py"),
+        ("analysis/test_sweep.py",),
+    ),
+    (("exponential_fits.py",), ("test_exponential_fits.py",)),
+    (("score_relation.py",), ("test_score_relation.py",)),
+    # What is measured between two sites has tests of its own; those of all analyzers take minutes to record.
+    (("_permutation_null.py",), ("test_permutation_null.py", "test_cka_null.py")),
+    (("_minibatch_pairs.py",), ("test_cka_null.py", "test_cka_apart.py", "test_rsa.py", "test_mutual_knn.py")),
+    (("rsa.py", "_dissimilarities.py"), ("test_rsa.py",)),
+    (("mutual_knn.py",), ("test_mutual_knn.py",)),
+    (("procrustes.py",), ("test_procrustes.py", "test_cross_products.py")),
+    (("cca.py",), ("test_cca.py", "test_cross_products.py")),
+    (("linear_predictivity.py",), ("test_linear_predictivity.py", "test_cross_products.py")),
+    (
+        ("_cross_products.py", "_covariances.py"),
+        ("test_cross_products.py", "test_procrustes.py", "test_cca.py", "test_linear_predictivity.py"),
+    ),
     (
         ("lens.py", "chunked_logit_lens.py", "logit_lens.py", "saturation.py", "exit_curve.py", "cross_entropy.py"),
         ("test_lens*.py", "test_logit*.py", "test_exit_*.py", "test_saturation*.py", "test_cross_entropy*.py", *EVERY),

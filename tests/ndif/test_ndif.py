@@ -64,10 +64,10 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_pat
     # The same of jobs that are not waited for.
     run = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=100_000, blocking=False, **options)
     run.save(tmp_path / "run")
-    assert equal(run.result(400), calm)
+    assert equal(run.result(600), calm)
     with pytest.raises(lsim.LayersimError, match="cannot be sent again without the model"):
         lsim.load_run(tmp_path / "run").result(300)
-    assert equal(lsim.load_run(tmp_path / "run", model=load("tests/slow")).result(400), calm)
+    assert equal(lsim.load_run(tmp_path / "run", model=load("tests/slow")).result(600), calm)
 
 
 def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
@@ -76,20 +76,20 @@ def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     options = {"remote": server.url, "batch_size": 2, "tokens_per_request": 240}
     undisturbed = lsim.analyze(load("tests/llama"), data, analyzers, **options)
 
-    under_way, plain, asked = threading.Event(), ndif.NdifClient._attempt, []
+    under_way, plain, asked = threading.Event(), ndif.NdifClient._finish_attempt, []
 
-    def attempt(self, run):
+    def attempt(self, request):
         asked.append(1)
         if len(asked) == 6:
             under_way.set()
-        return plain(self, run)
+        return plain(self, request)
 
     def power_cut():
         under_way.wait(120)
         server.kill()
         server.start()
 
-    monkeypatch.setattr(ndif.NdifClient, "_attempt", attempt)
+    monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", attempt)
     cut = threading.Thread(target=power_cut)
     cut.start()
     report = lsim.analyze(load("tests/llama"), data, analyzers, **options)
@@ -141,6 +141,37 @@ def test_few_bytes_come_back(server, capsys):
     assert max(sizes) < 100_000
     # Compressed: fuller histograms are a little larger.
     assert sizes[1] < 2 * sizes[0]
+
+
+def test_the_next_request_is_sent_while_one_runs(server, monkeypatch):
+    from tl_layersim.remote import request_pipeline
+
+    data, analyzers = rows(32, 60), [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
+    options = {"remote": server.url, "batch_size": 4, "tokens_per_request": 240}
+    send, finish, sent, before_result, positions = ndif.NdifClient.send, ndif.NdifClient._finish_attempt, [], [], []
+
+    def sending(self, request):
+        sent.append(request)
+        send(self, request)
+
+    def finishing(self, request):
+        result = finish(self, request)
+        before_result.append(len(sent))
+        positions.append(request.queue_position)
+        return result
+
+    monkeypatch.setattr(ndif.NdifClient, "send", sending)
+    monkeypatch.setattr(ndif.NdifClient, "_finish_attempt", finishing)
+    ahead = lsim.analyze(load("tests/slow"), data, analyzers, **options)
+    # The first request shows that its size fits; then one is sent ahead of each result.
+    assert before_result == [1, 3, 4, 5, 6, 7, 8, 8]
+    # Nobody else sends requests to this server.
+    assert positions == [1] * 8
+    monkeypatch.setattr(request_pipeline, "MOST_ON_SERVER", 1)
+    one_by_one = lsim.analyze(load("tests/slow"), data, analyzers, **options)
+    assert equal(ahead, one_by_one)
+    [place], [other] = (report["cka"].provenance.options["remote"] for report in (ahead, one_by_one))
+    assert place["requests"] == other["requests"] == 9
 
 
 def run_client(*args: object) -> subprocess.Popen[bytes]:

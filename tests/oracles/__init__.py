@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from .block_coupling import coupling_matrix, miscoupling, oracle_block_coupling, own_jacobian, random_frames
 from .cka import arccos_distance, hsic_0, hsic_1, oracle_cka
-from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, next_of, say, softmax, tokens_of
+from .common import HEAD, LEVELS, WORDS, cosine_of, layer_norm, lens_by_token, next_of, no_null, say, softmax, tokens_of
 from .contribution import oracle_contribution, sublayer_outputs
 from .cosine import oracle_cosine
+from .cross_products import oracle_cca, oracle_linear_predictivity, oracle_procrustes
+from .effective_rank import oracle_effective_rank
 from .exit_curve import oracle_exit_curve
 from .linear_probe import ROWS_OF, held_out_rows, oracle_linear_probe, ridge_scores
 from .logit_lens import oracle_logit_lens
 from .neural_collapse import oracle_neural_collapse
+from .rsa import oracle_mutual_knn, oracle_rsa
 from .saturation import oracle_saturation
 from .skip_effect import oracle_skip_effect
 from .task_metrics import classification_metrics, oracle_task_metrics
-from .trajectory import line_shape_score, oracle_trajectory
+from .trajectory import line_shape_score, oracle_trajectory, turning_angles
 
 __all__ = [
     "HEAD",
@@ -36,14 +39,21 @@ __all__ = [
     "line_shape_score",
     "miscoupling",
     "next_of",
+    "no_null",
     "oracle_block_coupling",
+    "oracle_cca",
     "oracle_cka",
     "oracle_contribution",
     "oracle_cosine",
+    "oracle_effective_rank",
     "oracle_exit_curve",
+    "oracle_linear_predictivity",
     "oracle_linear_probe",
     "oracle_logit_lens",
+    "oracle_mutual_knn",
     "oracle_neural_collapse",
+    "oracle_procrustes",
+    "oracle_rsa",
     "oracle_saturation",
     "oracle_skip_effect",
     "oracle_task_metrics",
@@ -55,4 +65,5 @@ __all__ = [
     "softmax",
     "sublayer_outputs",
     "tokens_of",
+    "turning_angles",
 ]

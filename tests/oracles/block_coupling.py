@@ -76,6 +76,9 @@ def oracle_block_coupling(batches: list[np.ndarray], k: int = 10) -> dict[str, n
         "length_count": np.array([float(len(one)) for one in by]),
         "residual": np.zeros(blocks),
         "step_error": np.zeros(blocks),
+        # Values by prompt are an option.
+        "prompt_coupling": np.zeros(0),
+        "prompt_tokens": np.zeros(0),
         # These blocks take no cache of keys and values.
         "whole_rows": np.ones(blocks),
     }

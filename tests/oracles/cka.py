@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .common import no_null
+
 
 def hsic_1(k: np.ndarray, m: np.ndarray) -> float:
     """Song et al. 2012, equation 5, term by term."""
@@ -57,7 +59,7 @@ def oracle_cka(
         "values": values,
         "effective_samples": np.array([effective(batches, a) for a in range(rows)]),
         "column_effective_samples": np.array([effective(others, b) for b in range(columns)]),
-    }
+    } | no_null(rows, columns)
 
 
 def arccos_distance(values: np.ndarray) -> float:

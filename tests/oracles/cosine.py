@@ -19,6 +19,8 @@ def oracle_cosine(batches: list[np.ndarray], center: str = "dataset") -> dict[st
     ratio = [
         [np.linalg.norm(x[a, t]) / np.linalg.norm(x[a + 1, t] - x[a, t]) for t in range(tokens)] for a in range(layers - 1)
     ]
+    raw = np.array([[[cosine_of(x[a, t], x[b, t]) for t in range(tokens)] for b in range(layers)] for a in range(layers)])
+    angle = [[sum(np.arccos(raw[a, b])) / tokens / np.pi if a != b else 0 for b in range(layers)] for a in range(layers)]
     rises = [all(cos[a, -1, t] < cos[a + 1, -1, t] for a in range(layers - 1)) for t in range(tokens)]
     return {
         "values": np.array([[sum(cos[a, b]) / tokens for b in range(layers)] for a in range(layers)]),
@@ -30,6 +32,8 @@ def oracle_cosine(batches: list[np.ndarray], center: str = "dataset") -> dict[st
             [[np.quantile(cos[a, a + 1], q, method="inverted_cdf") for a in range(layers - 1)] for q in LEVELS]
         ),
         "norm_ratio": np.array([sum(row) / tokens for row in ratio]),
+        "angular": np.array(angle),
+        "block_influence": np.array([1 - sum(raw[a, a + 1]) / tokens for a in range(layers - 1)]),
         "monotone_share": np.array(sum(rises) / tokens),
         "mean": mean if center == "dataset" else np.zeros((layers, 0)),
     }

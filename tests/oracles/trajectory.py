@@ -20,6 +20,15 @@ def line_shape_score(path: np.ndarray) -> float:
     return (len(path) - 1) / np.sqrt(((tilde - path[0]) ** 2).sum())
 
 
+def turning_angles(row: np.ndarray) -> np.ndarray:
+    """`layer triple`: angles between the steps from token to token of one row of tokens, `layer token d_model`."""
+    angles = []
+    for layer in row:
+        steps = [after - before for before, after in itertools.pairwise(layer)]
+        angles.append([np.arccos(a @ b / np.sqrt((a @ a) * (b @ b))) for a, b in itertools.pairwise(steps)])
+    return np.array(angles)
+
+
 def oracle_trajectory(batches: list[np.ndarray], window: int = 0) -> dict[str, np.ndarray]:
     x = np.concatenate(batches, axis=1)
     paths = [x[:, t] for t in range(x.shape[1])]
@@ -35,6 +44,8 @@ def oracle_trajectory(batches: list[np.ndarray], window: int = 0) -> dict[str, n
     def quantiles(values: np.ndarray) -> np.ndarray:
         return np.array([np.quantile(values, q, axis=0, method="inverted_cdf") for q in LEVELS])
 
+    angles = [turning_angles(batch) for batch in batches]
+    curvature = np.concatenate(angles, axis=1)
     windows = [[line_shape_score(path[i : i + window + 1]) for i in range(len(x) - window)] if window else [] for path in paths]
     out = {
         "values": norm.mean(0),
@@ -46,6 +57,11 @@ def oracle_trajectory(batches: list[np.ndarray], window: int = 0) -> dict[str, n
         "growth": alpha.mean(0),
         "windowed_lss": np.array(windows).mean(0),
         "windowed_lss_std": np.array(windows).std(0),
+        "curvature": np.array([np.mean(a) if len(a) else np.nan for a in curvature]),
+        "curvature_std": np.array([np.std(a) if len(a) else np.nan for a in curvature]),
+        # Values by prompt are an option.
+        "prompt_lss": np.zeros(0),
+        "prompt_tokens": np.zeros(0),
     }
     for name, values in numbers.items():
         out |= {f"{name}_mean": values.mean(), f"{name}_std": values.std(), f"{name}_quantiles": quantiles(values)}

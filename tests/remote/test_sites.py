@@ -95,8 +95,10 @@ def test_two_models_are_compared_at_other_sites(small, capfd):
     said = capfd.readouterr().err
     tokens = near.samples
     assert near.provenance.tokens // 32 * 32 == tokens
-    # Grams of 12 heads of each model; and 96 numbers a token for each, where the widths of both are known beforehand.
-    assert said.count(f"{24 * tokens // 32 * 4 * 32 * 33 // 2 / 1e3:.1f} kB cross in all") == 2
+    # Grams of 12 heads and a seed for each minibatch of each model; and 96 numbers a token for each, where the widths of both
+    # are known beforehand.
+    crossing = 24 * tokens // 32 * 4 * 32 * 33 // 2 + 2 * 8 * tokens // 32
+    assert said.count(f"{crossing / 1e3:.1f} kB cross in all") == 2
     assert said.count(f"activations would be {2 * 96 * 4 * near.provenance.tokens / 1e3:.1f} kB") == 1
 
 

@@ -17,7 +17,14 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 
 
 @pytest.mark.parametrize(
-    "cka", [lsim.CKA(minibatch=16), lsim.CKA(minibatch=16, estimator="biased"), lsim.CKA(level="sequence")]
+    "cka",
+    [
+        lsim.CKA(minibatch=16, permutations=40),
+        lsim.CKA(minibatch=16, estimator="biased"),
+        lsim.CKA(level="sequence"),
+        lsim.RSA(minibatch=16, permutations=40),
+        lsim.MutualKNN(k=3, minibatch=16, permutations=40),
+    ],
 )
 def test_gram_matrices_cross_and_give_the_same(small, cka, capfd):
     data, options = rows(12, 20), {"batch_size": 6}
@@ -30,6 +37,8 @@ def test_gram_matrices_cross_and_give_the_same(small, cka, capfd):
     )
     far = lsim.compare(small.model(), small.model("gpt2"), data, cka, remote=small.url, **options)
     assert torch.allclose(far.values, here.values, atol=1e-9)
+    for field in ("p_values", "null_threshold", "max_null", "max_calibrated"):
+        assert torch.allclose(getattr(far, field), getattr(here, field), atol=1e-9, equal_nan=True)
     assert "2 batches, each run on one model and then on the other" in capfd.readouterr().err
     assert len(far.provenance.options["remote"]) == 2
     mixed = lsim.compare(

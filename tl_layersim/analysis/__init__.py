@@ -3,6 +3,7 @@
 Other packages may import from these modules:
 
 * `api`: `analyze`
+* `data_pass`: `sums_of`; `shard_files`: `read_part`, `ShardPart`, `DataCounts`, `MAIN`; `merging`: `merged_report`
 * `group_curves`: `GroupCurves`, `group_curves`
 * `model_groups`: `chosen_groups`, `group_labels`
 * `model_matrix`: `ModelMatrix`
@@ -11,19 +12,24 @@ Other packages may import from these modules:
 """
 
 from .attach import Probe
-from .coupling_across_models import Relation
+from .exponential_fits import ExponentialFit
 from .one_prompt_figures import PredictionGrid, TrajectoryPCA
 from .one_prompt_jacobian_results import BlockJacobians, CouplingMatrices
+from .score_relation import Relation
 from .server_capabilities import Capabilities
 from .submitted_run import RemoteRun
+from .sweep_results import Sweep, SweepError
 
 __all__ = [
     "BlockJacobians",
     "Capabilities",
     "CouplingMatrices",
+    "ExponentialFit",
     "PredictionGrid",
     "Probe",
     "Relation",
     "RemoteRun",
+    "Sweep",
+    "SweepError",
     "TrajectoryPCA",
 ]

@@ -22,7 +22,16 @@ from .model_grid import ModelGrid, either_order
 from .report_assembly import record_of_models
 
 # What a run asks of an analyzer.
-PROPERTIES = ("name", "one_pass", "first_without_model", "needs_unembed", "needs_sites", "needs_calls", "prompts")
+PROPERTIES = (
+    "name",
+    "one_pass",
+    "first_without_model",
+    "needs_unembed",
+    "needs_sites",
+    "needs_calls",
+    "needs_rows",
+    "prompts",
+)
 # Options that identify the analyzer in a checkpoint, and that the results of pairs do not record.
 IDENTITY = ("analyzer", "code")
 
@@ -105,6 +114,10 @@ class AllPairs(Analyzer):
 
     def cost(self, model: Model) -> str:
         return self.measure.cost(model)
+
+    def compute_seconds(self, model: Model) -> float:
+        models = len(self.models)
+        return models * (models - 1) / 2 * self.measure.compute_seconds(model)
 
     def options(self) -> dict[str, Any]:
         cls = type(self.measure)

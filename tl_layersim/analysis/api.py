@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from ..models.model_inputs import shared_positions
 from ..remote.open import open_source
 from .position_rules import chosen_rule
 from .run_analysis import run_analysis
+from .shard_run import run_shard
+from .shards import FilesArgument, chosen_shard
 from .site_plan import DEFAULT, AtArgument, plan_sites
 from .submitted_run import RemoteRun
 from .validation import (
@@ -61,10 +64,12 @@ class _Keywords(TypedDict, total=False):
     positions: str | slice | Callable[[Tensor], Any] | None
     chat_template: str | None
     add_generation_prompt: bool
-    checkpoint: str | os.PathLike[str] | None
+    intervals: bool
 
 
-class _OneModel(_Keywords, total=False):
+class OneModelOptions(_Keywords, total=False):
+    """Keywords of `analyze`, and of calls that pass them on, for type checkers."""
+
     verify: VerifyArgument
     layers: list[str] | None
     unembed: list[str] | None
@@ -72,7 +77,12 @@ class _OneModel(_Keywords, total=False):
     tokens_per_request: int | None
 
 
+class _OneModel(OneModelOptions, total=False):
+    checkpoint: str | os.PathLike[str] | None
+
+
 class _TwoModels(_Keywords, total=False):
+    checkpoint: str | os.PathLike[str] | None
     verify: VerifyArgument | tuple[VerifyArgument, VerifyArgument]
     layers: tuple[list[str] | None, list[str] | None]
     remote: bool | str | tuple[bool | str, bool | str]
@@ -95,6 +105,17 @@ def analyze(
 def analyze(
     model: Any, data: DataArgument, analyzers: AnalyzersArgument, *, blocking: bool, **options: Unpack[_OneModel]
 ) -> Report | RemoteRun: ...
+@overload
+def analyze(
+    model: Any,
+    data: DataArgument,
+    analyzers: AnalyzersArgument,
+    *,
+    shard: tuple[int, int],
+    save_to: str | os.PathLike[str],
+    first: FilesArgument | None = None,
+    **options: Unpack[OneModelOptions],
+) -> Path: ...
 @typed
 def analyze(
     model: Any,
@@ -118,10 +139,14 @@ def analyze(
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
+    intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     tokens_per_request: int | None = None,
     blocking: bool = True,
-) -> Report | RemoteRun:
+    shard: tuple[int, int] | None = None,
+    save_to: str | os.PathLike[str] | None = None,
+    first: FilesArgument | None = None,
+) -> Report | RemoteRun | Path:
     """Run analyzers over data on one model, in one pass (two where a dataset mean is needed).
 
     Memory holds sums, not activations. The model runs in evaluation mode, without gradients, and is not changed. In an
@@ -168,14 +193,23 @@ def analyze(
         column: the column of a data set that holds texts, tokens, images or chat messages; two names for pairs of texts.
         chat_template: renders chat messages in place of the tokenizer's own template.
         add_generation_prompt: end each chat with the tokens that begin an answer of the assistant.
+        intervals: keep the sums of 16 to 32 contiguous blocks of batches, from which every result gets confidence intervals:
+            `result.interval("values")`. Memory holds up to 32 times the sums.
         checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
             same call resumes from it and ends with exactly the numbers of an uninterrupted run.
         tokens_per_request: on a server, the most positions, padding included, in one request. Default: as many forward passes
             as run in about 10 s, or in a quarter of the operator's time limit; fewer after the server ended a job for its time.
         blocking: False to send all requests of the main pass to a server and return at once.
+        shard: measure one of several contiguous parts of the data: its number, from 0, and the number of parts, as (3, 64).
+            Each call reads all data to count the batches, and runs the model on its own. `merge` makes the report of all files.
+        save_to: the file for the sums of the shard, which is its checkpoint too: the same call continues from it, and returns
+            at once if it is complete.
+        first: with `shard`, where an analyzer needs a first pass with the model: the files of the first stage, those that the
+            same calls without `first` wrote for all shards. A folder or a pattern does too.
 
     Returns:
-        A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, whose `result()` is the report.
+        A `Report`, the results by analyzer name; with `blocking=False` a `RemoteRun`, whose `result()` is the report; with
+        `shard` the path `save_to`.
 
     Raises:
         LayersimError: an argument does not fit the others, the model or the data; or activations are not finite.
@@ -187,6 +221,7 @@ def analyze(
         ['cosine']
     """
     chosen = choose_analyzers(analyzers)
+    part = chosen_shard(shard, save_to, first, checkpoint, blocking)
     refuse_idle_options(remote, blocking, checkpoint)
     opening: dict[str, Any] = {"unembed": unembed, "tokens_per_request": tokens_per_request, "either_stack": True, "at": at}
     source = open_source(model, layers=layers, remote=remote, **opening)
@@ -200,7 +235,9 @@ def analyze(
     reading = replace(reading, chat_template=chat_template, add_generation_prompt=add_generation_prompt)
     batches = Batches(data, described, reading, labelled, source.count_positions)
     opened_with = {"layers": layers, "unembed": unembed, "verify": _verified(verify)}
-    return run_analysis([source], batches, chosen, checkpoint, opened_with, plan, blocking)
+    if part is not None:
+        return run_shard(source, batches, chosen, opened_with, plan, intervals, part)
+    return run_analysis([source], batches, chosen, checkpoint, opened_with, plan, blocking, intervals)
 
 
 @overload
@@ -236,6 +273,7 @@ def compare(
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
+    intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report | Result:
     """Relate the layers of two models that read the same tokens; widths and depths may differ.
@@ -263,6 +301,7 @@ def compare(
         positions: see `analyze`; one rule for both models. It must be given if their heads read different positions.
         chat_template: see `analyze`.
         add_generation_prompt: see `analyze`.
+        intervals: see `analyze`.
         checkpoint: see `analyze`.
 
     Returns:
@@ -299,7 +338,7 @@ def compare(
         "layers": list(layers) if any(layers) else None,
         "verify": [_verified(one) for one in with_own] if any(one is not None for one in with_own) else None,
     }
-    report = run_analysis(sources, batches, chosen, checkpoint, opened_with, plan)
+    report = run_analysis(sources, batches, chosen, checkpoint, opened_with, plan, intervals=intervals)
     assert isinstance(report, Report)
     return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))
 

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ..analyzers.base import Analyzer
 from ..core.argument_checks import named, typed
+from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
 from ..core.results import Report
+from ..core.sum_tree import SumTree
 from ..core.sums import Sums
 from ..data.digest import new_digest
 from ..data.positions import Positions
@@ -31,6 +33,7 @@ from ..remote.open import open_source
 from .attach_checks import refuse_unattachable
 from .data_pass import add_sums
 from .forward_pass_positions import ForwardPassPositions
+from .memory_of_sums import refuse_large_blocks
 from .position_rules import attached_rule
 from .report_assembly import make_report
 from .site_plan import DEFAULT, AtArgument, SitePlan, plan_sites
@@ -47,7 +50,9 @@ class Probe:
     never in the loop.
     """
 
-    def __init__(self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions) -> None:
+    def __init__(
+        self, source: HookedSource, analyzers: dict[str, Analyzer], plan: SitePlan, positions: Positions, intervals: bool
+    ) -> None:
         self._source, self._analyzers, self._plan = source, analyzers, plan
         self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
         self._masks: WeakKeyDictionary[threading.Thread, Tensor] = WeakKeyDictionary()
@@ -59,6 +64,8 @@ class Probe:
         self._deferred = {name: kernel for name, kernel in kernels.items() if name not in self._immediate}
         self._checked = not self._immediate
         self._sums = {name: Sums() for name in analyzers}
+        # By analyzer; forward passes are the batches of their blocks. Empty without intervals.
+        self._blocks = dict.fromkeys(analyzers, SumTree(1)) if intervals else {}
         self._buffered: list[View] = []
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
         self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
@@ -134,16 +141,19 @@ class Probe:
                 do="run the whole model once inside the with block, or lsim.analyze(model, data, analyzers)",
             )
         # Buffered views are reduced for this report and stay buffered: calling results() must not change the minibatches.
-        sums = self._with_buffered()
+        sums, blocks = self._with_buffered()
         if self._error:
             raise self._error
         # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
         self._plan.check_sites(self._analyzers, [self._source])
-        tally = Tally({}, self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
+        tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
         model = replace(self._source.model, dtype=", then ".join(self._dtypes))
         models = self._plan.models_by_analyzer([model], [self._source])
         how = {"attached": True, "positions": self._positions.rule.record()} | self._plan.record()
-        return make_report(self._analyzers, models, tally, sums, {}, how)
+        if not blocks:
+            return make_report(self._analyzers, models, tally, sums, {}, how)
+        each = {name: own.blocks() for name, own in blocks.items()}
+        return make_report(self._analyzers, models, tally, sums, {}, how | {"intervals": True}, each)
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""
@@ -190,30 +200,38 @@ class Probe:
         self._sequences += torch.unique_consecutive(view.sequence).numel()
         self._digest.update(view.tokens.cpu().numpy().tobytes())
         if self._immediate:
-            self._sums = self._reduced(self._immediate, view)
+            self._sums, self._blocks = self._reduced(self._immediate, view)
         if not self._deferred:
             return
         # Cached generation gives one position at a time: buffered, positions form minibatches and need fewer kernel calls.
         self._buffered.append(view)
         if sum(v.tokens.numel() for v in self._buffered) >= BUFFERED_TOKENS:
-            self._sums, self._buffered = self._with_buffered(), []
+            (self._sums, self._blocks), self._buffered = self._with_buffered(), []
 
-    def _with_buffered(self) -> dict[str, Sums]:
-        """The sums so far, with the buffered views included."""
+    def _with_buffered(self) -> tuple[dict[str, Sums], dict[str, SumTree]]:
+        """The sums so far and their blocks, with the buffered views included."""
         if not self._buffered:
-            return self._sums
+            return self._sums, self._blocks
         return self._reduced(self._deferred, _joined(self._buffered))
 
-    def _reduced(self, kernels: dict[str, Kernel], view: View) -> dict[str, Sums]:
-        """The sums so far, with one more view included."""
+    def _reduced(self, kernels: dict[str, Kernel], view: View) -> tuple[dict[str, Sums], dict[str, SumTree]]:
+        """The sums so far and their blocks, with one more view included."""
         try:
             with kernels_alone():
                 not_finite, out = reduce(kernels, view)
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
-            return self._sums | add_sums({name: self._sums[name] for name in kernels}, out)
+            own = add_sums({name: Sums() for name in kernels}, out)
+            sums = self._sums | add_sums({name: self._sums[name] for name in kernels}, own)
+            if not self._blocks:
+                return sums, {}
+            if self._forwards == 1:
+                refuse_large_blocks(own)
+            tokens = view.tokens.numel()
+            blocks = {name: self._blocks[name].add(DataBlock(1, tokens, {name: one})) for name, one in own.items()}
+            return sums, self._blocks | blocks
         except Exception as error:
             self._fail(error)
-            return self._sums
+            return self._sums, self._blocks
 
 
 def _dtype_of(source: HookedSource) -> str:
@@ -251,6 +269,7 @@ def attach(
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
+    intervals: bool = False,
 ) -> Probe:
     """Run analyzers on every forward pass of a model inside a `with` block: your own loop, a training step, `generate`.
 
@@ -268,6 +287,8 @@ def attach(
             are counted by "all" and "last" only. Columns of data and "assistant" are not available: set `probe.mask`.
         layers: paths of the blocks, for layouts that are not known.
         unembed: paths of the final norm and the head, for models where they are not found.
+        intervals: keep the sums of 16 to 32 blocks of forward passes, from which every result gets confidence intervals, see
+            `analyze`.
 
     Returns:
         A `Probe`, which measures the model inside a `with` block and whose `results()` returns the report.
@@ -296,4 +317,4 @@ def attach(
     plan = plan_sites([source], chosen, at, per_head)
     plan.check_sites(chosen, [source])
     refuse_unattachable(source, chosen, plan)
-    return Probe(source, chosen, plan, attached_rule(positions, source.model, chosen))
+    return Probe(source, chosen, plan, attached_rule(positions, source.model, chosen), intervals)

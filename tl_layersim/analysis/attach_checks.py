@@ -41,6 +41,13 @@ def refuse_unattachable(source: HookedSource, chosen: Mapping[str, Analyzer], pl
                 expected="a head that says something at every position",
                 do="lsim.analyze(model, data, analyzers)",
             )
+        if analyzer.needs_rows:
+            raise LayersimError(
+                f"{type(analyzer).__name__} holds out rows of the data, and under `attach` it is not known which rows run.",
+                given=type(analyzer).__name__,
+                expected="an analyzer of all rows",
+                do="lsim.analyze(model, data, analyzers)",
+            )
         if analyzer.needs_calls:
             raise LayersimError(
                 f"{type(analyzer).__name__} cannot be attached: replaying blocks would add forward passes to your loop.",

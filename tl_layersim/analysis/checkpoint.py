@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.field_types import refuse_other_types
 from ..core.resumable_file import ResumableFile, Snapshot
 from ..core.storage import refuse_unwritable
+from ..core.sum_tree import SumTree
 from ..core.sums import Sums
 
 # Fields of a tally that JSON holds; the others are sums.
-PLAIN = ("measured", "batches", "sequences", "tokens", "digest", "seconds", "done")
+PLAIN = ("batches", "sequences", "tokens", "digest", "seconds", "done")
 
 
 def open_checkpoint(
@@ -46,11 +47,17 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
     passes: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for label, tally in tallies.items():
+        tree = tally.tree
         passes[label] = {name: getattr(tally, name) for name in PLAIN}
-        passes[label] |= {"names": list(tally.sums), "pending": [count for count, _ in tally.pending]}
-        for number, held in enumerate((tally.sums, *(sums for _, sums in tally.pending))):
-            for name, sums in held.items():
-                tensors |= {f"{label}{number or ''}/{name}/{key}": tensor for key, tensor in sums.fields.items()}
+        passes[label]["tree"] = {
+            "size": tree.size,
+            "start": tree.start,
+            "nodes": [[node.batches, node.tokens] for node in tree.nodes],
+            "names": list(tree.nodes[0].sums) if tree.nodes else [],
+        }
+        for number, node in enumerate(tree.nodes):
+            for name, own in node.sums.items():
+                tensors |= {f"{label} {number}/{name}/{key}": tensor for key, tensor in own.fields.items()}
     return {"passes": passes}, tensors
 
 
@@ -62,9 +69,26 @@ def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
 def _tally(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
     plain = {name: kept[name] for name in PLAIN}
     refuse_other_types(Tally, plain)
-    names, counts = kept["names"], kept["pending"]
-    held = [_sums_of(f"{label}{number or ''}", names, tensors) for number in range(len(counts) + 1)]
-    return replace(Tally(**plain), sums=held[0], pending=tuple(zip(counts, held[1:], strict=True)))
+    tree = _tree(label, kept["tree"], tensors) if "tree" in kept else _tree_of_0_1(label, kept, tensors)
+    return Tally(**plain, tree=tree)
+
+
+def _tree_of_0_1(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SumTree:
+    """The sums in a file of version 0.1, a total and up to 63 batches that had not joined it."""
+    counts = [kept["measured"] - sum(kept["pending"]), *kept["pending"]]
+    held = [_sums_of(f"{label}{number or ''}", kept["names"], tensors) for number in range(len(counts))]
+    return SumTree(nodes=tuple(DataBlock(count, 0, sums) for count, sums in zip(counts, held, strict=True)))
+
+
+def _tree(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SumTree:
+    shape = {"size": kept["size"], "start": kept["start"]}
+    refuse_other_types(SumTree, shape)
+    nodes = list[DataBlock]()
+    for number, (batches, tokens) in enumerate(kept["nodes"]):
+        counts = {"batches": batches, "tokens": tokens}
+        refuse_other_types(DataBlock, counts)
+        nodes.append(DataBlock(**counts, sums=_sums_of(f"{label} {number}", kept["names"], tensors)))
+    return SumTree(**shape, nodes=tuple(nodes))
 
 
 def _sums_of(heading: str, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, Sums]:

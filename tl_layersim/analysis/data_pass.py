@@ -12,24 +12,30 @@ from typing import Any, NamedTuple, cast
 from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer
+from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.errors import LayersimError
-from ..core.pairwise_summation import fold, push
 from ..core.resumable_file import ResumableFile, Snapshot
+from ..core.sum_tree import SumTree
 from ..core.sums import Sums
 from ..data.batches import Batch, Batches
 from ..data.digest import fingerprint, new_digest
 from ..models.activation_checks import lens_gap, refuse_not_finite, refuse_other_logits
 from ..models.hooks import kernels_alone
 from ..models.model_info import Model
+from ..models.out_of_memory import refusing_full_memory
 from ..models.source import PartialSums, Source
 from ..models.stream_sums_check import check_stream_sums
 from ..models.view import Kernel, reduce, tokens_alone
 from .checkpoint import tallies_snapshot
 from .cross_model_statistics import exchange
+from .long_run_notice import LongRunNotice, rows_in_data
+from .memory_of_sums import refuse_large_blocks, warn_of_large_sums
 from .site_plan import SitePlan
 
+# Batches of a run whose number is not known, for the memory of its sums.
+TYPICAL_BATCHES = 1024
 TITLES = {"first": "first pass", "main": "layers"}
 
 
@@ -57,24 +63,25 @@ class PassState:
 
     Attributes:
         tally: of the batches that are complete.
-        group: batches are added in pairs up to groups of this size before they join the total, see `Source.sum_group`.
+        names: of the analyzers.
         waiting: the batches that wait, in the order of the data.
     """
 
     tally: Tally
-    group: int = 1
+    names: tuple[str, ...]
     waiting: deque[Step] = field(default_factory=deque)
 
     def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
         """Add the sums of the next batches to the tally, and count these batches."""
-        sums, pending = self.tally.sums, list(self.tally.pending)
+        tree, steps = self.tally.tree, list[Step]()
         for part in parts:
-            push(pending, part.count, add_sums({name: Sums() for name in sums}, part.out), add_sums)
-            if pending[0][0] >= self.group:
-                sums = add_sums(sums, pending.pop(0)[1])
-        steps = take_steps(self.waiting, sum(part.count for part in parts))
+            taken = take_steps(self.waiting, part.count)
+            tokens = sum(step.tokens for step in taken if step.measured)
+            own = sums_of(self.names, part.out, tree.nodes[0].sums if tree.nodes else {})
+            tree = tree.add(DataBlock(part.count, tokens, own))
+            steps += taken
         # One assignment: an interrupt leaves a batch either counted with all its sums or not at all.
-        self.tally = replace(_counted(self.tally, steps, seconds), sums=sums, pending=tuple(pending))
+        self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
     def add_unmeasured(self, seconds: float = 0.0) -> None:
         """Count the last batches of the data, on which no model of this process runs."""
@@ -82,10 +89,8 @@ class PassState:
         self.waiting.clear()
 
     def close(self) -> None:
-        """Add the pending partial sums of pairwise summation to the total, and mark the pass as complete."""
-        sums, pending = self.tally.sums, self.tally.pending
-        total = add_sums(sums, fold(list(pending), add_sums)) if pending else sums
-        self.tally = replace(self.tally, sums=total, pending=(), done=True)
+        """Mark the pass as complete."""
+        self.tally = replace(self.tally, done=True)
 
 
 def take_steps(waiting: deque[Step], measured: int) -> list[Step]:
@@ -106,7 +111,6 @@ def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
         tokens=tally.tokens + sum(step.tokens for step in steps),
         digest=steps[-1].digest if steps else tally.digest,
         seconds=tally.seconds + seconds,
-        measured=tally.measured + sum(step.measured for step in steps),
     )
 
 
@@ -124,6 +128,7 @@ class PassReader:
         lens_of: the source whose lens is compared with its logits on the first batch, or None.
         sources: the models; the first batch shows what is not known of their sites before a forward pass.
         deal: which batches this process takes.
+        within: numbers of the batches with a counted position that this process takes; None for all that it is dealt.
     """
 
     batches: Batches
@@ -133,12 +138,16 @@ class PassReader:
     lens_of: Source | None = None
     sources: Sequence[Source] = ()
     deal: Deal = ALONE
+    within: range | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         held, digest, number, marked = self.state.tally, new_digest(), 0, self.batches.options.selection.marked
+        counted = -1
         for number, batch in enumerate(self.batches, start=1):
             fingerprint(digest, batch, marked)
             self._settle(batch)
+            has_counted = bool(batch.counted.any())
+            counted += has_counted
             if number < held.batches:
                 continue
             if number == held.batches:
@@ -147,7 +156,7 @@ class PassReader:
                 continue
             if held.done:
                 raise _other_data(f"more than the {held.batches} batches of the finished run")
-            measured = (number - 1) % self.deal.copies == self.deal.copy and bool(batch.counted.any())
+            measured = has_counted and self._takes(number - 1, counted)
             if measured:
                 self._check(batch)
             step = Step(measured, number, len(batch.tokens), int(batch.counted.sum()), digest.hexdigest())
@@ -156,6 +165,10 @@ class PassReader:
                 yield batch
         if number < held.batches:
             raise _other_data(f"{number} batches, where {held.batches} had been read")
+
+    def _takes(self, number: int, counted: int) -> bool:
+        """Whether this process takes a batch, by its number among all and among those with a counted position."""
+        return number % self.deal.copies == self.deal.copy and (self.within is None or counted in self.within)
 
     def _settle(self, batch: Batch) -> None:
         """Find out from the first batch with a counted position what is not known of the sites before a forward pass."""
@@ -192,6 +205,8 @@ class DataPass:
         plan: the sites that each analyzer reads.
         total: number of counted tokens in the data, None where it is not known.
         deal: which batches this process takes.
+        first_block: number of batches in a block of the data at the start, see `SumTree`; None to keep no blocks.
+        within: numbers of the batches with a counted position that this process takes; None for all that it is dealt.
         state: sums so far, and the batches that wait for theirs.
     """
 
@@ -205,12 +220,13 @@ class DataPass:
     plan: SitePlan
     total: int | None = None
     deal: Deal = ALONE
+    first_block: int | None = None
+    within: range | None = None
     state: PassState = field(init=False)
 
     def __post_init__(self) -> None:
-        tally = self.tallies.get(self.label) or Tally({name: Sums() for name in self.kernels})
-        # Sums of several models arrive batch by batch.
-        self.state = PassState(tally, self.sources[0].sum_group if len(self.sources) == 1 else 1)
+        fresh = Tally(tree=SumTree(self.first_block, 0 if self.within is None else self.within.start))
+        self.state = PassState(self.tallies.get(self.label) or fresh, tuple(self.kernels))
         self._added_at = time.monotonic()
 
     def run(self) -> None:
@@ -223,11 +239,15 @@ class DataPass:
             # The main pass reads the same data, and the digests of both are compared afterwards.
             return
         is_remote = any(source.is_remote for source in self.sources)
+        notice = LongRunNotice(self.total, rows_in_data(self.batches.data, self.batches.options.pack), self.sources)
         with self.checkpoint.saved_on_interrupt(self._snapshot, self._summed), self._bar() as bar:
             for parts in self._partial_sums(bar.set_postfix_str):
                 self._refuse_not_finite(parts)
                 self.state.add(parts, self._seconds())
+                if self.state.tally.tree.batches == sum(part.count for part in parts):
+                    self._check_memory(self.state.tally.tree.nodes[0].sums)
                 bar.update(self.state.tally.tokens - bar.n)
+                notice.note(self.state.tally)
                 if is_remote or self.checkpoint.due:
                     self.checkpoint.save(*self._snapshot())
             self.state.add_unmeasured(self._seconds())
@@ -235,6 +255,14 @@ class DataPass:
         self.state.close()
         self.tallies[self.label] = self.state.tally
         self.checkpoint.save(*self._snapshot())
+
+    def _check_memory(self, sums: Mapping[str, Sums]) -> None:
+        """Refuse or warn of sums that do not fit into memory, by those of the first batches."""
+        if self.first_block is not None:
+            refuse_large_blocks(sums)
+        else:
+            # The number of batches is known to few runs; its logarithm counts.
+            warn_of_large_sums(sums, TYPICAL_BATCHES)
 
     def _bar(self) -> Any:
         return tqdm(
@@ -252,7 +280,7 @@ class DataPass:
         if not sources:
             return ([PartialSums(1, [], reduce(self.kernels, tokens_alone(batch))[1])] for batch in batches)
         if len(sources) == 1:
-            return sources[0].stream(batches, self.kernels, self.state.tally.measured, show)
+            return sources[0].stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
         by_statistics = self.label == "main" and any(analyzer.by_statistics for analyzer in self.analyzers.values())
         if by_statistics or any(source.is_remote for source in sources):
             return exchange(sources, batches, self.analyzers, self.plan, show)
@@ -261,17 +289,18 @@ class DataPass:
     def _reader(self) -> Iterator[Batch]:
         reads_head = self.label == "main" and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
         lens_of = self.sources[0] if self.sources and reads_head else None
-        return iter(PassReader(self.batches, self.analyzers, self.state, self.plan, lens_of, self.sources, self.deal))
+        about = (self.state, self.plan, lens_of, self.sources, self.deal, self.within)
+        return iter(PassReader(self.batches, self.analyzers, *about))
 
     def _side_by_side(self, batch: Batch) -> PartialSums:
         """The sums of one batch from kernels that take the activations of all models."""
         views = [source.collect(batch) for source in self.sources]
-        with kernels_alone():
+        with kernels_alone(), refusing_full_memory(batch, ", ".join(self.kernels)):
             return PartialSums(1, *reduce(self.kernels, *views))
 
     def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
         names = [source.sites for source in self.sources]
-        start = self.state.tally.measured
+        start = self.state.tally.tree.end
         for part in parts:
             batches = f"batch {start}" if part.count == 1 else f"batches {start} to {start + part.count - 1}"
             refuse_not_finite(part.not_finite, names, batches)
@@ -287,7 +316,7 @@ class DataPass:
 
     def _summed(self) -> str:
         """The first words of the note on where an interrupted run was saved."""
-        return f"The sums of {self.state.tally.tokens} tokens are"
+        return f"The sums of {self.state.tally.tree.total().tokens} tokens are"
 
 
 def _other_data(given: str) -> LayersimError:
@@ -305,11 +334,29 @@ def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums
     Raises:
         LayersimError: a kernel returned something that cannot be added; its analyzer is named.
     """
-    total = {}
+    return {name: before + own for name, before, own in _addable(sums, out)}
+
+
+def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, Sums]) -> dict[str, Sums]:
+    """What kernels returned for the next batches, as sums by analyzer.
+
+    Args:
+        names: of the analyzers.
+        out: by analyzer.
+        before: sums of other batches, to which these will be added; empty for the first.
+
+    Raises:
+        LayersimError: a kernel returned something that cannot be added; its analyzer is named.
+    """
+    return {name: own for name, _, own in _addable({name: before.get(name, Sums()) for name in names}, out)}
+
+
+def _addable(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> Iterator[tuple[str, Sums, Sums]]:
     for name, before in sums.items():
         try:
             more = out[name]
-            total[name] = before + (more if isinstance(more, Sums) else Sums.of(more))
+            own = more if isinstance(more, Sums) else Sums.of(more)
+            before.refuse_others(own)
         except (AttributeError, KeyError, ValueError) as error:
             raise LayersimError(
                 f"The kernel of {name!r} returned sums that cannot be added across batches.",
@@ -317,7 +364,7 @@ def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums
                 expected="a dict of tensors whose names and shapes do not depend on the batch",
                 do="sum over the token axis inside the kernel",
             ) from error
-    return total
+        yield name, before, own
 
 
 class Size(NamedTuple):

@@ -42,12 +42,12 @@ class DetectionResult(Result):
     """
 
     values_name: ClassVar[str] = "accuracy"
-    values: Float64[Tensor, " layer"] = axes("layer")
-    box_l1: Float64[Tensor, " layer"] = axes("layer")
-    giou: Float64[Tensor, " layer"] = axes("layer")
-    no_object: Float64[Tensor, " layer"] = axes("layer")
-    cross_entropy: Float64[Tensor, " layer"] = axes("layer")
-    loss: Float64[Tensor, " layer"] = axes("layer")
+    values: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    box_l1: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    giou: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
+    no_object: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    cross_entropy: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    loss: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
     images: int
     objects: int
     matched: int

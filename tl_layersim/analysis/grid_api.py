@@ -60,6 +60,7 @@ def compare_grid(
     positions: str | slice | Callable[[Tensor], Any] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
+    intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> ModelGrid:
     r"""Compare all pairs of some models on the same tokens: do they fall into groups?
@@ -98,6 +99,7 @@ def compare_grid(
         positions: see `analyze`; one rule for all models.
         chat_template: see `analyze`.
         add_generation_prompt: see `analyze`.
+        intervals: see `analyze`.
         checkpoint: see `analyze`.
 
     Returns:
@@ -141,7 +143,7 @@ def compare_grid(
     shared = with_tokenizer(_tokens_of_all(described, tokenizer is not None), tokenizer)
     batches = Batches(data, shared, reading, count_positions=partial(shared_positions, sources))
     opened_with = {"layers": paths if layers else None, "verify": verify}
-    report = run_analysis(sources, batches, {key: many}, checkpoint, opened_with, plan)
+    report = run_analysis(sources, batches, {key: many}, checkpoint, opened_with, plan, intervals=intervals)
     assert isinstance(report, Report)
     grid: ModelGrid = report[key]
     return grid

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.intervals import headline_lines, with_replicates
 from ..core.results import Picture, Result, axes
 from .model_groups import have_directions, pairs_by_groups
 
@@ -38,7 +39,7 @@ class GroupCurves(Result):
 
     values_name = "mean"
     values: Float64[Tensor, "comparison site"] = axes("comparison", "site")
-    sd: Float64[Tensor, "comparison site"] = axes("comparison", "site")
+    sd: Float64[Tensor, "comparison site"] = axes("comparison", "site", within=(0, math.inf))
     comparisons: tuple[str, ...]
     sites: tuple[str, ...]
     groups: tuple[str, ...]
@@ -49,49 +50,60 @@ class GroupCurves(Result):
             "mean",
             "Groups of models by layer",
             "Means over pairs of models of one group and of two groups, with standard deviations as bands. Where they part, "
-            "the groups differ (Brown et al. 2023, figure 2).",
+            "the groups differ (Brown et al. 2023, figure 2). Whiskers, where data was measured in blocks, are intervals of "
+            "the means.",
         ),
     )
 
     def plot(self, field: str = "mean") -> plotly.graph_objects.Figure:
-        """Lines by layer with bands of one standard deviation; or another field as of any result."""
+        """Lines by layer with bands of one standard deviation, and intervals as whiskers; or another field as of any result."""
+        from ..reporting.interval_bands import interval_ends
         from ..reporting.models import group_lines
 
         if field not in ("mean", "values"):
             return super().plot(field)
-        return group_lines(self.values.numpy(), self.sd.numpy(), self.comparisons, self.sites, self.quantity)
+        ends = interval_ends(self, "mean")
+        return group_lines(self.values.numpy(), self.sd.numpy(), self.comparisons, self.sites, self.quantity, ends)
 
     def headline(self) -> dict[str, float]:
         inside = torch.tensor([name.startswith("within ") for name in self.comparisons])
         apart = (self.values[inside].mean(0) - self.values[~inside].mean(0)).abs()
-        return {
-            f"largest difference of means within and between groups, at {self.sites[int(apart.argmax())]}": float(apart.max())
-        }
+        # Of sites where the value is defined.
+        most = int(apart.nan_to_num(-1.0).argmax())
+        return {f"largest difference of means within and between groups, at {self.sites[most]}": float(apart[most])}
 
     def __repr__(self) -> str:
         lines = [f"GroupCurves({', '.join(dict.fromkeys(self.groups))}; {self.quantity}, {len(self.sites)} layers)"]
-        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+        return "\n".join(lines + [f"  {line}" for line in headline_lines(self)])
 
 
-def group_curves(matrix: Result, values: Tensor, labels: tuple[str, ...], sites: Sequence[str], quantity: str) -> GroupCurves:
-    """Means and standard deviations by layer within and between groups.
+def group_curves(
+    matrix: Result, values_of: Callable[[Any], Tensor], labels: tuple[str, ...], sites: Sequence[str], quantity: str
+) -> GroupCurves:
+    """Means and standard deviations by layer within and between groups, with intervals where the matrix has them.
 
     Args:
-        matrix: the result that holds the values, for the provenance.
-        values: `model model site`.
+        matrix: the result that holds the values.
+        values_of: takes such a result and returns its values, `model model site`.
         labels: the group of each model.
         sites: names of the layers.
         quantity: the value in words, with its unit.
     """
-    pairs = pairs_by_groups(labels, have_directions(values))
-    each = {name: values[tuple(index)] for name, index in pairs.items()}
-    return GroupCurves(
-        values=torch.stack([own.mean(0) for own in each.values()]),
-        sd=torch.stack([own.std(0) if len(own) > 1 else torch.full_like(own[0], math.nan) for own in each.values()]),
-        comparisons=tuple(each),
-        sites=tuple(sites),
-        groups=labels,
-        quantity=quantity,
-        layers=(),
-        provenance=matrix.provenance,
-    )
+    pairs = pairs_by_groups(labels, have_directions(values_of(matrix)))
+
+    def curves(one: Any) -> GroupCurves:
+        values = values_of(one)
+        each = [values[tuple(index)] for index in pairs.values()]
+        return GroupCurves(
+            values=torch.stack([own.mean(0) for own in each]),
+            sd=torch.stack([own.std(0) if len(own) > 1 else torch.full_like(own[0], math.nan) for own in each]),
+            comparisons=tuple(pairs),
+            sites=tuple(sites),
+            groups=labels,
+            quantity=quantity,
+            layers=(),
+            provenance=one.provenance,
+        )
+
+    found: GroupCurves = with_replicates(curves(matrix), tuple(map(curves, matrix.replicates)), matrix.block_tokens)
+    return found

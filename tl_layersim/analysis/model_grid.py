@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
@@ -93,8 +94,13 @@ class ModelGrid(ModelMatrix):
                 expected="models of equal depth",
                 do="compare_grid on models of one depth, or at= with as many sites of each",
             )
-        values = torch.stack([torch.stack([one.values.diagonal() for one in row]) for row in results])
-        return group_curves(self, values, labels, first.layers, self.similarity)
+        return group_curves(self, _of_equal_layers, labels, first.layers, self.similarity)
+
+
+def _of_equal_layers(grid: ModelGrid) -> Tensor:
+    """The values of equal layers of each two models, `model model layer`."""
+    rows = [[grid[a, b].values.diagonal() for b in grid.models] for a in grid.models]
+    return torch.stack([torch.stack(row) for row in rows])
 
 
 def either_order(results: Mapping[str, Any], row: int, column: int) -> Any:

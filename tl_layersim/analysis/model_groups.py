@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..core.intervals import headline_lines, headline_margins, with_replicates
 from ..core.results import Picture, Result, axes
 from ..core.wording import brief
 
@@ -54,8 +55,8 @@ class GroupComparison(Result):
 
     values_name = "mean"
     values: Float64[Tensor, " comparison"] = axes("comparison")
-    sd: Float64[Tensor, " comparison"] = axes("comparison")
-    count: Float64[Tensor, " comparison"] = axes("comparison")
+    sd: Float64[Tensor, " comparison"] = axes("comparison", within=(0, math.inf))
+    count: Float64[Tensor, " comparison"] = axes("comparison", within=(0, math.inf))
     distances: Float64[Tensor, "row_model column_model"] = axes("row_model", "column_model")
     comparisons: tuple[str, ...]
     models: tuple[str, ...]
@@ -97,10 +98,11 @@ class GroupComparison(Result):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {self.groups.count(name)} models" for name in dict.fromkeys(self.groups))
-        return "\n".join([f"GroupComparison({sizes})"] + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+        return "\n".join([f"GroupComparison({sizes})"] + [f"  {line}" for line in headline_lines(self)])
 
     def plot(self, field: str = "mean") -> plotly.graph_objects.Figure:
         """The distances of all pairs by the groups of the two models; or another field as of any result."""
+        from ..reporting.interval_bands import interval_ends
         from ..reporting.models import group_distances
 
         if field not in ("mean", "values"):
@@ -108,8 +110,12 @@ class GroupComparison(Result):
         members = pairs_by_groups(self.groups, have_directions(self.distances))
         series = {name: self.distances[tuple(index)].numpy() for name, index in members.items()}
         of = "relabelings" if self.exact else "random relabelings"
-        test = f"difference of means {self.difference:.3g}, p = {self.p_value:.2g} ({self.relabelings:,} {of})"
-        return group_distances(series, [name.startswith("within ") for name in series], self.quantity, test)
+        margin = headline_margins(self).get("difference", math.nan)
+        difference = f"{self.difference:.3g}" + (f" ± {margin:.2g}" if margin > 0 else "")
+        test = f"difference of means {difference}, p = {self.p_value:.2g} ({self.relabelings:,} {of})"
+        all_ends = interval_ends(self, "distances")
+        ends = all_ends and {name: all_ends.at(tuple(index.numpy())) for name, index in members.items()}
+        return group_distances(series, [name.startswith("within ") for name in series], self.quantity, test, ends)
 
 
 class Permutations(NamedTuple):
@@ -185,13 +191,14 @@ def chosen_groups(given: Any, known: tuple[str, ...], models: Sequence[str]) -> 
 
 
 def compare_groups(
-    matrix: Result, distances: Tensor, labels: tuple[str, ...], about: tuple[tuple[str, ...], str], most: int, seed: int
+    matrix: Result, labels: tuple[str, ...], about: tuple[tuple[str, ...], str], most: int, seed: int
 ) -> GroupComparison:
     """The distances within and between groups, and the permutation test.
 
+    Where the matrix has intervals, so have the distances, their means and the difference; the p-value is of all data.
+
     Args:
-        matrix: the result that holds the distances, for the provenance.
-        distances: `model model`.
+        matrix: the result that holds the distances, `model model`.
         labels: the group of each model.
         about: names of the models, and the distance in words.
         most: largest number of relabelings.
@@ -201,6 +208,7 @@ def compare_groups(
         LayersimError: a distance of two different models is not a finite number.
     """
     models, quantity = about
+    distances = matrix.values
     different = ~torch.eye(len(models), dtype=torch.bool)
     bad = (~distances.isfinite() & different).nonzero().tolist()
     if bad:
@@ -214,23 +222,29 @@ def compare_groups(
     pairs = pairs_by_groups(labels, directed)
     own = torch.tensor([[one == other for other in labels] for one in labels])
     members = {"within groups": own & different, "between groups": ~own}
-    each = [distances[mask if directed else mask.triu()] for mask in members.values()]
-    each += [distances[tuple(index)] for index in pairs.values()]
     test = permutation_test(distances, labels, most, seed)
     options = matrix.provenance.options | {"relabelings": most, "relabeling_seed": seed}
-    return GroupComparison(
-        values=torch.stack([one.mean() for one in each]),
-        sd=torch.stack([one.std() if len(one) > 1 else one.new_tensor(math.nan) for one in each]),
-        count=torch.tensor([len(one) for one in each], dtype=torch.float64),
-        distances=distances,
-        comparisons=(*members, *pairs),
-        models=models,
-        groups=labels,
-        quantity=quantity,
-        layers=(),
-        provenance=type(matrix.provenance)(**{**vars(matrix.provenance), "options": options}),
-        **test._asdict(),
-    )
+
+    def comparison(one: Result) -> GroupComparison:
+        each = [one.values[mask if directed else mask.triu()] for mask in members.values()]
+        each += [one.values[tuple(index)] for index in pairs.values()]
+        means = torch.stack([group.mean() for group in each])
+        return GroupComparison(
+            values=means,
+            sd=torch.stack([group.std() if len(group) > 1 else group.new_tensor(math.nan) for group in each]),
+            count=torch.tensor([len(group) for group in each], dtype=torch.float64),
+            distances=one.values,
+            comparisons=(*members, *pairs),
+            models=models,
+            groups=labels,
+            quantity=quantity,
+            layers=(),
+            provenance=replace(one.provenance, options=options),
+            **test._asdict() | ({} if one is matrix else {"difference": float(means[1] - means[0])}),
+        )
+
+    found: GroupComparison = with_replicates(comparison(matrix), tuple(map(comparison, matrix.replicates)), matrix.block_tokens)
+    return found
 
 
 def have_directions(values: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..core.intervals import headline_lines
 from ..core.results import Result, axes
 from .model_groups import GroupComparison, chosen_groups, compare_groups
 
@@ -54,23 +55,23 @@ class ModelMatrix(Result):
         puts similar models side by side.
 
         Raises:
-            LayersimError: a distance is not a number.
+            LayersimError: a distance is not a finite number.
         """
         from scipy.cluster.hierarchy import linkage
 
         bad = self._undefined()
         if bad:
             raise LayersimError(
-                "Models cannot be clustered: the distance of some pairs is not defined.",
+                "Models cannot be clustered: the distance of some pairs is not defined or infinite.",
                 given=", ".join(f"{a} and {b}" for a, b in bad[:3]),
-                expected="a number for each pair of models",
+                expected="a finite number for each pair of models",
                 do="leave these models out, or sites at which the measure is defined, such as at=... without the embedding",
             )
         return linkage(self._both_directions().numpy(), method="average", optimal_ordering=True)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Numbers of the models in the order of the dendrogram; as given where a distance is not defined."""
+        """Numbers of the models in the order of the dendrogram; as given where a distance is not finite."""
         from scipy.cluster.hierarchy import leaves_list
 
         if self._undefined():
@@ -103,7 +104,7 @@ class ModelMatrix(Result):
             raise LayersimError(
                 "`relabelings` must be at least 1.", given=f"relabelings={relabelings}", expected="1 or more", do="100_000"
             )
-        return compare_groups(self, self.values, labels, (self.models, self.quantity), relabelings, seed)
+        return compare_groups(self, labels, (self.models, self.quantity), relabelings, seed)
 
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """A tidy table with one line for each pair, with their groups; or of `"groups"` or the merges of `"dendrogram"`."""
@@ -123,6 +124,7 @@ class ModelMatrix(Result):
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """A heat map of the models in the order of the dendrogram, the `"dendrogram"`, or `"groups"`, their comparison."""
         from ..reporting import models
+        from ..reporting.interval_bands import interval_ends
 
         if field == "groups":
             return self.compare_groups().plot()
@@ -134,7 +136,9 @@ class ModelMatrix(Result):
             return super().plot(field)
         order = list(self.order)
         names, groups = ([names[n] for n in order] if names else [] for names in (self.models, self.groups))
-        return models.model_heatmap(self.values[order][:, order].numpy(), names, groups, title, self.quantity, self.sides())
+        ends = interval_ends(self, lambda one: one.values[order][:, order])
+        values = self.values[order][:, order].numpy()
+        return models.model_heatmap(values, names, groups, title, self.quantity, self.sides(), ends)
 
     def sides(self) -> tuple[str, str]:
         """Titles of the rows and of the columns in a figure."""
@@ -147,11 +151,11 @@ class ModelMatrix(Result):
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__}({', '.join(self.models)}; {self.provenance.tokens} tokens)"]
-        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+        return "\n".join(lines + [f"  {line}" for line in headline_lines(self)])
 
     def _undefined(self) -> list[tuple[str, str]]:
-        """The pairs of different models whose distance is not a number."""
-        return [(self.models[a], self.models[b]) for a, b in self.values.isnan().nonzero().tolist() if a != b]
+        """The pairs of different models whose distance is not a finite number."""
+        return [(self.models[a], self.models[b]) for a, b in (~self.values.isfinite()).nonzero().tolist() if a != b]
 
     def _both_directions(self) -> Tensor:
         """Mean distance over both directions of each pair, at least 0, `pair`, in the order of scipy's condensed matrices."""

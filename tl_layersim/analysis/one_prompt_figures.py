@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,8 +41,8 @@ class PredictionGrid(Result):
     """
 
     values_name = "probability"
-    values: Float64[Tensor, "token layer"] = axes("token", "layer")
-    saturation_layer: Float64[Tensor, " token"] = axes("token")
+    values: Float64[Tensor, "token layer"] = axes("token", "layer", within=(0, 1))
+    saturation_layer: Float64[Tensor, " token"] = axes("token", within=(0, math.inf))
     words: tuple[tuple[str, ...], ...]
     tokens: tuple[str, ...]
 
@@ -101,7 +102,7 @@ class TrajectoryPCA(Result):
     """
 
     values: Float64[Tensor, "token residual component"] = axes("token", "residual", "component")
-    explained: Float64[Tensor, " component"] = axes("component")
+    explained: Float64[Tensor, " component"] = axes("component", within=(0, 1))
     tokens: tuple[str, ...]
 
     @property

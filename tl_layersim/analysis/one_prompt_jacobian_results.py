@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,8 @@ class BlockJacobians(Result):
 
     values_name = "jacobian"
     values: Float64[Tensor, "block pair output input"] = axes("block", "pair", "output", "input")
-    singular_values: Float64[Tensor, "block pair direction"] = axes("block", "pair", "direction")
-    step_error: Float64[Tensor, " block"] = axes("block")
+    singular_values: Float64[Tensor, "block pair direction"] = axes("block", "pair", "direction", within=(0, math.inf))
+    step_error: Float64[Tensor, " block"] = axes("block", within=(0, math.inf))
     blocks: tuple[str, ...]
     pairs: tuple[str, ...]
     tokens: tuple[str, ...]
@@ -91,13 +92,13 @@ class CouplingMatrices(Result):
     """
 
     values_name = "miscoupling"
-    values: Float64[Tensor, "connection other"] = axes("connection", "other")
-    coupling: Float64[Tensor, "connection other"] = axes("connection", "other")
-    null: Float64[Tensor, "connection other"] = axes("connection", "other")
+    values: Float64[Tensor, "connection other"] = axes("connection", "other", within=(0, 1))
+    coupling: Float64[Tensor, "connection other"] = axes("connection", "other", within=(0, 1))
+    null: Float64[Tensor, "connection other"] = axes("connection", "other", within=(0, 1))
     matrices: Float64[Tensor, "connection other left right"] = axes("connection", "other", "left", "right")
-    singular_values: Float64[Tensor, "connection left"] = axes("connection", "left")
-    residual: Float64[Tensor, " connection"] = axes("connection")
-    step_error: Float64[Tensor, " connection"] = axes("connection")
+    singular_values: Float64[Tensor, "connection left"] = axes("connection", "left", within=(0, math.inf))
+    residual: Float64[Tensor, " connection"] = axes("connection", within=(0, math.inf))
+    step_error: Float64[Tensor, " connection"] = axes("connection", within=(0, math.inf))
     connections: tuple[str, ...]
     method: str
     tokens: tuple[str, ...]

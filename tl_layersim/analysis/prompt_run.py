@@ -97,7 +97,7 @@ def run_on_prompt(source: Source, prompt: Any, kernel: PromptKernel, tokenizer: 
     digest = new_digest()
     fingerprint(digest, batch)
     counted = batch.tokens[batch.counted].tolist()
-    tally = Tally({}, 1, 1, len(counted), digest.hexdigest(), time.perf_counter() - start)
+    tally = Tally(1, 1, len(counted), digest.hexdigest(), time.perf_counter() - start)
 
     def word(token: int) -> str:
         # Decoded one by one, a token keeps its leading space.

@@ -8,12 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ..analyzers.base import Analyzer, Run
+from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
 from ..core.provenance import JOINT, OF_MODELS, Provenance
 from ..core.results import Report, Result
 from ..core.sums import Sums
 from ..models.model_info import Model
+from .replicates import replicated, warn_of_few
 
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
 
@@ -25,6 +27,7 @@ def make_report(
     sums: Mapping[str, Sums],
     first: Mapping[str, Sums],
     data_options: Mapping[str, Any],
+    blocks: Mapping[str, Sequence[DataBlock]] | None = None,
 ) -> Report:
     """The results of all analyzers.
 
@@ -35,6 +38,7 @@ def make_report(
         sums: of the main pass, by analyzer.
         first: of the first pass, by analyzer.
         data_options: how the data was read, for the provenance.
+        blocks: of the main pass, by analyzer, for intervals; None for none.
 
     Raises:
         LayersimError: no token was counted, or an analyzer refuses its sums.
@@ -49,6 +53,8 @@ def make_report(
             else "check mask, skip_first= and positions=",
         )
 
+    if blocks is not None:
+        warn_of_few(blocks)
     results = {}
     for name, analyzer in analyzers.items():
         options = {**analyzer.options(), **data_options}
@@ -64,6 +70,8 @@ def make_report(
                 expected="a Result, such as LayerCurve or LayerMatrix",
                 do="return tl_layersim.core.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
             )
+        if blocks is not None:
+            result = replicated(result, analyzer, run, name, blocks[name])
         results[name] = result
     return Report(results)
 

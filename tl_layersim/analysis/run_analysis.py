@@ -13,18 +13,21 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer, code_digest
+from ..core.blocks import MOST_BLOCKS, first_block_size
 from ..core.data_pass_progress import Tally
-from ..core.distributed import add_over_ranks, agree
+from ..core.distributed import add_blocks_over_ranks, add_over_ranks, agree
 from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.sums import Sums
+from ..core.wording import duration_in_words
 from ..data.batches import Batches
 from ..data.cached_batches import CachedBatches
 from ..models.source import Source
+from ..models.view import Kernel
 from ..remote.open import on_server
 from .checkpoint import open_checkpoint
 from .cross_model_statistics import crossing
-from .data_pass import DataPass, batch_sizes
+from .data_pass import DataPass, Size, batch_sizes
 from .report_assembly import make_report
 from .site_plan import SitePlan
 from .submitted_run import RemoteRun, start
@@ -39,6 +42,7 @@ def run_analysis(
     opened_with: dict[str, Any],
     plan: SitePlan,
     blocking: bool = True,
+    intervals: bool = False,
 ) -> Report | RemoteRun:
     """Run analyzers over the batches on one model, or on several to compare.
 
@@ -50,21 +54,21 @@ def run_analysis(
         opened_with: options with which the models were opened, for the record.
         plan: the sites that each analyzer reads.
         blocking: False to send the main pass to a server and return at once.
+        intervals: keep the sums of blocks of the data, for confidence intervals.
 
     Raises:
         LayersimError: an analyzer refuses a model or the data, or the data differs from that of the checkpoint.
     """
-    settings = batches.record() | opened_with | plan.record()
-    first_kernels = {
-        name: kernel if analyzer.first_without_model else plan.kernel(name, kernel)
-        for name, analyzer in analyzers.items()
-        if (kernel := analyzer.first_kernel()) is not None
-    }
-    _check_arguments(sources, batches, analyzers, plan)
+    settings = batches.record() | opened_with | plan.record() | ({"intervals": True} if intervals else {})
+    first_kernels = first_kernels_of(analyzers, plan)
+    check_arguments(sources, batches, analyzers, plan, intervals)
     deal = agree([source.peers() for source in sources])
-    checkpoint, tallies = open_checkpoint(path, _identity(sources, analyzers, settings), deal)
+    checkpoint, tallies = open_checkpoint(path, identity_of(sources, analyzers, settings), deal)
     batches = _read_once(sources, batches, {name: analyzers[name] for name in first_kernels})
-    total = _announce(sources, batches, analyzers, plan, len(first_kernels) > 0)
+    sizes = _known_sizes(sources, batches)
+    total = announce(sources, batches, analyzers, plan, len(first_kernels) > 0, sizes)
+    # In this process each batch is a part of its own, and blocks need not be chosen before.
+    first_block = None if not intervals else first_block_size(len(sizes)) if sizes is not None else 1
     with ExitStack() as stack:
         for source in sources:
             stack.enter_context(source.evaluating())
@@ -76,15 +80,15 @@ def run_analysis(
             # Counting tokens or labels needs no model.
             models = [] if all(analyzer.first_without_model for analyzer in with_first.values()) else sources
             DataPass("first", models, batches, with_first, first_kernels, tallies, checkpoint, plan, total, deal).run()
-            first = add_over_ranks(tallies["first"].sums, deal)
+            first = add_over_ranks(tallies["first"].sums(first_kernels), deal)
         kernels = {name: plan.kernel(name, a.kernel(first.get(name, Sums()))) for name, a in analyzers.items()}
         if not blocking:
             digest = tallies["first"].digest if first_kernels else ""
             return start(on_server(sources[0]), batches, analyzers, kernels, first, settings, plan, digest)
-        DataPass("main", sources, batches, analyzers, kernels, tallies, checkpoint, plan, total, deal).run()
+        DataPass("main", sources, batches, analyzers, kernels, tallies, checkpoint, plan, total, deal, first_block).run()
     tally = tallies["main"]
     if first_kernels:
-        _refuse_other_rows(tallies["first"], tally)
+        refuse_other_rows(tallies["first"], tally)
         tally = replace(tally, seconds=tally.seconds + tallies["first"].seconds)
     settings = settings | batches.row_counts()
     places = [record for source in sources if (record := source.record())]
@@ -92,10 +96,25 @@ def run_analysis(
         settings = settings | {"remote": places}
     # A source may know more of its model after a forward pass.
     read = plan.models_by_analyzer([source.model for source in sources], sources)
-    return make_report(analyzers, read, tally, add_over_ranks(tally.sums, deal), first, settings)
+    about = (analyzers, read, tally, add_over_ranks(tally.sums(analyzers), deal), first, settings)
+    if tally.tree.size is None:
+        return make_report(*about)
+    blocks = add_blocks_over_ranks(tally.tree, analyzers, deal)
+    return make_report(*about, dict.fromkeys(analyzers, blocks))
 
 
-def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], plan: SitePlan) -> None:
+def first_kernels_of(analyzers: Mapping[str, Analyzer], plan: SitePlan) -> dict[str, Kernel]:
+    """The kernels of the first pass, by analyzer; empty if no analyzer needs one."""
+    return {
+        name: kernel if analyzer.first_without_model else plan.kernel(name, kernel)
+        for name, analyzer in analyzers.items()
+        if (kernel := analyzer.first_kernel()) is not None
+    }
+
+
+def check_arguments(
+    sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], plan: SitePlan, intervals: bool
+) -> None:
     """Refuse models and options that an analyzer cannot work with, and print the cost of expensive analyzers."""
     models = plan.models_by_analyzer([source.model for source in sources], sources)
     for name, analyzer in analyzers.items():
@@ -113,9 +132,14 @@ def _check_arguments(sources: list[Source], batches: Batches, analyzers: Mapping
     for name, analyzer in analyzers.items():
         if cost := analyzer.cost(models[name][0]):
             tqdm.write(cost, file=sys.stderr)
+        # A call for all data and for the data without each block.
+        seconds = (1 + MOST_BLOCKS) * analyzer.compute_seconds(models[name][0])
+        if intervals and seconds >= 10:
+            words = f"it computes its result up to {1 + MOST_BLOCKS} times, about {duration_in_words(seconds)} on one core."
+            tqdm.write(f"With intervals, {type(analyzer).__name__} takes longer: {words}", file=sys.stderr)
 
 
-def _identity(sources: list[Source], analyzers: Mapping[str, Analyzer], settings: Mapping[str, Any]) -> dict[str, Any]:
+def identity_of(sources: list[Source], analyzers: Mapping[str, Analyzer], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Models, analyzers, data options and version, which must be equal for a call that resumes a checkpoint."""
     return {
         "models": [
@@ -156,7 +180,7 @@ def _read_once(sources: list[Source], batches: Batches, with_first: Mapping[str,
     return cached
 
 
-def _refuse_other_rows(first: Tally, main: Tally) -> None:
+def refuse_other_rows(first: Tally, main: Tally) -> None:
     """Refuse data whose rows on the second pass differ from those on the first."""
     if first.digest != main.digest:
         raise LayersimError(
@@ -167,14 +191,23 @@ def _refuse_other_rows(first: Tally, main: Tally) -> None:
         )
 
 
-def _announce(
-    sources: list[Source], batches: Batches, analyzers: Mapping[str, Analyzer], plan: SitePlan, twice: bool
+def _known_sizes(sources: list[Source], batches: Batches) -> list[Size] | None:
+    """The sizes of the batches of a run on servers; None where they are not known before it."""
+    return batch_sizes(batches) if any(source.is_remote for source in sources) and not batches.one_shot else None
+
+
+def announce(
+    sources: list[Source],
+    batches: Batches,
+    analyzers: Mapping[str, Analyzer],
+    plan: SitePlan,
+    twice: bool,
+    sizes: list[Size] | None,
 ) -> int | None:
     """Print the cost of a run on servers before it starts; return the number of counted tokens, None if it is not known."""
-    remote_sources = [source for source in sources if source.is_remote]
-    if not remote_sources or batches.one_shot:
+    if sizes is None:
         return batches.options.max_tokens
-    sizes = batch_sizes(batches)
+    remote_sources = [source for source in sources if source.is_remote]
     tokens = sum(size.tokens for size in sizes)
     if len(sources) > 1:
         # Printed also where stderr is no terminal, unlike progress bars.

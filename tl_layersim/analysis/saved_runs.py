@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..models.source import PartialSums
 from ..models.unembed import Head
 from ..models.view import Kernel
 from .data_pass import Step
+from .validation import AnalyzersArgument, choose_analyzers
 
 
 @dataclass
@@ -91,7 +92,21 @@ def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
     ):
         if missing := set(names) - held.keys():
             raise KeyError(*sorted(missing))
-    plain = dict(header["model"])
+    model = model_of(header["model"])
+    first = {name: Sums(_below(f"first/{name}/", tensors)) for name in header["first"]}
+    jobs = [_job(number, item, tensors) for number, item in enumerate(header["jobs"])]
+    return model, first, jobs
+
+
+def model_notes(model: Model) -> dict[str, Any]:
+    """The description of a model as plain data, without its tokenizer and its processor."""
+    plain = {f.name: getattr(model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "processor", "head")}
+    return plain | {"head": None if model.head is None else asdict(model.head)}
+
+
+def model_of(notes: Mapping[str, Any]) -> Model:
+    """The description of a model from the plain data that `model_notes` made of it."""
+    plain = dict(notes)
     head = plain.pop("head")
     if head is not None:
         head = {**head, "parts": tuple(head["parts"])}
@@ -100,9 +115,12 @@ def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
     # Tuples are lists in JSON; a file of 0.1 has the first of these alone.
     plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "ends", "widths") if name in plain}
     refuse_other_types(Model, plain)
-    first = {name: Sums(_below(f"first/{name}/", tensors)) for name in header["first"]}
-    jobs = [_job(number, item, tensors) for number, item in enumerate(header["jobs"])]
-    return Model(**plain, tokenizer=None, head=head), first, jobs
+    return Model(**plain, tokenizer=None, head=head)
+
+
+def sites_notes(models: Mapping[str, Model]) -> dict[str, Any]:
+    """The sites that each analyzer reads as plain data, see `models_read`."""
+    return {name: {"layers": own.layers, "stream": own.stream, "widths": own.widths} for name, own in models.items()}
 
 
 @dataclass
@@ -204,7 +222,34 @@ def recipe_of(analyzer: Analyzer) -> dict[str, Any]:
     return {"class": where, "options": analyzer.options(), "code": code_digest(analyzer)}
 
 
-def analyzer_of(name: str, recipe: Mapping[str, Any]) -> Analyzer:
+def restored_analyzers(
+    recipes: Mapping[str, Any], analyzers: AnalyzersArgument | None, call: str = "lsim.load_run(path, analyzers=[...])"
+) -> dict[str, Analyzer]:
+    """The analyzers of a run, by name: those that were given, or those that the file describes.
+
+    Args:
+        recipes: by name, as the file stores them.
+        analyzers: as they were given to `analyze`; None to restore those of this package.
+        call: what passes the analyzers, for messages.
+
+    Raises:
+        LayersimError: the analyzers given differ from those of the run, or cannot be restored.
+    """
+    if analyzers is None:
+        return {name: _analyzer_of(name, recipe, call) for name, recipe in recipes.items()}
+    chosen = choose_analyzers(analyzers)
+    given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
+    if given != recipes:
+        raise LayersimError(
+            "`analyzers` differ from the analyzers of the saved run.",
+            given=str(given)[:300],
+            expected=str(recipes)[:300],
+            do="pass analyzers= as they were given to analyze()",
+        )
+    return chosen
+
+
+def _analyzer_of(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
     """An analyzer from the options in a file. Only installed analyzers are restored: no class is imported by a file's name."""
     cls = find_analyzers().get(name)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
@@ -221,6 +266,6 @@ def analyzer_of(name: str, recipe: Mapping[str, Any]) -> Analyzer:
             f"The analyzer {name!r} of the run cannot be restored from the file.",
             given=f"{recipe['class']} with {recipe['options']}",
             expected="the analyzers as they were given to analyze()",
-            do="lsim.load_run(path, analyzers=[...])",
+            do=call,
         )
     return restored

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,27 +17,38 @@ from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer
 from ..core.argument_checks import named, typed
+from ..core.blocks import first_block_size
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError, without_secrets
-from ..core.pairwise_summation import BLOCK
 from ..core.results import Report
 from ..core.resumable_file import ResumableFile
 from ..core.server_addresses import shown
+from ..core.sum_tree import SumTree
 from ..core.sums import Sums
 from ..data.batches import Batches
 from ..models.activation_checks import refuse_not_finite
-from ..models.model_info import Model
 from ..models.view import Kernel, at_sites
 from ..remote.client import NdifClient
 from ..remote.failures import TransientFailure
 from ..remote.open import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
-from .data_pass import PassReader, PassState, take_steps
+from .data_pass import PassReader, PassState, batch_sizes, take_steps
 from .report_assembly import make_report
-from .saved_runs import Job, KeptRun, SubmittedAnalysis, analyzer_of, facts_of, models_read, parsed, recipe_of
+from .saved_runs import (
+    Job,
+    KeptRun,
+    SubmittedAnalysis,
+    facts_of,
+    model_notes,
+    models_read,
+    parsed,
+    recipe_of,
+    restored_analyzers,
+    sites_notes,
+)
 from .site_plan import SitePlan
-from .validation import AnalyzersArgument, choose_analyzers
+from .validation import AnalyzersArgument
 
 # Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.
 TOKENS_PER_REQUEST = 8192
@@ -147,17 +158,9 @@ class RemoteRun:
             tensors |= {f"first/{name}/{key}": value for key, value in held.fields.items()}
         header = {
             "server": self.server,
-            "model": {
-                f.name: getattr(self._analysis.model, f.name)
-                for f in fields(Model)
-                if f.name not in ("tokenizer", "processor", "head")
-            }
-            | {"head": None if self._analysis.model.head is None else asdict(self._analysis.model.head)},
+            "model": model_notes(self._analysis.model),
             "sites": list(self._analysis.sites),
-            "read": {
-                name: {"layers": model.layers, "stream": model.stream, "widths": model.widths}
-                for name, model in self._analysis.models.items()
-            },
+            "read": sites_notes(self._analysis.models),
             "model_key": without_secrets(self._ndif.model_key),
             "analyzers": {name: recipe_of(analyzer) for name, analyzer in self.analyzers.items()},
             "settings": self._analysis.settings,
@@ -237,7 +240,8 @@ class RemoteRun:
         self._jobs[where : where + 1] = fresh
 
     def _report(self) -> Report:
-        state = PassState(Tally({name: Sums() for name in self.analyzers}), BLOCK)
+        # Runs that were saved by older versions keep no blocks.
+        state = PassState(Tally(tree=SumTree(self._analysis.record.get("first_block"))), tuple(self.analyzers))
         for job in self._jobs:
             state.waiting.extend(job.steps)
             state.add(job.parts)
@@ -249,9 +253,10 @@ class RemoteRun:
             self.analyzers,
             {name: [model] for name, model in self._analysis.models.items()},
             tally,
-            tally.sums,
+            tally.sums(self.analyzers),
             self._analysis.first,
             {**self._analysis.settings, "remote": [place]},
+            None if tally.tree.size is None else dict.fromkeys(self.analyzers, tally.tree.blocks()),
         )
 
     def _traffic(self) -> dict[str, int]:
@@ -283,13 +288,17 @@ def start(
         plan: the sites that each analyzer reads.
         digest: of the data in the first pass, "" without one.
     """
-    state = PassState(Tally())
+    # None for a run without intervals.
+    first_block = None
+    if settings.get("intervals"):
+        first_block = first_block_size(None if batches.one_shot else len(batch_sizes(batches)))
+    state = PassState(Tally(), tuple(analyzers))
     lens_of = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
     most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
     reader = PassReader(batches, analyzers, state, plan, lens_of, [source])
     reading = iter(tqdm(reader, desc="sending", unit="batch", disable=None))
-    for group in source.schedule.groups(reading, 0, most, lambda: BLOCK):
+    for group in source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, first_block):
         jobs.append(Job(source.send(group, kernels), group, take_steps(state.waiting, len(group))))
     models = {name: own[0] for name, own in plan.models_by_analyzer([source.model], [source]).items()}
     if not jobs:
@@ -304,7 +313,8 @@ def start(
             do="list(data)",
         )
     settings = {**settings, **batches.row_counts()}
-    record = {"sent": sent, "place": source.record(), "before": {"requests": 0, "bytes_sent": 0, "bytes_received": 0}}
+    before = {"requests": 0, "bytes_sent": 0, "bytes_received": 0}
+    record = {"sent": sent, "place": source.record(), "before": before, "first_block": first_block}
     analysis = SubmittedAnalysis(source.model, source.sites, models, analyzers, kernels, first, settings, record)
     return RemoteRun(analysis, jobs, source.ndif, source)
 
@@ -336,18 +346,7 @@ def load_run(
         return notes, parsed(notes, tensors)
 
     header, (described, first, jobs) = ResumableFile(path, KIND).read(parse)
-    if analyzers is None:
-        chosen = {name: analyzer_of(name, recipe) for name, recipe in header["analyzers"].items()}
-    else:
-        chosen = choose_analyzers(analyzers)
-    given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
-    if given != header["analyzers"]:
-        raise LayersimError(
-            "`analyzers` differ from the analyzers of the saved run.",
-            given=str(given)[:300],
-            expected=str(header["analyzers"])[:300],
-            do="pass analyzers= as they were given to analyze()",
-        )
+    chosen = restored_analyzers(header["analyzers"], analyzers)
     server = header["server"] if remote is None else remote
     ndif = NdifClient(server, header["model_key"], {})
     if ndif.name != header["server"]:

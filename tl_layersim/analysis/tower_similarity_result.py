@@ -42,14 +42,14 @@ class TowerSimilarity(Result):
         pairs: number of pairs N.
     """
 
-    values: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer")
-    std: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer")
-    mismatched: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer")
-    vision: Float64[Tensor, "vision vision"] = axes("vision_layer", "other_vision_layer")
-    text: Float64[Tensor, "text text"] = axes("text_layer", "other_text_layer")
-    cka: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer")
-    vision_to_last: Float64[Tensor, "comparison vision"] = axes("comparison", "vision_layer")
-    text_to_last: Float64[Tensor, "comparison text"] = axes("comparison", "text_layer")
+    values: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer", within=(-1, 1))
+    std: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer", within=(0, 1))
+    mismatched: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer", within=(-1, 1))
+    vision: Float64[Tensor, "vision vision"] = axes("vision_layer", "other_vision_layer", within=(-1, 1))
+    text: Float64[Tensor, "text text"] = axes("text_layer", "other_text_layer", within=(-1, 1))
+    cka: Float64[Tensor, "vision text"] = axes("vision_layer", "text_layer", within=(-1, 1))
+    vision_to_last: Float64[Tensor, "comparison vision"] = axes("comparison", "vision_layer", within=(-1, 1))
+    text_to_last: Float64[Tensor, "comparison text"] = axes("comparison", "text_layer", within=(-1, 1))
     text_layers: tuple[str, ...]
     comparisons: tuple[str, ...]
     projected: bool

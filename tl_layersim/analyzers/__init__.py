@@ -6,8 +6,8 @@ Other packages may import `find_analyzers` from here, and from these modules:
 
 * `base`: `Analyzer`, `Exchange`, `Run`, `SiteNeed`, `check_memory`, `code_digest`, `need_head`, `need_tokens`
 * `text_options`: `with_options`
-* `block_coupling`, `cka`, `cosine`, `exit_curve`, `linear_probe`, `logit_lens`, `neural_collapse`, `saturation`,
-  `task_metrics`: analyzers and their results
+* `block_coupling`, `cka`, `cosine`, `exit_curve`, `linear_probe`, `logit_lens`, `mutual_knn`, `neural_collapse`, `rsa`,
+  `saturation`, `task_metrics`: analyzers and their results
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def find_analyzers() -> dict[str, type[Analyzer]]:
 
     Examples:
         >>> sorted(find_analyzers())[:2]
-        ['block_coupling', 'cka']
+        ['block_coupling', 'cca']
     """
     analyzers = discovered(__name__, __path__, Analyzer)  # type: ignore[type-abstract]  # only its subclasses are instantiated
     for entry in entry_points(group=ENTRY_POINT_GROUP):

@@ -5,38 +5,31 @@ It is serialised by value and runs on servers too.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..jacobians.coupling import Connections, CouplingOptions, couple, miscoupling, pick_method
 from ..models.view import View, row_ends
+from ._prompt_rows import sums_by_row
 
 # Number of ranges of prompt lengths: 1, 2 to 3, 4 to 7, ...
 OCTAVES = 21
 
 
 def block_coupling_kernel(
-    view: View,
-    *,
-    ks: tuple[int, ...],
-    positions: tuple[int, ...],
-    normalize: bool,
-    method: str,
-    diagonal: str,
-    memory_mb: float,
-    seed: int,
+    view: View, *, options: CouplingOptions, positions: tuple[int, ...], normalize: bool, rows: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Sums over prompts of the coupling of all pairs of blocks.
 
     Args:
         view: activations of one batch, with the calls of the blocks.
-        ks: numbers of singular vectors.
+        options: as in `BlockCoupling`, with the method "auto" too.
         positions: indices of the tokens of each prompt.
         normalize: whether to sum m~ instead of m.
-        method: as in `BlockCoupling`.
-        diagonal: as in `BlockCoupling`.
-        memory_mb: as in `BlockCoupling`.
-        seed: as in `BlockCoupling`.
+        rows: numbers of all rows of the data, for sums by row; None for no such sums.
     """
     calls = view.calls
     assert calls is not None
@@ -46,8 +39,8 @@ def block_coupling_kernel(
     at = torch.cat([ends + 1 + p if p < 0 else starts + p for p in positions]).to(calls[0].hidden.device)
     row, token = view.sequence[at], view.position[at]
     where = token[:, None].expand(-1, blocks)
-    chosen = pick_method(d_model, blocks, min(max(ks), d_model)) if method == "auto" else method
-    options = CouplingOptions(ks, chosen, diagonal, memory_mb, seed)
+    if options.method == "auto":
+        options = replace(options, method=pick_method(d_model, blocks, min(max(options.ks), d_model)))
     found = couple(calls, Connections(row, tuple(range(blocks)), where, where), options)
     defined = found.defined
     kept = defined.double()
@@ -58,13 +51,10 @@ def block_coupling_kernel(
     score = (float(normalize) - values[0]).where(other, 0.0).sum((1, 2)) / other.sum((1, 2)).clamp(min=1)
     length = (view.position[ends] + 1).repeat(len(positions)).to(values.device)
     octave = length.double().log2().floor().long().clamp(0, OCTAVES - 1)
-
-    def by_length(weights: Tensor) -> Tensor:
-        return torch.zeros(OCTAVES, dtype=torch.float64, device=weights.device).index_add(0, octave, weights)
-
+    by_length = partial(sums_by_row, row=octave, rows=torch.arange(OCTAVES))
     with_pairs = other.any(-1).any(-1).double()
     spectrum = found.singular_values.double()
-    return {
+    out = {
         "samples": torch.tensor(len(row)),
         "batches": torch.tensor(1),
         "width": torch.tensor(len(row) * d_model),
@@ -83,3 +73,10 @@ def block_coupling_kernel(
         "length_total": by_length(score * with_pairs),
         "length_square": by_length(score.square() * with_pairs),
     }
+    if rows is not None:
+        assert view.row is not None
+        of = view.row[at.to(view.row.device)]
+        out["prompt coupling"] = sums_by_row(score * with_pairs, of, rows)
+        out["prompt count"] = sums_by_row(with_pairs, of, rows)
+        out["prompt tokens"] = sums_by_row(torch.ones(len(view.row)), view.row, rows)
+    return out

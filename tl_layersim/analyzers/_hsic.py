@@ -25,7 +25,8 @@ def grams(x: Tensor) -> Tensor:
     mean = x.mean(1, keepdim=True)
     x = x - mean
     same = ~beyond_rounding(x, mean).any(1)
-    x = x.masked_fill(same[:, None, None], 0)
+    if bool(same.any()):
+        x = x.masked_fill(same[:, None, None], 0)
     return torch.bmm(x, x.transpose(1, 2))
 
 

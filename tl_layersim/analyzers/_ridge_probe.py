@@ -33,7 +33,7 @@ def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, width: int, ridge
         cross = (total / n - torch.outer(share, mean)).T
         penalty = ridge * covariance.diagonal().sum() / width
         least = 100 * torch.finfo(torch.float64).eps * second.diagonal().sum() / n
-        if penalty < least:
+        if not penalty >= least:
             raise LayersimError(
                 "`ridge` is within the rounding error of the sums, because the mean of the activations is large.",
                 given=f"ridge={ridge:g}",

@@ -101,6 +101,7 @@ class Analyzer(ABC):
         - `families`: families of sites that it always reads, whatever sites the user asked for; none for those of the user.
         - `optional_families`: further families that it reads where the model has them.
         - `needs_calls`: whether the kernel replays blocks, through `view.calls`.
+        - `needs_rows`: whether the kernel reads the number of each row in the data, which `attach` does not know.
         - `prompts`: whether each row must be a text of its own, so that packed rows are refused.
     """
 
@@ -115,6 +116,7 @@ class Analyzer(ABC):
     families: ClassVar[tuple[str, ...]] = ()
     optional_families: ClassVar[tuple[str, ...]] = ()
     needs_calls: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = False
     prompts: ClassVar[bool] = False
 
     @property
@@ -212,6 +214,14 @@ class Analyzer(ABC):
         """
         return ""
 
+    def compute_seconds(self, model: Model) -> float:
+        """Seconds on one core that one call of `compute` takes; 0 if they are few. With intervals it is called for each block.
+
+        Args:
+            model: to be analyzed.
+        """
+        return 0.0
+
     def check_batch(self, batch: Batch, model: Model) -> None:  # noqa: B027 (most analyzers have nothing to refuse)
         """Refuse a batch that lacks the inputs of this analyzer, before the model runs on the batch.
 
@@ -291,6 +301,26 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
             given=f"{given} {unit}",
             expected=f"at least {needed} {unit}",
             do="pass more data, a larger max_tokens=, or a smaller skip_first=",
+        )
+
+
+@named
+def need_whole_rows(batch: Batch, analyzer: str) -> None:
+    """Refuse packed rows for an analyzer that holds out whole rows of the data.
+
+    Args:
+        batch: of the data.
+        analyzer: its name in a sentence, for the message.
+
+    Raises:
+        LayersimError: rows join several texts.
+    """
+    if bool((batch.sources[0] < 0).any()):
+        raise LayersimError(
+            f"`pack` must be False for {analyzer}, which holds out whole rows of the data.",
+            given="pack=True, whose rows join several texts",
+            expected="a row for each text",
+            do="pack=False",
         )
 
 

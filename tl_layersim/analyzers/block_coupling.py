@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -15,12 +16,13 @@ from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
-from ..jacobians.coupling import DRAWS, pick_method
+from ..jacobians.coupling import DRAWS, CouplingOptions, pick_method
 from ..jacobians.supported_blocks import need_calls, need_memory, refuse_failed_replay
 from ..models.model_info import Model
 from ..models.view import Kernel
 from ._block_coupling_kernel import block_coupling_kernel
 from ._citations import AUBRY
+from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
 from .base import Analyzer, Run, SiteNeed, need_tokens
 
 if TYPE_CHECKING:
@@ -52,6 +54,10 @@ class BlockCouplingResult(Result):
         step_error: `layer`, of finite differences: relative change of a product with twice the step, mean over prompts.
         whole_rows: `layer`, fraction of batches in which the block was replayed on whole rows, which is slower and equally
             exact.
+        prompt_coupling: `prompt_row`, mean coupling over pairs of different blocks, of each row of the data; NaN for a row on
+            which no pair is defined. Empty with `per_prompt=False`.
+        prompt_tokens: `prompt_row`, number of counted tokens.
+        prompt_rows: numbers of the rows in the data.
         ks: numbers of singular vectors.
         lengths: ranges of prompt lengths in tokens.
         method: "dense", "krylov" or "finite-difference".
@@ -60,21 +66,25 @@ class BlockCouplingResult(Result):
     """
 
     values_name: ClassVar[str] = "miscoupling"
-    values: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
-    defined: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
-    std: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
-    coupling: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
-    null: Float64[Tensor, "layer layer"] = axes("row_block", "column_block")
-    by_k: Float64[Tensor, "k layer layer"] = axes("k", "row_block", "column_block")
-    null_by_k: Float64[Tensor, "k layer layer"] = axes("k", "row_block", "column_block")
-    singular_values: Float64[Tensor, "layer direction"] = axes("layer", "direction")
-    singular_values_std: Float64[Tensor, "layer direction"] = axes("layer", "direction")
-    by_length: Float64[Tensor, " length"] = axes("length")
-    by_length_std: Float64[Tensor, " length"] = axes("length")
-    length_count: Float64[Tensor, " length"] = axes("length")
-    residual: Float64[Tensor, " layer"] = axes("layer")
-    step_error: Float64[Tensor, " layer"] = axes("layer")
-    whole_rows: Float64[Tensor, " layer"] = axes("layer")
+    values: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(0, math.inf))
+    defined: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(0, 1))
+    std: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(0, math.inf))
+    coupling: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(-math.inf, 1))
+    null: Float64[Tensor, "layer layer"] = axes("row_block", "column_block", within=(0, math.inf))
+    by_k: Float64[Tensor, "k layer layer"] = axes("k", "row_block", "column_block", within=(0, math.inf))
+    null_by_k: Float64[Tensor, "k layer layer"] = axes("k", "row_block", "column_block", within=(0, math.inf))
+    singular_values: Float64[Tensor, "layer direction"] = axes("layer", "direction", within=(0, math.inf))
+    singular_values_std: Float64[Tensor, "layer direction"] = axes("layer", "direction", within=(0, math.inf))
+    by_length: Float64[Tensor, " length"] = axes("length", within=(-math.inf, 1))
+    by_length_std: Float64[Tensor, " length"] = axes("length", within=(0, math.inf))
+    length_count: Float64[Tensor, " length"] = axes("length", within=(0, math.inf), out_of="length_count")
+    residual: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    step_error: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    whole_rows: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    # Files of earlier versions lack the next two.
+    prompt_coupling: Float64[Tensor, " prompt_row"] = axes("prompt_row", default=None, within=None)
+    prompt_tokens: Float64[Tensor, " prompt_row"] = axes("prompt_row", default=None, within=None)
+    prompt_rows: tuple[int, ...] = ()
     ks: tuple[int, ...]
     lengths: tuple[str, ...]
     method: str
@@ -146,6 +156,14 @@ class BlockCouplingResult(Result):
         other = ~torch.eye(len(matrix), dtype=torch.bool)
         return float(matrix[other].nanmean())
 
+    def by_prompt(self) -> dict[str, float]:
+        """Mean coupling on each row of the data, by names such as "row 3", as `relate` takes them; without NaN.
+
+        Raises:
+            LayersimError: the run had `per_prompt=False`.
+        """
+        return defined_by_row(self.prompt_coupling, self.prompt_rows, "BlockCoupling")
+
     def neighbours(self) -> float:
         """Mean coupling of neighbouring blocks, in both directions."""
         return float(torch.cat([self.coupling.diagonal(1), self.coupling.diagonal(-1)]).nanmean())
@@ -189,6 +207,8 @@ class BlockCoupling(Analyzer):
             as mis-coupling, as the authors' code does by taking absolute values.
         memory_mb: megabytes for products with many directions at once, and for kept Jacobians.
         seed: of the null's random vectors and of krylov's start.
+        per_prompt: whether to give the mean coupling on each row of the data too, for which a first pass without the model
+            counts the rows.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), equations 8 to 14. The null is not in the paper; a coupling is meaningful only
@@ -208,6 +228,7 @@ class BlockCoupling(Analyzer):
     needs_sites: ClassVar[SiteNeed] = "stream"
     needs_calls: ClassVar[bool] = True
     prompts: ClassVar[bool] = True
+    first_without_model: ClassVar[bool] = True
 
     k: int | tuple[int, ...] = 10
     tokens: Literal["last"] | tuple[int, ...] = "last"
@@ -216,6 +237,7 @@ class BlockCoupling(Analyzer):
     diagonal: Literal["signed", "positive"] = "signed"
     memory_mb: int | float = 1024
     seed: int = 0
+    per_prompt: bool = False
 
     def __post_init__(self) -> None:
         for given, least in ((self.ks, 2), (self.token_indices, None)):
@@ -279,16 +301,16 @@ class BlockCoupling(Analyzer):
                 do="omit short prompts, or tokens='last'",
             )
 
+    def first_kernel(self) -> Kernel | None:
+        return row_counts_kernel if self.per_prompt else None
+
     def kernel(self, first: Sums) -> Kernel:
         return partial(
             block_coupling_kernel,
-            ks=self.ks,
+            options=CouplingOptions(self.ks, self.method, self.diagonal, float(self.memory_mb), self.seed),
             positions=self.token_indices,
             normalize=self.normalize,
-            method=self.method,
-            diagonal=self.diagonal,
-            memory_mb=float(self.memory_mb),
-            seed=self.seed,
+            rows=counted_rows(first) if self.per_prompt else None,
         )
 
     def compute(self, sums: Sums, run: Run) -> BlockCouplingResult:
@@ -311,6 +333,9 @@ class BlockCoupling(Analyzer):
         by_length = sums["length_total"][lengths] / many
         d_model = int(sums["width"]) // samples
         ks = tuple(min(k, d_model) for k in self.ks)
+        by_row = torch.zeros(2, 0, dtype=torch.float64)
+        if self.per_prompt:
+            by_row = torch.stack([sums["prompt coupling"] / sums["prompt count"], sums["prompt tokens"]])
         return BlockCouplingResult(
             values=by_k[0],
             defined=count[0] / samples,
@@ -327,6 +352,9 @@ class BlockCoupling(Analyzer):
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,
             whole_rows=sums["general"].double() / int(sums["batches"]),
+            prompt_coupling=by_row[0],
+            prompt_tokens=by_row[1],
+            prompt_rows=tuple(counted_rows(run.first).tolist()),
             ks=ks,
             lengths=tuple("1" if i == 0 else f"{2**i} to {2 ** (i + 1) - 1}" for i in lengths.tolist()),
             method=pick_method(d_model, len(run.layers) - 1, max(ks)) if self.method == "auto" else self.method,

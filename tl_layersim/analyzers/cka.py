@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations_with_replacement
 from typing import ClassVar, Literal
@@ -14,14 +14,18 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
-from ..core.results import LayerMatrix, Picture, axes
+from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.view import Kernel
+from ._arccos_distance import arccos_distance
 from ._exact_hsic import exact_hsic, exact_kernel, is_above_rounding
-from ._minibatch_hsic import centred_grams, gram_kernel, minibatch_kernel, sums_from_grams
+from ._hsic import centred, grams
+from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
+from ._minibatch_pairs import Matrix, Relate
+from ._permutation_null import is_one_model, null_fields, null_pictures
 from ._sample_vectors import samples
-from .base import Analyzer, Exchange, Run, need_tokens
+from .base import Exchange, Run, need_tokens
 
 # A warning is issued below this fraction of effective samples; docs/traps.md has the measurements.
 LEAST_EFFECTIVE_FRACTION = 0.2
@@ -29,8 +33,10 @@ LEAST_EFFECTIVE_FRACTION = 0.2
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class CKAResult(LayerMatrix):
-    """CKA between residual layers, with the number of samples that it effectively rests on.
+class CKAResult(MinibatchMatrix):
+    """CKA between residual layers, with the number of samples that it effectively rests on, and its permutation null.
+
+    The fields of the null are those of `CalibratedMatrix`; they are NaN without `CKA(permutations=...)`.
 
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models; float64. Unbiased estimates of unrelated
@@ -45,10 +51,9 @@ class CKAResult(LayerMatrix):
         minibatches: number of minibatches; 1 for the exact estimator.
     """
 
-    effective_samples: Float64[Tensor, " row"] = axes("residual")
-    column_effective_samples: Float64[Tensor, " column"] = axes("column")
-    samples: int
-    minibatches: int
+    values: Float64[Tensor, "row column"] = axes("row", "column", within=(-1, 1))
+    effective_samples: Float64[Tensor, " row"] = axes("residual", within=(1, math.inf), out_of="samples")
+    column_effective_samples: Float64[Tensor, " column"] = axes("column", within=(1, math.inf), out_of="samples")
 
     pictures: ClassVar[tuple[Picture, ...]] = (
         Picture(
@@ -63,15 +68,11 @@ class CKAResult(LayerMatrix):
             "Number of equally weighted tokens that would carry as much information. At a handful, CKA describes a few tokens "
             "with massive activations (Sun et al. 2024), which should be left out.",
         ),
+        *null_pictures("CKA"),
     )
 
     distance_name: ClassVar[str] = "CKA distance (radians)"
     similarity_name: ClassVar[str] = "Linear CKA"
-
-    @property
-    def mean_minibatch(self) -> float:
-        """Mean number of samples in a minibatch."""
-        return self.samples / self.minibatches
 
     def distance(self) -> float:
         r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.
@@ -88,42 +89,10 @@ class CKAResult(LayerMatrix):
         Source:
             Brown et al. 2023, appendix C.2, equation 2.
         """
-        # The input of the first block is not the output of one.
-        rows, columns = (
-            len(names) - names[0].endswith((".hook_resid_pre", ".input")) for names in (self.layers, self.column_layers)
-        )
-        if rows != columns or self.values.shape[0] != self.values.shape[1]:
-            raise LayersimError(
-                "The arccos distance is defined for models of equal depth.",
-                given=f"models of {rows} and {columns} blocks, or other sites",
-                expected="two models of equal depth",
-                do="read .values, or compare models with the same number of blocks",
-            )
-        return float(self.values.diagonal()[-rows:].clamp(-1, 1).arccos().square().sum().sqrt())
-
-    def transposed(self) -> CKAResult:
-        """The comparison of the two models in the other order."""
-        return replace(
-            self,
-            values=self.values.T.contiguous(),
-            effective_samples=self.column_effective_samples,
-            column_effective_samples=self.effective_samples,
-            layers=self.column_layers,
-            column_layers=self.layers,
-            provenance=self.provenance.swapped(),
-        )
+        return arccos_distance(self)
 
     def headline(self) -> dict[str, float]:
-        to_last = self.values[:, -1]
-        if len(to_last) == 1:
-            pair = {"CKA of the two models": float(to_last[0])} if " | " in self.provenance.model else {}
-            return pair | self._samples()
-        name = "CKA(first model's {}, second's last)" if " | " in self.provenance.model else "CKA({}, last)"
-        return {
-            name.format(self.first_layer()): float(to_last[0]),
-            name.format("middle layer"): float(to_last[len(to_last) // 2]),
-            name.format("last but one"): float(to_last[-2]),
-        } | self._samples()
+        return self.to_last_headline("CKA") | self.null_headline() | self._samples()
 
     def _samples(self) -> dict[str, float]:
         return {
@@ -136,7 +105,7 @@ class CKAResult(LayerMatrix):
 
 @typed
 @dataclass(frozen=True)
-class CKA(Analyzer):
+class CKA(MinibatchAnalyzer):
     r"""Linear CKA between all pairs of layers, within a model or between two models.
 
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
@@ -159,11 +128,13 @@ class CKA(Analyzer):
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
         seed: of the shuffle, which otherwise depends on the batch's own tokens alone. The order of batches and padding do not
             change a value. Another batch_size draws other minibatches.
-        max_memory_gb: limit for "exact"; a larger requirement is refused before the run.
+        max_memory_gb: limit for "exact" and for the sums of the null; a larger requirement is refused before the run.
+        permutations: number of random pairings of the samples of each minibatch, for the null: samples of the columns are
+            permuted, in the same way at all layers. 0 for no null. The exact estimator has no minibatches and takes none.
 
     Source:
-        Kornblith et al. 2019; Song et al. 2012, equation 5; Nguyen et al. 2021, equations 2 and 3; Brown et al. 2023,
-        appendix C.1, whose printed S_ij lacks the square root.
+        Kornblith et al. 2019; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023,
+        appendix C.1, whose printed S_ij lacks the square root. The null is that of `CalibratedMatrix`.
 
     Examples:
         The CKA of a layer with itself is 1.
@@ -172,11 +143,15 @@ class CKA(Analyzer):
         >>> cka = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.CKA(minibatch=64)])["cka"]
         >>> cka.values.shape, round(float(cka.values[4, 4]), 9)
         (torch.Size([9, 9]), 1.0)
+
+        No random pairing of tokens is as similar as the embedding and the last layer are.
+
+        >>> null = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.CKA(minibatch=64, permutations=99)])["cka"]
+        >>> float(null.p_values[0, -1]), bool(0 < null.calibrated[0, -1] < null.values[0, -1])
+        (0.01, True)
     """
 
     name: ClassVar[str] = "cka"
-    compares: ClassVar[bool] = True
-    symmetric: ClassVar[bool] = True
 
     estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
     minibatch: int = 256
@@ -184,12 +159,25 @@ class CKA(Analyzer):
     pool: Literal["mean", "last", "first"] = "mean"
     seed: int = 0
     max_memory_gb: int | float = 4.0
+    permutations: int = 0
 
     @property
-    def whole_rows(self) -> bool:
-        return self.level == "sequence"
+    def matrix(self) -> Matrix:
+        return gram_matrices
+
+    @property
+    def relate(self) -> Relate:
+        return partial(centred_relations, biased=self.estimator == "biased")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.permutations and self.estimator == "exact":
+            raise LayersimError(
+                '`permutations` cannot be combined with estimator="exact": each permutation needs cross-products of its own.',
+                given=f'CKA(estimator="exact", permutations={self.permutations})',
+                expected='estimator="minibatch" or "biased", which permute samples within minibatches',
+                do=f'CKA(estimator="minibatch", permutations={self.permutations})',
+            )
         if self.minibatch < 4:
             raise LayersimError(
                 "`minibatch` must be at least 4: the unbiased HSIC is not defined on fewer samples.",
@@ -217,33 +205,17 @@ class CKA(Analyzer):
             )
 
     def kernel(self, first: Sums) -> Kernel:
-        rows = partial(samples, level=self.level, pool=self.pool)
         if self.estimator == "exact":
-            return partial(exact_kernel, rows=rows)
-        return partial(minibatch_kernel, rows=rows, size=self.minibatch, seed=self.seed, biased=self.estimator == "biased")
+            return partial(exact_kernel, rows=partial(samples, level=self.level, pool=self.pool))
+        return super().kernel(first)
 
     def exchange(self) -> Exchange | None:
-        if self.estimator == "exact":
-            return None
-        rows = partial(samples, level=self.level, pool=self.pool)
-        kernel = partial(gram_kernel, rows=rows, size=self.minibatch, seed=self.seed)
-        prepare = partial(centred_grams, biased=self.estimator == "biased")
-        return Exchange(kernel, sums_from_grams, self._crossing, prepare)
-
-    def _crossing(self, tokens: int, rows: int, layers: int) -> int:
-        count = tokens if self.level == "token" else rows
-        n = min(self.minibatch, count)
-        return 4 * layers * (count // n) * n * (n + 1) // 2
+        return None if self.estimator == "exact" else super().exchange()
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
-        unit = "tokens" if self.level == "token" else "sequences"
-        if self.estimator != "exact" and int(sums["samples"]) == 0:
-            raise LayersimError(
-                "CKA needs four samples in one forward batch, and no batch had that many.",
-                given=f"{run.provenance.tokens} tokens in {run.provenance.batches} batches, level={self.level!r}",
-                expected=f"at least 4 {unit} in one batch",
-                do="pass more data, or a larger batch_size=",
-            )
+        unit = self.unit
+        if self.estimator != "exact":
+            self.need_minibatch(sums, run)
         need_tokens(int(sums["samples"]), 4, "CKA", unit)
         if self.estimator == "exact":
             cross, own_x, own_y, effective_x, effective_y = exact_hsic(sums)
@@ -255,9 +227,11 @@ class CKA(Analyzer):
         self._undefined(defined_x, defined_y, run, f"{int(sums['samples'])} {unit}")
         effective_x, effective_y = effective_x.where(defined_x, math.nan), effective_y.where(defined_y, math.nan)
         _warn_of_few(effective_x, effective_y, run, int(sums["samples"]), self.level)
-        values = cross / torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
+        scale = torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
+        values = (cross / scale).where(defined_x[:, None] & defined_y, math.nan)
+        null = sums["null xy"] / scale if self.permutations else values.new_zeros(0, *values.shape)
         return CKAResult(
-            values=values.where(defined_x[:, None] & defined_y, math.nan),
+            values=values,
             effective_samples=effective_x,
             column_effective_samples=effective_y,
             samples=int(sums["samples"]),
@@ -265,6 +239,7 @@ class CKA(Analyzer):
             layers=run.layers,
             column_layers=run.column_layers,
             provenance=run.provenance,
+            **null_fields(values, null, one_model=is_one_model(run.models)),
         )
 
     def _undefined(self, defined_x: Tensor, defined_y: Tensor, run: Run, count: str) -> None:
@@ -290,6 +265,30 @@ class CKA(Analyzer):
                 + f"all of {count} are equal, as first tokens or [CLS] tokens are before the first attention."
                 + (' CKA(estimator="minibatch") avoids this rounding.' if exact else "")
             )
+
+
+def gram_matrices(x: Tensor, widths: tuple[int, ...]) -> Tensor:
+    """Gram matrices of the centred samples of a minibatch, `layer n n`.
+
+    Args:
+        x: `layer n d_model`.
+        widths: of the layers; narrower ones are padded with zeros, which change no product.
+    """
+    return grams(x)
+
+
+def centred_relations(gram: Tensor, *, biased: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Centred Gram matrices, and sums over samples of their squared distance from the mean and of its square.
+
+    The product of two such matrices is n(n-3) HSIC_1, or (n-1)^2 HSIC_0. The factor stays: it weights a smaller minibatch by
+    its number of pairs, and cancels among minibatches of one size.
+
+    Args:
+        gram: `layer n n`.
+        biased: whether to centre for HSIC_0 instead of HSIC_1.
+    """
+    relation, r = centred(gram, biased)
+    return relation, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}
 
 
 def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int, level: str) -> None:

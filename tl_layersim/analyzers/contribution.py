@@ -42,12 +42,12 @@ class ContributionResult(Result):
     """
 
     values_name: ClassVar[str] = "relative_norm"
-    values: Float64[Tensor, " sublayer"] = axes("sublayer")
-    relative_norm_std: Float64[Tensor, " sublayer"] = axes("sublayer")
-    cosine: Float64[Tensor, " sublayer"] = axes("sublayer")
-    cosine_std: Float64[Tensor, " sublayer"] = axes("sublayer")
-    cosine_to_final: Float64[Tensor, " sublayer"] = axes("sublayer")
-    cosine_to_final_std: Float64[Tensor, " sublayer"] = axes("sublayer")
+    values: Float64[Tensor, " sublayer"] = axes("sublayer", within=(0, math.inf))
+    relative_norm_std: Float64[Tensor, " sublayer"] = axes("sublayer", within=(0, math.inf))
+    cosine: Float64[Tensor, " sublayer"] = axes("sublayer", within=(-1, 1))
+    cosine_std: Float64[Tensor, " sublayer"] = axes("sublayer", within=(0, 1))
+    cosine_to_final: Float64[Tensor, " sublayer"] = axes("sublayer", within=(-1, 1))
+    cosine_to_final_std: Float64[Tensor, " sublayer"] = axes("sublayer", within=(0, 1))
     sublayers: tuple[str, ...]
 
     pictures: ClassVar[tuple[Picture, ...]] = (

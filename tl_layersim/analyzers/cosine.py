@@ -18,8 +18,8 @@ from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, Picture, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
-from ..models.view import Kernel, View
-from ._hsic import beyond_rounding
+from ..models.view import Kernel
+from ._cosine_kernel import cosine_kernel, mean_kernel
 from .base import Analyzer, Run, SiteNeed, need_tokens
 
 
@@ -40,17 +40,25 @@ class CosineResult(LayerMatrix):
             update of a token is 0; NaN where the site and the one before it are not the input and the output of one block.
         monotone_share: fraction of tokens for which COS(l, L) rises strictly at every l from 0 on, among the tokens that have
             a cosine at every layer.
+        angular: `residual residual`, mean over tokens of arccos(cosine) / pi of raw residuals, whatever the centring; 0 for
+            equal directions, 1/2 for right angles. A token whose residual is zero is omitted at that layer.
+        block_influence: `layer`, 1 minus the mean over tokens of the cosine of a block's raw input and output; NaN as
+            `norm_ratio`. Low where a block changes the direction of the stream little.
         mean: `residual d_model`, the subtracted mean (no columns for center="none"), for use in `Cosine(center=...)`.
         quantiles: levels of the two quantile fields.
     """
 
-    std: Float64[Tensor, "row column"] = axes("row", "column")
-    below_zero: Float64[Tensor, "row column"] = axes("row", "column")
-    to_last: Float64[Tensor, "quantile row"] = axes("quantile", "residual")
-    adjacent: Float64[Tensor, "quantile layer"] = axes("quantile", "layer")
-    norm_ratio: Float64[Tensor, " layer"] = axes("layer")
-    monotone_share: Float64[Tensor, ""] = axes()
-    mean: Float64[Tensor, "row d_model"] = axes("residual", "dimension")
+    values: Float64[Tensor, "row column"] = axes("row", "column", within=(-1, 1))
+    std: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    below_zero: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    to_last: Float64[Tensor, "quantile row"] = axes("quantile", "residual", within=(-1, 1))
+    adjacent: Float64[Tensor, "quantile layer"] = axes("quantile", "layer", within=(-1, 1))
+    norm_ratio: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    monotone_share: Float64[Tensor, ""] = axes(within=(0, 1))
+    # Files of earlier versions lack the next two.
+    angular: Float64[Tensor, "row column"] = axes("row", "column", default=None, within=(0, 1))
+    block_influence: Float64[Tensor, " layer"] = axes("layer", default=None, within=(0, 2))
+    mean: Float64[Tensor, "row d_model"] = axes("residual", "dimension", within=None)
     quantiles: tuple[float, ...] = QUANTILES
 
     pictures: ClassVar[tuple[Picture, ...]] = (
@@ -78,12 +86,76 @@ class CosineResult(LayerMatrix):
             "At high values the residual stream passes a block almost unchanged "
             "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
         ),
+        Picture(
+            "angular",
+            "Angular distance between layers",
+            "Mean over tokens of the angle between a token's raw activations at two layers, in units of pi. Blocks between two "
+            "close layers can be left out with little change (Gromov et al. 2024).",
+        ),
+        Picture(
+            "block_influence",
+            "Block influence",
+            "1 minus the mean cosine of a block's raw input and output: low for blocks that change the stream's direction "
+            "little (Men et al. 2024).",
+        ),
     )
 
     @property
     def dimensions(self) -> tuple[int, ...]:
         """Labels of the `dimension` axis of `mean`."""
         return tuple(range(self.mean.shape[-1]))
+
+    @typed
+    def angular_by_gap(self, n: int) -> Tensor:
+        """Angular distances d(l, l + n) between the inputs and the outputs of n consecutive blocks.
+
+        Args:
+            n: number of blocks.
+
+        Returns:
+            `start`, for the numbers l from 0 of the first block: L - n + 1 values.
+
+        Raises:
+            LayersimError: there are fewer than n blocks, or the sites are not the residual stream after every block.
+
+        Source:
+            Gromov et al. 2024 (arXiv 2403.17887). The paper takes the last token of each row,
+            `positions="last"`, and raw activations, as `angular` does.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> cosine = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], lsim.Cosine())["cosine"]
+            >>> cosine.angular_by_gap(2).shape, len(cosine.blocks_to_drop(2))
+            (torch.Size([7]), 2)
+        """
+        blocks = len(self.layers) - 1
+        if bool(self.block_influence.isnan().any()):
+            raise LayersimError(
+                "Angular distances by gap need the residual stream after every block, at all of which a token is not zero.",
+                given=f"sites {', '.join(self.layers[:4])}{' and others' if blocks > 3 else ''}",
+                expected="consecutive residual layers, and a result of this version",
+                do="analyze(model, data, Cosine()), without at=",
+            )
+        if not 1 <= n <= blocks:
+            raise LayersimError(
+                "`n` must be a number of blocks of the model.", given=f"n={n}", expected=f"1 to {blocks}", do="n=1"
+            )
+        return self.angular.diagonal(n).clone()
+
+    def blocks_to_drop(self, n: int) -> tuple[int, ...]:
+        """Numbers of the n consecutive blocks whose input and output are closest in angle, the first to leave out.
+
+        Args:
+            n: number of blocks.
+
+        Raises:
+            LayersimError: as `angular_by_gap`.
+
+        Source:
+            Gromov et al. 2024.
+        """
+        start = int(self.angular_by_gap(n).argmin())
+        return tuple(range(start, start + n))
 
     def headline(self) -> dict[str, float]:
         to_last = self.values[:, -1]
@@ -109,7 +181,7 @@ class Cosine(Analyzer):
     $$\mathrm{COS}(l, l') = \frac{1}{N} \sum_t \frac{\langle x_t^l - \mu^l, x_t^{l'} - \mu^{l'} \rangle}
     {|x_t^l - \mu^l| \, |x_t^{l'} - \mu^{l'}|}$$
 
-    The norm ratio of figure 11 is computed from raw residuals, independently of the centring.
+    The norm ratio of figure 11, angular distances and block influence are of raw residuals, independently of the centring.
 
     Args:
         center: "dataset" subtracts each layer's mean over all counted tokens (the paper's footnote 2), which takes a first pass
@@ -117,7 +189,8 @@ class Cosine(Analyzer):
         histogram_bins: bins over [-1, 1] of the histograms behind the quantiles, whose error is below 2 / bins.
 
     Source:
-        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11.
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11. Angular distance: Gromov et
+        al. 2024 (arXiv 2403.17887). Block influence: Men et al. 2024 (arXiv 2403.03853).
 
     Examples:
         The cosine of a layer with itself is 1.
@@ -188,13 +261,17 @@ class Cosine(Analyzer):
         std = (sums["square"] / pairs - mean**2).clamp(min=0).sqrt().masked_fill(itself, 0)
         to_last = quantiles_from_histogram(sums["to_last"], -1.0, 1.0, QUANTILES)
         to_last[:, -1] = to_last[:, -1].masked_fill(itself[-1, -1], 1)
+        raw = sums["raw_pairs"].double()
+        next_to = adjacent_sites(run.layers, run.stream)
         return CosineResult(
             values=mean.clamp(-1, 1).masked_fill(itself, 1),
             std=std,
             below_zero=sums["negative"].double() / pairs,
             to_last=to_last,
             adjacent=quantiles_from_histogram(sums["adjacent"], -1.0, 1.0, QUANTILES),
-            norm_ratio=(sums["norm_ratio"] / count).where(adjacent_sites(run.layers, run.stream), math.nan),
+            norm_ratio=(sums["norm_ratio"] / count).where(next_to, math.nan),
+            angular=(sums["angle"] / (math.pi * raw)).masked_fill(torch.eye(len(raw), dtype=torch.bool) & (raw > 0), 0),
+            block_influence=(1 - sums["raw_adjacent"] / raw.diagonal(1)).clamp(0, 2).where(next_to, math.nan),
             monotone_share=sums["monotone"].double() / sums["whole"],
             mean=torch.zeros(len(run.layers), 0, dtype=torch.float64) if offset is None else offset,
             layers=run.layers,
@@ -247,92 +324,3 @@ def warn_of_zeros(zero: Tensor, count: int, layers: tuple[str, ...], centred: bo
             f"{', '.join(affected[:4])}{' and at other layers' if len(affected) > 4 else ''}. Values are NaN at a layer where "
             "this holds for every token, as for first tokens or [CLS] before the first attention."
         )
-
-
-def mean_kernel(view: View) -> dict[str, Tensor]:
-    """Sum of the residual over tokens, and the number of tokens.
-
-    Args:
-        view: activations of one batch.
-    """
-    refuse_unequal_widths(view)
-    return {
-        # Layer by layer, because a sum in another dtype first copies all its terms.
-        "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in view.activations]),
-        "count": torch.tensor(view.activations.shape[1]),
-    }
-
-
-def refuse_unequal_widths(view: View) -> None:
-    """Refuse sites of different widths, which a view pads with zeros."""
-    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
-    if odd:
-        raise LayersimError(
-            "Cosine needs sites of equal width: a cosine between vectors of different widths is not defined.",
-            given=f"{view.sites[0]} of width {view.widths[0]} and {view.sites[odd[0]]} of width {view.widths[odd[0]]}",
-            expected="sites of one width",
-            do="one call for each width; CKA takes sites of any widths",
-        )
-
-
-def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
-    """Sums over tokens of the cosines between all layers, of their squares, signs and histograms.
-
-    Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
-
-    Args:
-        view: activations of one batch.
-        mean: `residual d_model` to subtract, None for no centring.
-        bins: of each histogram.
-    """
-    refuse_unequal_widths(view)
-    x = view.activations
-    layers, tokens, _ = x.shape
-    device = x.device
-    out = {
-        "count": torch.tensor(tokens),
-        "whole": torch.tensor(0, device=device),
-        "pairs": torch.zeros(layers, layers, dtype=torch.int64, device=device),
-        "sum": torch.zeros(layers, layers, dtype=torch.float64, device=device),
-        "square": torch.zeros(layers, layers, dtype=torch.float64, device=device),
-        "negative": torch.zeros(layers, layers, dtype=torch.int64, device=device),
-        "to_last": torch.zeros(layers, bins, dtype=torch.int64, device=device),
-        "adjacent": torch.zeros(layers - 1, bins, dtype=torch.int64, device=device),
-        "norm_ratio": torch.zeros(layers - 1, dtype=torch.float64, device=device),
-        "monotone": torch.tensor(0, device=device),
-    }
-    offset = x.new_zeros(layers, 1, 1) if mean is None else mean.to(x)[:, None]
-    for start in range(0, tokens, 256):
-        chunk = x[:, start : start + 256]
-        ratio = chunk[:-1].norm(dim=-1) / (chunk[1:] - chunk[:-1]).norm(dim=-1)
-        out["norm_ratio"] += ratio.sum(1, dtype=torch.float64)
-        centred = chunk - offset
-        norm = centred.norm(dim=-1, keepdim=True)
-        known = beyond_rounding(centred, offset)
-        whole = bool(known.all())
-        known = known.T
-        unit = (centred / norm.clamp(min=torch.finfo(x.dtype).tiny)).transpose(0, 1)
-        cosine = torch.bmm(unit, unit.transpose(1, 2)).clamp(-1, 1)
-        if not whole:
-            # A zero adds nothing to the sums and is not counted.
-            cosine = cosine * (known[:, :, None] & known[:, None, :])
-        counted = known.double()
-        out["pairs"] += (counted.T @ counted).long()
-        out["whole"] += known.all(1).sum()
-        out["sum"] += cosine.sum(0, dtype=torch.float64)
-        # Squared in float64: near 1, rounding of float32 squares would exceed the spread.
-        out["square"] += cosine.double().square().sum(0)
-        out["negative"] += (cosine < 0).sum(0)
-        last = cosine[:, :, -1]
-        out["monotone"] += ((last[:, 1:] > last[:, :-1]).all(1) & known.all(1)).sum()
-        out["to_last"] += _histogram(last, known & known[:, -1:], bins)
-        out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1], bins)
-    return out
-
-
-def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
-    """Histograms over [-1, 1] of the known values in each column of `values`, `token series`; returns `series bin`."""
-    index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
-    series = values.shape[1]
-    index = index + bins * torch.arange(series, device=values.device)
-    return torch.bincount(index[known], minlength=series * bins).reshape(series, bins)

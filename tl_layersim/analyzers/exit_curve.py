@@ -74,11 +74,11 @@ class ExitCurveResult(Result):
     """
 
     values_name: ClassVar[str] = "exits"
-    values: Float64[Tensor, "threshold layer"] = axes("threshold", "layer")
-    accuracy: Float64[Tensor, " threshold"] = axes("threshold")
-    agreement: Float64[Tensor, " threshold"] = axes("threshold")
-    perplexity: Float64[Tensor, " threshold"] = axes("threshold")
-    speedup: Float64[Tensor, " threshold"] = axes("threshold")
+    values: Float64[Tensor, "threshold layer"] = axes("threshold", "layer", within=(0, math.inf), out_of="values")
+    accuracy: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1))
+    agreement: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1))
+    perplexity: Float64[Tensor, " threshold"] = axes("threshold", within=(1, math.inf))
+    speedup: Float64[Tensor, " threshold"] = axes("threshold", within=(1, math.inf))
     thresholds: tuple[float, ...]
     positions: int
     targets: int

@@ -22,7 +22,7 @@ from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, tokens_alone
 from ._probe_kernels import labelled, probe_counts_kernel, probe_sums_kernel
 from ._ridge_probe import ridge_probe, samples_differ
-from .base import Analyzer, Run
+from .base import Analyzer, Run, need_whole_rows
 
 
 @typed
@@ -43,12 +43,14 @@ class LinearProbeResult(Result):
     """
 
     values_name: ClassVar[str] = "accuracy"
-    values: Float64[Tensor, " residual"] = axes("residual")
-    train_accuracy: Float64[Tensor, " residual"] = axes("residual")
-    majority: Float64[Tensor, ""] = axes()
-    confusion: Float64[Tensor, "residual label prediction"] = axes("residual", "label", "prediction")
-    samples: Float64[Tensor, " label"] = axes("label")
-    test_samples: Float64[Tensor, " label"] = axes("label")
+    values: Float64[Tensor, " residual"] = axes("residual", within=(0, 1))
+    train_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1))
+    majority: Float64[Tensor, ""] = axes(within=None)
+    confusion: Float64[Tensor, "residual label prediction"] = axes(
+        "residual", "label", "prediction", within=(0, math.inf), out_of="confusion"
+    )
+    samples: Float64[Tensor, " label"] = axes("label", within=None)
+    test_samples: Float64[Tensor, " label"] = axes("label", within=None)
     labels: tuple[int, ...]
     method: str
 
@@ -150,13 +152,7 @@ class ProbeAnalyzer(Analyzer):
 
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch)
-        if bool((batch.sources[0] < 0).any()):
-            raise LayersimError(
-                "`pack` must be False for a linear probe, which holds out whole rows of the data.",
-                given="pack=True, whose rows join several texts",
-                expected="a row for each text",
-                do="pack=False",
-            )
+        need_whole_rows(batch, "a linear probe")
         if not isinstance(self.labels, Tensor):
             _check_classes(targets(tokens_alone(batch), self.labels), None)
 

@@ -52,15 +52,15 @@ class LogitLensResult(Result):
     """
 
     values_name: ClassVar[str] = "cross_entropy"
-    values: Float64[Tensor, " layer"] = axes("layer")
-    perplexity: Float64[Tensor, " layer"] = axes("layer")
-    accuracy: Float64[Tensor, " layer"] = axes("layer")
-    top_k_accuracy: Float64[Tensor, "k layer"] = axes("k", "layer")
-    target_probability: Float64[Tensor, " layer"] = axes("layer")
-    agreement: Float64[Tensor, " layer"] = axes("layer")
-    kl_to_final: Float64[Tensor, " layer"] = axes("layer")
-    entropy: Float64[Tensor, " layer"] = axes("layer")
-    monotone_share: Float64[Tensor, ""] = axes()
+    values: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    perplexity: Float64[Tensor, " layer"] = axes("layer", within=(1, math.inf))
+    accuracy: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    top_k_accuracy: Float64[Tensor, "k layer"] = axes("k", "layer", within=(0, 1))
+    target_probability: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    agreement: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    kl_to_final: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    entropy: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    monotone_share: Float64[Tensor, ""] = axes(within=(0, 1))
     ks: tuple[int, ...]
     positions: int
     targets: int

@@ -44,10 +44,10 @@ class NeuralCollapseResult(Result):
     """
 
     values_name: ClassVar[str] = "nc1"
-    values: Float64[Tensor, " residual"] = axes("residual")
-    within: Float64[Tensor, " residual"] = axes("residual")
-    between: Float64[Tensor, " residual"] = axes("residual")
-    samples: Float64[Tensor, " label"] = axes("label")
+    values: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
+    within: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
+    between: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
+    samples: Float64[Tensor, " label"] = axes("label", within=(0, math.inf), out_of="samples")
     labels: tuple[int, ...]
 
     pictures: ClassVar[tuple[Picture, ...]] = (

@@ -22,9 +22,9 @@ from ..models.exit_heads import ExitHeads, as_heads, plain_heads
 from ..models.layer_heads import LayerHeads
 from ..models.model_info import Model
 from ..models.view import Kernel, View
+from ._cosine_kernel import mean_kernel
 from ._hsic import beyond_rounding
 from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
-from .cosine import mean_kernel
 from .logit_lens import unembedding
 
 SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."
@@ -48,11 +48,11 @@ class SaturationResult(Result):
     """
 
     values_name: ClassVar[str] = "counts"
-    values: Float64[Tensor, " layer"] = axes("layer")
-    cumulative: Float64[Tensor, " layer"] = axes("layer")
-    early_share: Float64[Tensor, ""] = axes()
-    cosine_to_last: Float64[Tensor, " layer"] = axes("layer")
-    correlation: Float64[Tensor, ""] = axes()
+    values: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf), out_of="values")
+    cumulative: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    early_share: Float64[Tensor, ""] = axes(within=(0, 1))
+    cosine_to_last: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
+    correlation: Float64[Tensor, ""] = axes(within=(-1, 1))
     unembedding: str
 
     pictures: ClassVar[tuple[Picture, ...]] = (

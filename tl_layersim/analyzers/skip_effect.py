@@ -44,14 +44,14 @@ class SkipEffectResult(Result):
         later_probability_change_largest: `skipped`, as `probability_change_largest`, for `later`.
     """
 
-    values: Float64[Tensor, "layer layer"] = axes("skipped", "affected")
-    largest: Float64[Tensor, "layer layer"] = axes("skipped", "affected")
-    later: Float64[Tensor, "layer layer"] = axes("skipped", "affected")
-    later_largest: Float64[Tensor, "layer layer"] = axes("skipped", "affected")
-    probability_change: Float64[Tensor, " layer"] = axes("skipped")
-    probability_change_largest: Float64[Tensor, " layer"] = axes("skipped")
-    later_probability_change: Float64[Tensor, " layer"] = axes("skipped")
-    later_probability_change_largest: Float64[Tensor, " layer"] = axes("skipped")
+    values: Float64[Tensor, "layer layer"] = axes("skipped", "affected", within=(0, math.inf))
+    largest: Float64[Tensor, "layer layer"] = axes("skipped", "affected", within=(0, math.inf))
+    later: Float64[Tensor, "layer layer"] = axes("skipped", "affected", within=(0, math.inf))
+    later_largest: Float64[Tensor, "layer layer"] = axes("skipped", "affected", within=(0, math.inf))
+    probability_change: Float64[Tensor, " layer"] = axes("skipped", within=(0, math.sqrt(2)))
+    probability_change_largest: Float64[Tensor, " layer"] = axes("skipped", within=(0, math.sqrt(2)))
+    later_probability_change: Float64[Tensor, " layer"] = axes("skipped", within=(0, math.sqrt(2)))
+    later_probability_change_largest: Float64[Tensor, " layer"] = axes("skipped", within=(0, math.sqrt(2)))
 
     pictures: ClassVar[tuple[Picture, ...]] = (
         Picture(

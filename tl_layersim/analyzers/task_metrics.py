@@ -47,11 +47,13 @@ class TaskMetricsResult(Result):
     """
 
     values_name: ClassVar[str] = "f1"
-    values: Float64[Tensor, " layer"] = axes("layer")
-    accuracy: Float64[Tensor, " layer"] = axes("layer")
-    mcc: Float64[Tensor, " layer"] = axes("layer")
-    f1_by_class: Float64[Tensor, "label layer"] = axes("label", "layer")
-    confusion: Float64[Tensor, "layer label prediction"] = axes("layer", "label", "prediction")
+    values: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    accuracy: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    mcc: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
+    f1_by_class: Float64[Tensor, "label layer"] = axes("label", "layer", within=(0, 1))
+    confusion: Float64[Tensor, "layer label prediction"] = axes(
+        "layer", "label", "prediction", within=(0, math.inf), out_of="confusion"
+    )
     labels: tuple[int, ...]
 
     pictures: ClassVar[tuple[Picture, ...]] = (
@@ -102,8 +104,8 @@ class RegressionMetricsResult(Result):
     """
 
     values_name: ClassVar[str] = "spearman"
-    values: Float64[Tensor, " layer"] = axes("layer")
-    pearson: Float64[Tensor, " layer"] = axes("layer")
+    values: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
+    pearson: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
     rows: int
 
     pictures: ClassVar[tuple[Picture, ...]] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -16,12 +17,11 @@ from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
-from ..models.view import Kernel, View
+from ..models.view import Kernel
 from ._citations import AUBRY
+from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
+from ._trajectory_kernel import DECADES, trajectory_kernel
 from .base import Analyzer, Run, SiteNeed, need_tokens
-
-# Range of the logarithmic histograms of unbounded quantities, in decades.
-DECADES = (-6.0, 8.0)
 
 
 @named
@@ -67,30 +67,47 @@ class TrajectoryResult(Result):
         equidistance_quantiles: `quantile`.
         windowed_lss: `centre`, mean line-shape score of the `window` steps around each layer; empty without a window.
         windowed_lss_std: `centre`.
+        curvature: `residual`, mean angle in radians between consecutive steps from token to token at a layer, v_k and v_{k+1}
+            with v_k = x_{k+1} - x_k, over all positions k whose next two positions are counted too. 0 for a straight path,
+            pi / 2 for a random walk, and 2 pi / 3 for positions that are independent of each other. Two equal neighbours have
+            no step between them, and angles with it are omitted. NaN without angles, as with one position a row.
+        curvature_std: `residual`, standard deviation over these angles.
+        prompt_lss: `prompt_row`, mean line-shape score over the tokens of each row of the data; NaN for a row in which no token
+            has one. Empty with `per_prompt=False`.
+        prompt_tokens: `prompt_row`, number of counted tokens.
+        prompt_rows: numbers of the rows in the data.
+        turns: number of triples of positions behind the curvature.
         window: number of steps, 0 for none.
         quantiles: levels of the quantile fields, computed from histograms with bins of a hundredth of a decade; values below
             1e-6 are given as 0.
     """
 
     values_name: ClassVar[str] = "norm"
-    values: Float64[Tensor, " residual"] = axes("residual")
-    norm_std: Float64[Tensor, " residual"] = axes("residual")
-    norm_quantiles: Float64[Tensor, "quantile residual"] = axes("quantile", "residual")
-    update_norm: Float64[Tensor, " layer"] = axes("layer")
-    update_norm_std: Float64[Tensor, " layer"] = axes("layer")
-    update_norm_quantiles: Float64[Tensor, "quantile layer"] = axes("quantile", "layer")
+    values: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
+    norm_std: Float64[Tensor, " residual"] = axes("residual", within=(0, math.inf))
+    norm_quantiles: Float64[Tensor, "quantile residual"] = axes("quantile", "residual", within=(0, math.inf))
+    update_norm: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    update_norm_std: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
+    update_norm_quantiles: Float64[Tensor, "quantile layer"] = axes("quantile", "layer", within=(0, math.inf))
     growth: Float64[Tensor, " layer"] = axes("layer")
-    lss_mean: Float64[Tensor, ""] = axes()
-    lss_std: Float64[Tensor, ""] = axes()
-    lss_quantiles: Float64[Tensor, " quantile"] = axes("quantile")
-    expodistance_mean: Float64[Tensor, ""] = axes()
-    expodistance_std: Float64[Tensor, ""] = axes()
-    expodistance_quantiles: Float64[Tensor, " quantile"] = axes("quantile")
-    equidistance_mean: Float64[Tensor, ""] = axes()
-    equidistance_std: Float64[Tensor, ""] = axes()
-    equidistance_quantiles: Float64[Tensor, " quantile"] = axes("quantile")
-    windowed_lss: Float64[Tensor, " centre"] = axes("centre")
-    windowed_lss_std: Float64[Tensor, " centre"] = axes("centre")
+    lss_mean: Float64[Tensor, ""] = axes(within=(1, math.inf))
+    lss_std: Float64[Tensor, ""] = axes(within=(0, math.inf))
+    lss_quantiles: Float64[Tensor, " quantile"] = axes("quantile", within=(1, math.inf))
+    expodistance_mean: Float64[Tensor, ""] = axes(within=(0, math.inf))
+    expodistance_std: Float64[Tensor, ""] = axes(within=(0, math.inf))
+    expodistance_quantiles: Float64[Tensor, " quantile"] = axes("quantile", within=(0, math.inf))
+    equidistance_mean: Float64[Tensor, ""] = axes(within=(0, math.inf))
+    equidistance_std: Float64[Tensor, ""] = axes(within=(0, math.inf))
+    equidistance_quantiles: Float64[Tensor, " quantile"] = axes("quantile", within=(0, math.inf))
+    windowed_lss: Float64[Tensor, " centre"] = axes("centre", within=(1, math.inf))
+    windowed_lss_std: Float64[Tensor, " centre"] = axes("centre", within=(0, math.inf))
+    # Files of earlier versions lack the next fields.
+    curvature: Float64[Tensor, " residual"] = axes("residual", default=None, within=(0, math.pi))
+    curvature_std: Float64[Tensor, " residual"] = axes("residual", default=None, within=(0, math.pi / 2))
+    prompt_lss: Float64[Tensor, " prompt_row"] = axes("prompt_row", default=None, within=None)
+    prompt_tokens: Float64[Tensor, " prompt_row"] = axes("prompt_row", default=None, within=None)
+    prompt_rows: tuple[int, ...] = ()
+    turns: int = 0
     window: int
     quantiles: tuple[float, ...] = QUANTILES
 
@@ -118,6 +135,12 @@ class TrajectoryResult(Result):
             "1 for a straight line, larger for a curved path; needs Trajectory(window=...) "
             + AUBRY.format("figures 24 and 25"),
         ),
+        Picture(
+            "curvature",
+            "Curvature from token to token",
+            "Mean angle between consecutive steps from token to token at each layer: lower where a row's tokens move along a "
+            "straighter path (Hosseini and Fedorenko 2023; Skean et al. 2025, section 3). Independent positions have 2 pi / 3.",
+        ),
     )
 
     @property
@@ -139,6 +162,17 @@ class TrajectoryResult(Result):
     def equidistance(self) -> Spread:
         """Distribution of the equidistance over tokens."""
         return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
+
+    def by_prompt(self) -> dict[str, float]:
+        """Mean line-shape score of each row of the data, by names such as "row 3", as `relate` takes them; without NaN.
+
+        Raises:
+            LayersimError: the run had `per_prompt=False`.
+        """
+        return defined_by_row(self.prompt_lss, self.prompt_rows, "Trajectory")
+
+    def baseline(self, field: str) -> tuple[str, float] | None:
+        return ("independent positions", 2 * math.pi / 3) if field == "curvature" else None
 
     @property
     def centres(self) -> tuple[str, ...]:
@@ -174,10 +208,13 @@ class Trajectory(Analyzer):
 
     Args:
         window: number of steps of an additional windowed LSS around each layer; None for the LSS of the whole trajectory only.
+        per_prompt: whether to give the mean LSS of each row of the data too, for which a first pass without the model counts
+            the rows. A row is a prompt, so packed rows are refused.
 
     Source:
         Aubry et al. 2025 (arXiv 2407.07810), sections 3.2 and 3.3, equations 15 to 18, appendix A.3, figures 23 to 25; Gai and
-        Zhang 2021 for the line-shape score.
+        Zhang 2021 for the line-shape score. Curvature: Hosseini and Fedorenko 2023 (arXiv 2311.04930), Skean et al. 2025
+        (arXiv 2502.02013), section 3; their mean over rows of means is equal for rows of equal length.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -188,10 +225,13 @@ class Trajectory(Analyzer):
 
     name: ClassVar[str] = "trajectory"
     needs_sites: ClassVar[SiteNeed] = "every_block"
+    first_without_model: ClassVar[bool] = True
 
     window: int | None = None
+    per_prompt: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prompts", self.per_prompt)
         if self.window is not None and self.window < 2:
             raise LayersimError(
                 "`window` must be at least 2: one step is always a straight line.",
@@ -210,8 +250,11 @@ class Trajectory(Analyzer):
                 do=f"Trajectory(window={blocks})" if blocks > 1 else "Trajectory()",
             )
 
+    def first_kernel(self) -> Kernel | None:
+        return row_counts_kernel if self.per_prompt else None
+
     def kernel(self, first: Sums) -> Kernel:
-        return partial(trajectory_kernel, window=self.window or 0)
+        return partial(trajectory_kernel, window=self.window or 0, rows=counted_rows(first) if self.per_prompt else None)
 
     def compute(self, sums: Sums, run: Run) -> TrajectoryResult:
         count = int(sums["count"])
@@ -246,7 +289,10 @@ class Trajectory(Analyzer):
             for name in ("lss", "expodistance", "equidistance")
             for part, value in (spread(name) | {"quantiles": quantiles(name)}).items()
         }
-        norm, update, windowed = spread("norm"), spread("update"), spread("windowed")
+        norm, update, windowed, curvature = (spread(name) for name in ("norm", "update", "windowed", "curvature"))
+        by_row = torch.zeros(2, 0, dtype=torch.float64)
+        if self.per_prompt:
+            by_row = torch.stack([sums["prompt lss"] / sums["prompt lss known"], sums["prompt tokens"]])
         return TrajectoryResult(
             values=norm["mean"],
             norm_std=norm["std"],
@@ -257,83 +303,14 @@ class Trajectory(Analyzer):
             growth=spread("growth")["mean"],
             windowed_lss=windowed["mean"],
             windowed_lss_std=windowed["std"],
+            curvature=curvature["mean"],
+            curvature_std=curvature["std"],
+            prompt_lss=by_row[0],
+            prompt_tokens=by_row[1],
+            prompt_rows=tuple(counted_rows(run.first).tolist()),
+            turns=int(sums["turns"]),
             window=self.window or 0,
             layers=run.layers,
             provenance=run.provenance,
             **whole,
         )
-
-
-def trajectory_kernel(view: View, *, window: int) -> dict[str, Tensor]:
-    """Sums over tokens of the quantities of their trajectories and of their squares, and logarithmic histograms.
-
-    Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
-
-    Args:
-        view: activations of one batch.
-        window: steps of the windowed LSS, 0 for none.
-    """
-    x = view.activations
-    tokens = x.shape[1]
-    columns: dict[str, list[Tensor]] = {}
-    for start in range(0, tokens, 256):
-        for name, value in _paths(x[:, start : start + 256], window).items():
-            columns.setdefault(name, []).append(value)
-    of = {name: torch.cat(parts, -1) for name, parts in columns.items()}
-    out = {
-        "count": torch.tensor(tokens),
-        "zero_residual": (of["norm"] == 0).sum(-1),
-        "zero_update": (of["update"] == 0).sum(-1),
-        "flat": (of["growth"].mean(0) == 0).sum(),
-    }
-    for name in ("norm", "update", "growth", "lss", "expodistance", "equidistance", "windowed"):
-        known = ~of[name].isnan()
-        values = of[name].where(known, 0)
-        out |= {name: values.sum(-1), f"{name}^2": values.square().sum(-1), f"{name} known": known.sum(-1)}
-        if name not in ("growth", "windowed"):
-            out[f"{name} bins"] = _log_histogram(of[name], known)
-    return out
-
-
-def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
-    """Quantities of each token's trajectory, float64, `layer token` or `token`, from residuals `layer token d_model`."""
-    step = x[1:] - x[:-1]
-    update = step.double().norm(dim=-1)
-    # NaN for a step of zero, which has no direction.
-    unit = step / update.where(update > 0, torch.nan).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)[..., None]
-    norm = torch.stack([layer.double().norm(dim=-1) for layer in x])
-    growth = (norm[1:] / norm[:-1]).log()
-    growth = growth.where(growth.isfinite(), torch.nan)
-    # Cumulative sums of unit steps in float64: the sum over any segment is the difference of two of them.
-    travelled = torch.zeros(len(x), *x.shape[1:], dtype=torch.float64, device=x.device)
-    torch.cumsum(unit.double().nan_to_num(0), 0, out=travelled[1:])
-    still = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
-    torch.cumsum(update == 0, 0, out=still[1:])
-    blocks = len(step)
-
-    def score(steps: int) -> Tensor:
-        """LSS of each segment of `steps` steps, NaN if a step is zero."""
-        distance = (travelled[steps:] - travelled[: len(x) - steps]).norm(dim=-1)
-        lss: Tensor = (steps / distance).where(still[steps:] == still[: len(x) - steps], torch.nan)
-        return lss
-
-    return {
-        "norm": norm,
-        "update": update,
-        "growth": growth,
-        "lss": score(blocks)[0],
-        "expodistance": growth.var(0, correction=0) / growth.mean(0).where(growth.mean(0) != 0, torch.nan).square(),
-        "equidistance": update.std(0, correction=0) / update.mean(0),
-        "windowed": score(window) if window else norm[:0],
-    }
-
-
-def _log_histogram(values: Tensor, known: Tensor) -> Tensor:
-    """Histograms of the known values of `... token` in bins of a hundredth of a decade, `... bin`."""
-    low, high = DECADES
-    bins = int((high - low) * 100)
-    flat = values.reshape(-1, values.shape[-1])
-    index = ((flat.clamp(min=10**low).log10().nan_to_num(low, posinf=high) - low) * 100).long().clamp(0, bins - 1)
-    offset = bins * torch.arange(len(flat), device=values.device)[:, None]
-    counts = torch.bincount((index + offset)[known.reshape(flat.shape)], minlength=bins * len(flat))
-    return counts.reshape(*values.shape[:-1], bins)

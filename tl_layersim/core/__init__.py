@@ -3,16 +3,23 @@
 Other packages may import:
 
 * `errors`: `LayersimError`, `LayersimTypeError`, `LayersimWarning`, `warn`, `as_fraction`, `in_words`, `without_secrets`
-* `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`; `wording`: `brief`
-* `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`, `BLOCK`; `histogram_quantiles`: `quantiles_from_histogram`
+* `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`, `unknown_keyword`; `wording`: `brief`
+* `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`; `histogram_quantiles`: `quantiles_from_histogram`
+* `blocks`: `DataBlock`, `first_block_size`, `batches_in_block`, `MOST_BLOCKS`; `sum_tree`: `SumTree`, `most_nodes`
+* `jackknife`: `leave_one_out`, `ConfidenceInterval`; `intervals`: `with_replicates`, `headline_margins`, `headline_lines`,
+  `headline_texts`, `bounds_of`, `bounded_field`, `is_p_value`, `total_of`, `aligned`, `refuse_level`, `refuse_no_blocks`
+* `result_differences`: `Estimate`, `difference_estimate`, `same_blocks`; `label_table`: `label_table`
 * `results`: `Result`, `LayerMatrix`, `LayerCurve`, `Report`, `Picture`, `axes`, `load`, `load_report`
 * `provenance`: `Provenance`; `field_types`: `refuse_other_types`; `function_code`: names and digests of
   functions
+* `result_files`: `pack_report`
 * `storage`: `read`, `write`, `reading`, `replacing`, `refuse_unwritable`, `refuse_unwritable_folder`
 * `resumable_file`: the file format of interrupted runs; `data_pass_progress`: `Tally`, the sums and counts of a run
 * `training_loop`: `TrainingSteps`, `run_steps`; `shuffle`: `Shuffle`, the order of rows in training
 * `discovery`: `discovered`, the classes that the modules of a package define
-* `distributed`: `Deal`, `ALONE`, `agree`, `add_over_ranks`, `rank_and_size`, `weight_peers`, `refuse_parts`
+* `distributed`: `Deal`, `ALONE`, `agree`, `add_over_ranks`, `add_blocks_over_ranks`, `rank_and_size`, `weight_peers`,
+  `refuse_parts`
+* `operation_meter`: `OperationMeter`, `Operation`, `TooManyOperations`, `tensors_in`, `CPU_ATTENTION`
 * `server_addresses`: `is_address`, `shown`, `without_login`
 """
 

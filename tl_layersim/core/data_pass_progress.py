@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+from .sum_tree import SumTree
 from .sums import Sums
 
 
@@ -13,23 +14,28 @@ class Tally:
     """The progress of one pass over the data, and the sums of its batches.
 
     Attributes:
-        sums: by analyzer name.
-        batches: number of batches read, those of other ranks included.
+        batches: number of batches read, those of other ranks and shards included.
         sequences: rows in them.
         tokens: counted positions in them.
         digest: SHA-256 of their rows.
         seconds: wall time.
         done: whether the data ended.
-        pending: sums of the last batches that are not in `sums` yet, with how many batches each holds (`pairwise_summation`).
-        measured: number of batches on which the model ran.
+        tree: the sums of the batches on which the model of this process ran.
     """
 
-    sums: Mapping[str, Sums] = field(default_factory=dict)
     batches: int = 0
     sequences: int = 0
     tokens: int = 0
     digest: str = ""
     seconds: float = 0.0
     done: bool = False
-    pending: tuple[tuple[int, Mapping[str, Sums]], ...] = ()
-    measured: int = 0
+    tree: SumTree = SumTree()
+
+    def sums(self, names: Iterable[str]) -> dict[str, Sums]:
+        """The sums of all batches, by analyzer.
+
+        Args:
+            names: of the analyzers.
+        """
+        total = self.tree.total().sums
+        return {name: total.get(name, Sums()) for name in names}

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .blocks import DataBlock
 from .errors import LayersimError
+from .sum_tree import SumTree
 from .sums import Sums
 
 
@@ -146,3 +148,27 @@ def add_over_ranks(sums: Mapping[str, Sums], deal: Deal) -> dict[str, Sums]:
             fields[key] = value.cpu()
         total[name] = Sums(fields)
     return total
+
+
+def add_blocks_over_ranks(tree: SumTree, names: Iterable[str], deal: Deal) -> tuple[DataBlock, ...]:
+    """The blocks of all ranks: the n-th of each are added, because ranks take the batches of the data in turn.
+
+    Args:
+        tree: of this rank.
+        names: of the analyzers.
+        deal: of this rank.
+    """
+    if rank_and_size()[1] == 1:
+        return tree.blocks()
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, tree.size)
+    own = tree.coarser(max(sizes)).blocks()
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, [(block.batches, block.tokens) if deal.leads else (0, 0) for block in own])
+    total = []
+    for number in range(max(map(len, counts))):
+        mine = own[number].sums if number < len(own) else {name: Sums() for name in names}
+        each = [rank[number] for rank in counts if number < len(rank)]
+        batches, tokens = (sum(column) for column in zip(*each, strict=True))
+        total.append(DataBlock(batches, tokens, add_over_ranks(mine, deal)))
+    return tuple(total)

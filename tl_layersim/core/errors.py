@@ -46,6 +46,10 @@ class LayersimError(ValueError):
         # Not super(): a class that was serialised as source for a server has no `__class__` cell.
         ValueError.__init__(self, f"{what}\n  given:    {given}\n  expected: {expected}\n  do:       {do}")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # From a worker process to the caller: by default the class would be called with the message alone.
+        return type(self).__new__, (type(self), *self.args), dict(self.__dict__)
+
 
 def without_secrets(text: str) -> str:
     """Remove logins, access tokens and signatures from the addresses in a text, before the text enters a file or a log.

@@ -1,8 +1,8 @@
 """Pairwise summation: an order of additions that depends on the number of terms alone, not on how they are grouped.
 
-A request to a server may sum one batch or sixty-four, and an interrupted run continues in the middle. Floating-point sums
-are equal to the last bit only if the same terms are added in the same order. Terms are therefore added as in a binary counter:
-the first to the second, the third to the fourth, then these two sums, up to groups of `BLOCK` terms.
+A request to a server may sum one batch or sixty-four, an interrupted run continues in the middle, and the shards of a run begin
+at any batch. Floating-point sums are equal to the last bit only if the same terms are added in the same order. Terms are
+therefore added as in a binary counter: the first to the second, the third to the fourth, then these two sums, and so on.
 
 All functions are serialised by value and run on servers too.
 """
@@ -13,18 +13,25 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Term = TypeVar("Term")
-# Terms that are added in pairs; the sums of such groups are added one after the other.
-BLOCK = 64
 
 
-def push(stack: list[tuple[int, Term]], count: int, value: Term, add: Callable[[Term, Term], Term]) -> None:
-    """Put the sum of the next terms onto a stack, and add neighbouring sums of equally many terms.
+def push(
+    stack: list[tuple[int, Term]],
+    count: int,
+    value: Term,
+    add: Callable[[Term, Term], Term],
+    start: int = 0,
+    most: int | None = None,
+) -> None:
+    """Put the sum of the next terms onto a stack, and add neighbouring sums that have one parent in the tree over all terms.
 
     Args:
         stack: number of terms and sum of each group so far, changed in place.
         count: number of terms in `value`, a power of two.
         value: their sum.
         add: adds two sums.
+        start: number of terms before those on the stack; `count` divides the number of the first term in `value`.
+        most: number of terms in a group at most, a power of two; None for any number.
 
     Examples:
         >>> stack = []
@@ -32,10 +39,19 @@ def push(stack: list[tuple[int, Term]], count: int, value: Term, add: Callable[[
         ...     push(stack, 1, term, lambda a, b: f"({a}{b})")
         >>> stack
         [(4, '((ab)(cd))'), (1, 'e')]
+        >>> later = []
+        >>> for term in "defgh":
+        ...     push(later, 1, term, lambda a, b: f"({a}{b})", start=3)
+        >>> later
+        [(1, 'd'), (4, '((ef)(gh))')]
     """
     stack.append((count, value))
+    end = start + sum(number for number, _ in stack)
     while len(stack) > 1 and stack[-1][0] == stack[-2][0]:
-        number, right = stack.pop()
+        number, right = stack[-1]
+        if end % (2 * number) or (most is not None and 2 * number > most):
+            return
+        stack.pop()
         stack[-1] = (2 * number, add(stack[-1][1], right))
 
 
@@ -68,6 +84,6 @@ def next_size(index: int, most: int) -> int:
         [8, 1, 2, 4, 2, 8]
     """
     size = 1
-    while size * 2 <= min(most, BLOCK) and index % (size * 2) == 0:
+    while size * 2 <= most and index % (size * 2) == 0:
         size *= 2
     return size

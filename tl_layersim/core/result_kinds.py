@@ -11,11 +11,20 @@ PACKAGE = __name__.partition(".")[0]
 KINDS = {
     "layer_matrix": ("core.results.LayerMatrix", "results.LayerMatrix"),
     "layer_curve": ("core.results.LayerCurve", "results.LayerCurve"),
+    "minibatch_matrix": ("analyzers._minibatch_analyzer.MinibatchMatrix", "analyzers._minibatch_analyzer.MinibatchMatrix"),
+    "calibrated_matrix": ("analyzers._permutation_null.CalibratedMatrix", "analyzers._permutation_null.CalibratedMatrix"),
     "cka": ("analyzers.cka.CKAResult", "analyzers.cka.CKAResult"),
+    "procrustes": ("analyzers.procrustes.ProcrustesResult", "analyzers.procrustes.ProcrustesResult"),
+    "cca": ("analyzers.cca.CCAResult", "analyzers.cca.CCAResult"),
+    "linear_predictivity": (
+        "analyzers.linear_predictivity.LinearPredictivityResult",
+        "analyzers.linear_predictivity.LinearPredictivityResult",
+    ),
     "cosine": ("analyzers.cosine.CosineResult", "analyzers.cosine.CosineResult"),
     "block_coupling": ("analyzers.block_coupling.BlockCouplingResult", "analyzers.block_coupling.BlockCouplingResult"),
     "neural_collapse": ("analyzers.neural_collapse.NeuralCollapseResult", "analyzers.collapse.NeuralCollapseResult"),
     "logit_lens": ("analyzers.logit_lens.LogitLensResult", "analyzers.logit_lens.LogitLensResult"),
+    "effective_rank": ("analyzers.effective_rank.EffectiveRankResult", "analyzers.effective_rank.EffectiveRankResult"),
     "exit_curve": ("analyzers.exit_curve.ExitCurveResult", "analyzers.exit_curve.ExitCurveResult"),
     "saturation": ("analyzers.saturation.SaturationResult", "analyzers.saturation.SaturationResult"),
     "trajectory": ("analyzers.trajectory.TrajectoryResult", "analyzers.trajectory.TrajectoryResult"),
@@ -25,6 +34,8 @@ KINDS = {
     "task_metrics": ("analyzers.task_metrics.TaskMetricsResult", "analyzers.task_metrics.TaskMetricsResult"),
     "regression_metrics": ("analyzers.task_metrics.RegressionMetricsResult", "analyzers.task_metrics.RegressionMetricsResult"),
     "detection": ("analysis.detection_results.DetectionResult", "analysis.detection_results.DetectionResult"),
+    "rsa": ("analyzers.rsa.RSAResult", "analyzers.rsa.RSAResult"),
+    "mutual_knn": ("analyzers.mutual_knn.MutualKNNResult", "analyzers.mutual_knn.MutualKNNResult"),
     "prediction_grid": ("analysis.one_prompt_figures.PredictionGrid", "prompt.PredictionGrid"),
     "trajectory_pca": ("analysis.one_prompt_figures.TrajectoryPCA", "prompt.TrajectoryPCA"),
     "model_matrix": ("analysis.model_matrix.ModelMatrix", "analysis.model_matrix.ModelMatrix"),
@@ -74,6 +85,12 @@ def class_of(kind: str, base: type[Any]) -> type[Any] | None:
         found: type[Any] = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
         return found
     return next((cls for cls in below(base) if _path(cls) == kind), None)
+
+
+def sweep_class() -> type[Any]:
+    """The class of the reports of many models, which a later package defines."""
+    found: type[Any] = importlib.import_module(f"{PACKAGE}.analysis.sweep_results").Sweep
+    return found
 
 
 def below(cls: type[Any]) -> Iterator[type[Any]]:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import os
 from abc import ABC
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from .argument_checks import named, typed
 from .errors import LayersimError
-from .field_types import refuse_other_types
-from .result_kinds import below, class_of, kind_of
-from .storage import by_first_name, reading
-from .storage import read as read_file
+from .intervals import bounds_of, headline_lines, interval_of
+from .jackknife import ConfidenceInterval
+from .label_table import label_table
+from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
 from .wording import brief
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
+from .picture import Picture
 from .provenance import Provenance
 
 # Axes whose labels are the blocks of the (first) model.
@@ -32,23 +34,9 @@ BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
 
 
 @named
-@dataclass(frozen=True)
-class Picture:
-    """A figure that a report shows for a result.
-
-    Attributes:
-        field: the tensor field that it shows.
-        title: of the figure.
-        meaning: a sentence that explains the figure and names its source.
-    """
-
-    field: str
-    title: str
-    meaning: str
-
-
-@named
-def axes(*names: str, default: Any = MISSING) -> Any:
+def axes(
+    *names: str, default: Any = MISSING, within: tuple[float, float] | None = (-math.inf, math.inf), out_of: str = ""
+) -> Any:
     """Declare a dataclass field that holds a float64 tensor over the named axes.
 
     The axes `row` and `column` are the residual layers of the first and second model, `residual` those of the first model.
@@ -57,9 +45,15 @@ def axes(*names: str, default: Any = MISSING) -> Any:
 
     Args:
         *names: of the axes, in order.
-        default: of the field; none by default.
+        default: of the field; none by default. None is read as NaN, for fields that files of earlier versions lack.
+        within: the bounds that no value of the field can exceed, such as (0, 1) for fractions; intervals keep to them.
+            None for a field without interval: what a first pass over the data determines, values of single prompts, draws of
+            a null, and p-values.
+        out_of: for counts, which grow with the data, the attribute whose sum they are counted out of, such as the field
+            itself. The interval of a count is that of its fraction.
     """
-    return field(default=default, metadata={"axes": names}) if default is not MISSING else field(metadata={"axes": names})
+    metadata = {"axes": names, "within": within, "out_of": out_of}
+    return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -72,6 +66,9 @@ class Result(ABC):
         layers: names of the residual layers; the input of block 0 first.
         provenance: the model, data, options and versions of the run.
         values: the main tensor.
+        replicates: the same result without each block of the data, from which intervals are computed; none without
+            `intervals=True`.
+        block_tokens: number of counted positions in each block.
 
     Class attributes:
         - `values_name`: name of `values` in tables and figures.
@@ -81,12 +78,17 @@ class Result(ABC):
     layers: tuple[str, ...]
     provenance: Provenance
     values: Tensor
+    replicates: tuple[Any, ...] = ()
+    block_tokens: tuple[int, ...] = ()
     values_name: ClassVar[str] = "values"
     pictures: ClassVar[tuple[Picture, ...]] = ()
 
     def __post_init__(self) -> None:
         for name, axis_names in self.tensor_fields().items():
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
+            if getattr(self, name) is None:
+                # A field with default=None is NaN in files that were written before the field existed.
+                object.__setattr__(self, name, torch.full(sizes, math.nan, dtype=torch.float64))
             if tuple(getattr(self, name).shape) != sizes:
                 raise LayersimError(
                     f"{type(self).__name__}.{name} does not fit its axes.",
@@ -106,7 +108,7 @@ class Result(ABC):
     def __repr__(self) -> str:
         size = " x ".join(map(str, self.values.shape))
         lines = [f"{type(self).__name__}({size}, {self.provenance.model}, {self.provenance.tokens} tokens)"]
-        return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
+        return "\n".join(lines + [f"  {line}" for line in headline_lines(self)])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.values.numpy()
@@ -134,7 +136,8 @@ class Result(ABC):
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """A tidy table with one line for each entry of a field; other fields over the same axes are further columns.
 
-        Layers are in column `layer`, or in `row_layer` and `column_layer` for a matrix.
+        Layers are in column `layer`, or in `row_layer` and `column_layer` for a matrix. Where the run was made with
+        `intervals=True`, the ends of the 95 % interval of a column `x` are in `x_low` and `x_high`.
 
         Args:
             field: name of a tensor field.
@@ -142,24 +145,15 @@ class Result(ABC):
         Raises:
             LayersimError: the result has no such field.
         """
-        import pandas
-
         axis_names = self._axes_of(field)
-        labels = {"residual": "layer", "row": "row_layer", "column": "column_layer"}
-        labels |= {"row_block": "row_layer", "column_block": "column_layer"}
-        table = pandas.DataFrame(
-            list(itertools.product(*(self.coordinates(axis) for axis in axis_names))),
-            columns=[labels.get(axis, axis) for axis in axis_names],
-            index=None if axis_names else [0],
-        )
-        for axis in axis_names:
-            if axis in (*labels, *BLOCK_AXES):
-                # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
-                name = labels.get(axis, axis)
-                table[name] = pandas.Categorical(table[name], categories=list(self.coordinates(axis)), ordered=True)
+        table = label_table({axis: self.coordinates(axis) for axis in axis_names}, BLOCK_AXES)
         for name, names in self.tensor_fields().items():
             if names == axis_names:
-                table[self.values_name if name == "values" else name] = getattr(self, name).numpy().reshape(-1)
+                column = self.values_name if name == "values" else name
+                table[column] = getattr(self, name).numpy().reshape(-1)
+                if self.has_intervals and bounds_of(self)[name] is not None:
+                    found = self.interval(name)
+                    table[f"{column}_low"], table[f"{column}_high"] = (end.numpy().reshape(-1) for end in found[1:3])
         return table
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
@@ -171,6 +165,44 @@ class Result(ABC):
         from ..reporting.figures import figure
 
         return figure(self, self.values_name if field == "values" else field, self._axes_of(field))
+
+    @property
+    def has_intervals(self) -> bool:
+        """Whether the run kept blocks of its sums, `intervals=True`."""
+        return bool(self.block_tokens)
+
+    @typed
+    def interval(self, what: str | Callable[[Any], Any] = "values", level: int | float = 0.95) -> ConfidenceInterval:
+        """Standard error and confidence interval of a field, or of any number that a function computes from the result.
+
+        The data was measured in 16 to 32 contiguous blocks, and the result is computed again without each of them: a
+        delete-one-block jackknife, with Student's t. Tokens of one text are dependent, and texts in one block are together, so
+        the interval describes another sample of as many texts of the same kind. Ends are cut at the bounds of the field.
+
+        Args:
+            what: name of a tensor field; or a function that takes the result and returns a number or a tensor, such as
+                `lambda result: result.distance()`. Of counts it should return a fraction: without a block there are fewer.
+            level: of confidence.
+
+        Returns:
+            `value`, `low`, `high` and the standard `error`, float64 tensors in the shape of the field. NaN where the value, or
+            the value without one of the blocks, is not finite; and for a single block.
+
+        Raises:
+            LayersimError: the run kept no blocks, or the shape of the field differs from block to block.
+
+        Source:
+            Wolter 2007, Introduction to Variance Estimation, chapter 4.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> analyzers = [lsim.Cosine(center="none")]
+            >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:16], analyzers, batch_size=1, intervals=True)
+            >>> value, low, high, error = report["cosine"].interval("values")
+            >>> bool(low[0, -1] < value[0, -1] < high[0, -1])
+            True
+        """
+        return interval_of(self, what, level)
 
     def headline(self) -> dict[str, float]:
         """The numbers that a summary table shows, by description."""
@@ -195,7 +227,7 @@ class Result(ABC):
         Args:
             path: of the file.
         """
-        header, tensors = _pack(self)
+        header, tensors = pack(self)
         return write_file(path, "result", header, tensors)
 
     def _axes_of(self, field: str) -> tuple[str, ...]:
@@ -277,7 +309,7 @@ class Report(Mapping[str, Any]):
     def __repr__(self) -> str:
         lines = [f"Report({', '.join(self._results)})"]
         for name, result in self._results.items():
-            lines += [f"  {name}: {key} = {value:.4g}" for key, value in result.headline().items()]
+            lines += [f"  {name}: {line}" for line in headline_lines(result)]
         return "\n".join(lines)
 
     @typed
@@ -287,7 +319,7 @@ class Report(Mapping[str, Any]):
         Args:
             path: of the file.
         """
-        headers, tensors = _pack_report(self)
+        headers, tensors = pack_report(self)
         return write_file(path, "report", {"results": headers}, tensors)
 
     @staticmethod
@@ -297,7 +329,7 @@ class Report(Mapping[str, Any]):
         Args:
             path: of the file.
         """
-        return _load(path, ("report",))  # type: ignore[no-any-return]  # of this kind
+        return load_kind(path, ("report",), Result, Report)  # type: ignore[no-any-return]  # of this kind
 
     @typed
     def to_html(self, path: str | os.PathLike[str]) -> Path:
@@ -313,7 +345,7 @@ class Report(Mapping[str, Any]):
 
 @typed
 def load(path: str | os.PathLike[str]) -> Any:
-    """Read a `Result` or a `Report` from the file that its `save` wrote.
+    """Read a `Result`, a `Report` or a `Sweep` from the file that its `save` wrote.
 
     Args:
         path: of the file.
@@ -322,7 +354,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         FileNotFoundError: the file does not exist.
         LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version.
     """
-    return _load(path, ("result", "report"))
+    return load_kind(path, ("result", "report", "sweep"), Result, Report)
 
 
 @typed
@@ -333,66 +365,6 @@ def load_report(path: str | os.PathLike[str]) -> Report:
         path: of the file.
     """
     return Report.load(path)
-
-
-def _pack(result: Result) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    values = {f.name: getattr(result, f.name) for f in fields(result) if f.name != "provenance"}
-    reports = {name: _pack_report(value) for name, value in values.items() if isinstance(value, Report)}
-    tensors: dict[str, Tensor] = {name: values[name] for name in result.tensor_fields()}
-    plain = {name: value for name, value in values.items() if name not in tensors.keys() | reports.keys()}
-    provenance = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
-    header = {"class": kind_of(type(result)), "fields": plain, "provenance": provenance}
-    tensors |= {f"{name}/{key}": tensor for name, (_, own) in reports.items() for key, tensor in own.items()}
-    return header | ({"reports": {name: own for name, (own, _) in reports.items()}} if reports else {}), tensors
-
-
-def _pack_report(report: Report) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    packed = {name: _pack(result) for name, result in report.items()}
-    tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
-    return {name: header for name, (header, _) in packed.items()}, tensors
-
-
-def _load(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> Any:
-    header, tensors = read_file(path, kinds)
-    with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
-        is_result = header["kind"] == "result"
-        loaded = (_unpack_result if is_result else _unpack_report)(path, header if is_result else header["results"], tensors)
-        # Malformed values that pass the type check fail here, while the error can still name the file.
-        repr(loaded)
-        return loaded
-
-
-def _unpack_result(path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
-    # Format 1 names the module and the class.
-    kind = f"{header['module']}:{header['class']}" if "module" in header else str(header["class"])
-    cls = class_of(kind, Result)
-    if cls is None:
-        # A class is never imported because a file names it.
-        module, _, name = kind.rpartition(":")
-        raise LayersimError(
-            f"{path} holds a {name}, a kind of result that no imported module defines.",
-            given=kind,
-            expected=f"one of {', '.join(sorted({sub.__qualname__ for sub in below(Result)}))}",
-            do=f"import {module} first, if you trust it, then load again",
-        )
-    plain = {name: _as_tuple(value) for name, value in header["fields"].items()}
-    refuse_other_types(cls, plain)
-    refuse_other_types(Provenance, header["provenance"])
-    nested = by_first_name(header.get("reports", {}), tensors)
-    reports = {name: _unpack_report(path, own, nested[name]) for name, own in header.get("reports", {}).items()}
-    own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in reports}
-    arguments: dict[str, Any] = {**plain, **own, **reports, "provenance": Provenance(**header["provenance"])}
-    result: Result = cls(**arguments)
-    return result
-
-
-def _unpack_report(path: str | os.PathLike[str], headers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Report:
-    parts = by_first_name(headers, tensors)
-    return Report({name: _unpack_result(path, own, parts[name]) for name, own in headers.items()})
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value
 
 
 __all__ = ["LayerCurve", "LayerMatrix", "Picture", "Provenance", "Report", "Result", "axes", "load", "load_report"]

@@ -31,6 +31,8 @@ CONTENTS = {
     "checkpoint": ("a whole checkpoint of an analysis", RESTART),
     "stitches": ("a whole checkpoint of stitches", RESTART),
     "training": ("a whole checkpoint of a training", RESTART),
+    "sweep_folder": ("a whole record of a sweep", "pass another folder, and the sweep begins anew"),
+    "shard": ("a whole shard of an analysis", "delete it, and repeat the call that wrote it"),
     "remote_run": ("a whole run", "pass the path that was given to save()"),
 }
 

@@ -254,7 +254,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"The file {path} does not exist: pass the path that was given to save().")
+        raise FileNotFoundError(f"The file {path} does not exist: pass the path that was given when it was written.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -265,7 +265,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         raise LayersimError(
             f"{path} cannot be read: it is truncated or not a safetensors file ({str(error)[:300]}).",
             given=f"{path.stat().st_size} bytes",
-            expected="a whole file written by save()",
+            expected="a whole file, as it was written",
             do="copy the file again, or run the analysis again",
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:

@@ -47,13 +47,27 @@ class Sums:
             return other
         if not other.fields:
             return self
+        self.refuse_others(other)
+        return Sums({name: value + other.fields[name] for name, value in self.fields.items()})
+
+    def refuse_others(self, other: Sums) -> None:
+        """Refuse sums that cannot be added to these.
+
+        Args:
+            other: the sums.
+
+        Raises:
+            KeyError: they have other names.
+            ValueError: they have other shapes.
+        """
+        if not self.fields or not other.fields:
+            return
         if self.fields.keys() != other.fields.keys():
             raise KeyError(f"cannot add sums of {sorted(self.fields)} and {sorted(other.fields)}")
         for name, value in self.fields.items():
             if value.shape != other.fields[name].shape:
                 # Broadcasting would hide a kernel whose output shape depends on the batch.
                 raise ValueError(f"sum {name!r} has shape {tuple(value.shape)} and {tuple(other.fields[name].shape)}")
-        return Sums({name: value + other.fields[name] for name, value in self.fields.items()})
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]

@@ -68,3 +68,29 @@ def with_article(noun: str) -> str:
         noun: in the singular.
     """
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def duration_in_words(seconds: float) -> str:
+    """A duration in seconds or, from two minutes on, in minutes.
+
+    Args:
+        seconds: its length.
+
+    Examples:
+        >>> duration_in_words(35.2), duration_in_words(600)
+        ('35 seconds', '10 minutes')
+    """
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+
+
+def first_line(error: BaseException) -> str:
+    r"""The first line of an exception's text, the name of its class where it has none.
+
+    Args:
+        error: the exception.
+
+    Examples:
+        >>> first_line(RuntimeError("out of memory\nTraceback")), first_line(ValueError())
+        ('out of memory', 'ValueError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -6,6 +6,7 @@ Other packages may import from these modules:
 * `positions`: `Positions`, the rule that selects the positions that are measured
 * `row`: `Row`; `inputs`, `input_rows`: names of further inputs, and their rows; `columns`: tests of what a column holds
 * `labels`: `NO_LABEL`, classes of tokens and rows; `missing_mask`: masks from padding ids
+* `named_data`: `load_data`, data by the name of a file, a folder or a data set
 * `annotations`: classes and boxes of the objects in images
 * `digest`: the SHA-256 of rows, and their bytes
 * `text_rows`: `DEFAULT_SEQ_LEN`, the length at which texts are cut where none is given

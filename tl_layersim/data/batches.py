@@ -107,8 +107,16 @@ class Batch:
     def rows(self, start: int, stop: int) -> Batch:
         """The rows from `start` to before `stop` as a batch, as wide as the longest of them."""
         width = int(self.attention[start:stop].any(0).nonzero()[-1]) + 1
+        part = self._cut(start, stop, width)
+        return replace(part, inputs=cut_to_longest(part.inputs))
+
+    def part(self, start: int, stop: int) -> Batch:
+        """The rows from `start` to before `stop` as a batch, as wide as the whole batch."""
+        return self._cut(start, stop, self.tokens.shape[1])
+
+    def _cut(self, start: int, stop: int, width: int) -> Batch:
+        """The rows from `start` to before `stop`, and the first `width` positions of each."""
         cut = (slice(start, stop), slice(0, width))
-        inputs = {n: v[cut] if n in self.positional else v[start:stop] for n, v in self.inputs.items()}
         return replace(
             self,
             tokens=self.tokens[cut],
@@ -117,7 +125,7 @@ class Batch:
             first=self.first + start,
             labels=None if self.labels is None else self.labels[cut],
             origins=self.origins[start:stop],
-            inputs=cut_to_longest(inputs),
+            inputs={n: v[cut] if n in self.positional else v[start:stop] for n, v in self.inputs.items()},
         )
 
     def with_positions(self, count: int, selection: Positions) -> Batch:

@@ -185,6 +185,32 @@ class EarlyExit:
                 do="EarlyExit(model, ...) once more",
             )
 
+    def refuse_no_generation(self) -> None:
+        """Refuse a model that is no causal language model with a cache.
+
+        Raises:
+            LayersimError: the model cannot generate.
+        """
+        if self.generates:
+            return
+        model = self.split_model.model
+        head = self.split_model.source.model.head
+        if head is not None and head.classifies:
+            inputs = "images" if reads_pixels(self.split_model) else "tokens, attention_mask"
+            raise LayersimError(
+                f"{model.name} cannot generate: it is a classifier.",
+                given=type(self.model).__name__,
+                expected="a causal language model",
+                do=f"early.logits({inputs})",
+            )
+        raise LayersimError(
+            f"{model.name} cannot generate.",
+            given=f"{type(self.model).__name__}, which "
+            + ("keeps no keys and values" if self.causal else "is no causal language model"),
+            expected="a causal language model whose forward takes past_key_values",
+            do="early.logits(...); adapters of peft are merged first: model.merge_and_unload()",
+        )
+
     @typed
     def generate(
         self,
@@ -220,24 +246,8 @@ class EarlyExit:
         Raises:
             LayersimError: the model cannot generate, or the rows would exceed its context.
         """
+        self.refuse_no_generation()
         model = self.split_model.model
-        if not self.generates:
-            head = self.split_model.source.model.head
-            if head is not None and head.classifies:
-                inputs = "images" if reads_pixels(self.split_model) else "tokens, attention_mask"
-                raise LayersimError(
-                    f"{model.name} cannot generate: it is a classifier.",
-                    given=type(self.model).__name__,
-                    expected="a causal language model",
-                    do=f"early.logits({inputs})",
-                )
-            raise LayersimError(
-                f"{model.name} cannot generate.",
-                given=f"{type(self.model).__name__}, which "
-                + ("keeps no keys and values" if self.causal else "is no causal language model"),
-                expected="a causal language model whose forward takes past_key_values",
-                do="early.logits(...); adapters of peft are merged first: model.merge_and_unload()",
-            )
         self._refuse_changed_head()
         if max_new_tokens < 1:
             raise LayersimError(

@@ -34,33 +34,38 @@ class Columns:
             pairs = [(i, row, column) for i, row in enumerate(numbers) for column in range(starts[i], end)]
             self.places = list(torch.tensor(pairs, device=device).unbind(1))
 
-    def put(self, table: Tensor, part: Tensor) -> None:
-        """Write the entries `row column ...` of this pass into the table of all rows."""
+    def put(self, table: Tensor, part: Tensor, axis: int = 1) -> None:
+        """Write the entries of this pass into the table of all rows; `axis` is the axis of columns in both."""
         if self.places:
             own, row, column = self.places
-            table[row, column] = part[own, column - self.start]
-        elif self.index is None:
-            table[:, self.start : self.end] = part
+            table.transpose(1, axis)[row, column] = part.transpose(1, axis)[own, column - self.start]
+            return
+        own_columns = table.narrow(axis, self.start, self.end - self.start)
+        if self.index is None:
+            own_columns.copy_(part)
         else:
-            table[:, self.start : self.end].index_copy_(0, self.index, part)
+            own_columns.index_copy_(0, self.index, part)
 
-    def take(self, table: Tensor, start: int = 0) -> Tensor:
-        """Entries `row column ...` of this pass's rows, from column `start` to the end of the pass."""
-        table = table[:, start : self.end]
+    def take(self, table: Tensor, start: int = 0, axis: int = 1) -> Tensor:
+        """Entries of this pass's rows, from column `start` to the end of the pass; `axis` is the axis of columns."""
+        table = table.narrow(axis, start, self.end - start)
         return table if self.index is None else table.index_select(0, self.index)
 
 
-def grown(table: Tensor, columns: int) -> Tensor:
-    """The table, enlarged with zeros where it has fewer than `columns` columns."""
-    if table.shape[1] >= columns:
+def grown(table: Tensor, columns: int, axis: int = 1) -> Tensor:
+    """The table, enlarged with zeros where it has fewer than `columns` columns, which are on `axis`."""
+    present = table.shape[axis]
+    if present >= columns:
         return table
-    more = table.new_zeros(len(table), max(columns, 2 * table.shape[1]), *table.shape[2:])
-    more[:, : table.shape[1]] = table
+    shape = list(table.shape)
+    shape[axis] = max(columns, 2 * present)
+    more = table.new_zeros(shape)
+    more.narrow(axis, 0, present).copy_(table)
     return more
 
 
 class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of one block, stored as `row column head d_head` and returned as `row head column d_head`."""
+    """Keys and values of one block, `row head column d_head`: each head's columns are contiguous, as attention reads them."""
 
     is_sliding = False
 
@@ -72,21 +77,19 @@ class ColumnLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate tables for all rows."""
-        for name, x in (("keys", key_states), ("values", value_states)):
-            setattr(self, name, x.new_zeros(self.cache.rows, self.cache.room, x.shape[1], x.shape[3]))
+        rows, room = self.cache.rows, self.cache.room
+        self.keys, self.values = (x.new_zeros(rows, x.shape[1], room, x.shape[3]) for x in (key_states, value_states))
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the keys and values of this pass; return those of all columns up to its end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        columns, stored = self.cache.columns, []
-        for name, x in (("keys", key_states), ("values", value_states)):
-            table = grown(getattr(self, name), columns.end)
-            setattr(self, name, table)
-            columns.put(table, x.transpose(1, 2))
-            stored.append(columns.take(table).transpose(1, 2))
-        return stored[0], stored[1]
+        columns = self.cache.columns
+        self.keys, self.values = grown(self.keys, columns.end, 2), grown(self.values, columns.end, 2)
+        columns.put(self.keys, key_states, 2)
+        columns.put(self.values, value_states, 2)
+        return columns.take(self.keys, axis=2), columns.take(self.values, axis=2)
 
     def keep(self, rows: Tensor) -> None:
         """Keep these rows and drop all others."""

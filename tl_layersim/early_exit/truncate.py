@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from ..core.argument_checks import typed
+from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..models.block_lists import lists_by_stage, stack_of
 from ..models.layout import nearest_config
+from ..models.quantised import refuse_quantised
 from ..models.split_model import logits_of
 from ..models.unembed import rounding
 from .exit_lens import ExitLens
@@ -55,6 +57,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
     split_model, unembed = open_for_early_exit(model, None, None, either_stack=True)
     if not hasattr(type(model), "_from_config"):
         raise not_hugging_face(model)
+    _refuse_other_weights(model)
     blocks = len(split_model.blocks)
     if isinstance(n_layers, bool) or not 1 <= n_layers <= blocks:
         raise LayersimError(
@@ -75,6 +78,28 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
         if (tokenizer := getattr(short, "tokenizer", None)) is not None:
             tokenizer.save_pretrained(save_to)
     return short
+
+
+def _refuse_other_weights(model: Any) -> None:
+    """Refuse weights that cannot be copied into a model built from a configuration: quantised, or sharded over processes.
+
+    Raises:
+        LayersimError: the model has such weights.
+    """
+    before = "truncate the model as from_pretrained loads it without {}, save the copy with save_to=, and load that one with {}"
+    refuse_quantised(
+        model,
+        "`model` has quantised weights, which cannot be copied into a shorter model.",
+        do=before.format("quantization_config=", "quantization_config="),
+    )
+    peers = weight_peers(model)
+    if peers:
+        raise LayersimError(
+            "`model` is sharded over several processes, but a truncated copy is made of whole weights.",
+            given=f"weights that ranks {sorted(peers)} hold together",
+            expected="a whole copy of the model in one process",
+            do=before.format("tp_plan=", "tp_plan="),
+        )
 
 
 def _short_copy(model: Any, split_model: Any, unembed: Any, n_layers: int) -> Any:

@@ -83,5 +83,8 @@ def is_remote(call: BlockCall) -> bool:
         call: of the block.
     """
     module = getattr(call.block, "_module", call.block)
-    first = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
+    if not isinstance(module, torch.nn.Module) or any(hasattr(part, "_hf_hook") for part in module.modules()):
+        # Weights that accelerate has offloaded are brought into this process.
+        return False
+    first = next(module.parameters(), None)
     return first is not None and first.is_meta

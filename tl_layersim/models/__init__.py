@@ -3,6 +3,7 @@
 Other packages may import from these modules:
 
 - `source`, `view`, `model_info`: `Source` runs a model, `View` holds the activations of one batch, `Model` describes a model.
+- `site_map`: `StreamSum`, an identity of the residual stream.
 - `hooked`, `nnsight`, `reading`: sources of models in this process, and the forward passes that they record.
 - `site_buffer`, `firing_order`, `trace_steps`: the activations that a forward pass has at its sites, the order in which it
     reaches them, and the reading of them in a trace.
@@ -24,7 +25,10 @@ Other packages may import from these modules:
 - `module_sites`, `block_lists`: the blocks of models with one stack or two.
 - `towers`, `tower_source`, `zero_shot_classifier`: the towers of a CLIP, the source of each, and a classifier with classes made
     of texts.
+- `out_of_memory`: forward passes that run out of memory and are split, refusals of what cannot be split, and memory given back.
 - `block_call`: repeated calls of a block.
+- `quantised`: refusals of quantised weights.
+- `without_weights`: models on the meta device, whose tensors have shapes and no values.
 - `split_model`: models that are split at a layer.
 """
 

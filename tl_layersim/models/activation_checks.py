@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from .model_info import Model
+from .out_of_memory import is_out_of_memory
 from .unembed import rounding
 
 
@@ -29,6 +30,8 @@ def lens_gap(model: Model, measure: Callable[[], Tensor]) -> Tensor:
         # The data, not the head, is refused: the error names what is wrong with it.
         raise
     except (RuntimeError, TypeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         raise other_logits(model, f"cannot be called so: {first[:160]}", "modules that follow one another") from error
 

@@ -151,21 +151,33 @@ class Widened:
     """A context in which a block's weights have another dtype.
 
     The dicts of the modules hold converted copies for this time. The weights themselves are not changed, so gradients, hooks on
-    them and optimisers are not affected. Weights on the meta device and weights that are not floating-point stay.
+    them and optimisers are not affected. Weights on the meta device and weights that are not floating-point stay. Weights that
+    accelerate has offloaded are loaded once, and stay in memory until the end.
     """
 
     def __init__(self, block: Any, dtype: torch.dtype) -> None:
         module = getattr(block, "_module", block)
         self.dtype, self.places = dtype, list[tuple[dict[str, Any], str, Tensor]]()
-        for part in module.modules() if isinstance(module, torch.nn.Module) else ():
-            for store in (part._parameters, part._buffers):
-                for name, x in store.items():
-                    if x is not None and x.is_floating_point() and not x.is_meta and x.dtype != dtype:
-                        self.places.append((store, name, x))
+        self.parts: list[Any] = list(module.modules()) if isinstance(module, torch.nn.Module) else []
+        self.loaded: list[tuple[Any, Any]] = []
+
+    def _load(self) -> None:
+        """Load offloaded weights, and call the modules without accelerate's hooks, which would load them again."""
+        for part in self.parts:
+            if "_hf_hook" in vars(part) and any(p.is_meta for p in part._parameters.values() if p is not None):
+                self.loaded.append((part, vars(part)["forward"]))
+                part._hf_hook.pre_forward(part)
+                part.forward = part._old_forward
 
     def __enter__(self) -> None:
         wide: dict[int, Tensor] = {}
         try:
+            self._load()
+            for part in self.parts:
+                for store in (part._parameters, part._buffers):
+                    for name, x in store.items():
+                        if x is not None and x.is_floating_point() and not x.is_meta and x.dtype != self.dtype:
+                            self.places.append((store, name, x))
             for store, name, x in self.places:
                 if id(x) not in wide:
                     copy = x.detach().to(self.dtype)
@@ -178,6 +190,10 @@ class Widened:
     def __exit__(self, *_error: Any) -> None:
         for store, name, x in self.places:
             store[name] = x
+        for part, forward in self.loaded:
+            vars(part)["forward"] = forward
+            part._hf_hook.post_forward(part, None)
+        self.places, self.loaded = [], []
 
 
 class RecordingCache:

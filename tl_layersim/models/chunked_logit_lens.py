@@ -225,29 +225,61 @@ def _members(groups: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 def top_id(z: Tensor, groups: Tensor) -> Tensor:
     """The id with the largest logit, and the lowest id among equals: argmax takes the first group, then the first member."""
-    ids, exist = _members(groups.argmax(-1)[..., None], z.shape[-1])
-    values = z.gather(-1, ids).masked_fill(~exist, -torch.inf)
-    return ids.gather(-1, values.argmax(-1, keepdim=True))[..., 0]
+    vocabulary, rows = z.shape[-1], groups.flatten(0, -2)
+    flat, best = z.reshape(-1, vocabulary), rows.argmax(-1)
+    whole = vocabulary // GROUP_SIZE
+    # Groups are neighbours in memory, so that they are copied as wholes and not id by id.
+    chosen = (
+        flat[:, : whole * GROUP_SIZE].reshape(-1, whole, GROUP_SIZE)[
+            torch.arange(len(flat), device=z.device), best.clamp(max=max(whole - 1, 0))
+        ]
+        if whole
+        else flat
+    )
+    first = chosen.argmax(-1)
+    if whole * GROUP_SIZE < vocabulary and len(rest := (best == whole).nonzero()[:, 0]):
+        first[rest] = flat[rest, whole * GROUP_SIZE :].argmax(-1)
+    return (best * GROUP_SIZE + first).view(groups.shape[:-1])
 
 
 def _before(z: Tensor, groups: Tensor, target_id: Tensor, target_logit: Tensor, ranked: int) -> Tensor:
     """Number of ids with a higher rank than the target, at most `ranked`. Among equal logits the lower id ranks higher."""
+    if groups.shape[-1] <= ranked:
+        # Nearly all groups would be searched.
+        count = _all_before(z.flatten(0, 1), target_id.flatten(), target_logit.flatten())
+        return count.view(target_logit.shape).clamp(max=ranked)
     before = torch.full(target_logit.shape, ranked, device=z.device)
     # Ids of a higher rank are in groups whose maximum is at least the target's logit; `ranked` larger groups already suffice.
     near = (groups > target_logit[..., None]).sum(-1) < ranked
     z, at = z.flatten(0, 1), near.flatten().nonzero()[:, 0]
     groups, target_id, target_logit = groups[near], target_id[near], target_logit[near]
-    many = min(ranked, groups.shape[-1])
-    ids, exist = _members(groups.topk(many, -1).indices, z.shape[-1])
+    ids, exist = _members(groups.topk(ranked, -1).indices, z.shape[-1])
     values = z[at[:, None], ids].to(target_logit.dtype)
     ahead = (values > target_logit[:, None]) | ((values == target_logit[:, None]) & (ids < target_id[:, None]))
     count = (ahead & exist).sum(-1)
     # More groups than were searched have such a maximum: there are ties, and the whole row is counted.
-    for i in ((groups >= target_logit[:, None]).sum(-1) > many).nonzero()[:, 0].tolist():
+    for i in ((groups >= target_logit[:, None]).sum(-1) > ranked).nonzero()[:, 0].tolist():
         row = z[at[i]].to(target_logit.dtype)
         count[i] = (row > target_logit[i]).sum() + (row[: int(target_id[i])] == target_logit[i]).sum()
     before[near] = count.clamp(max=ranked)
     return before
+
+
+def _all_before(z: Tensor, target_id: Tensor, target_logit: Tensor) -> Tensor:
+    """Number of ids with a higher rank than the target in each row of z, found by reading whole rows."""
+    count = torch.empty_like(target_id)
+    # The target's logit is one of z, so that the comparison in its dtype is exact.
+    target_logit = target_logit.to(z.dtype)[:, None]
+    size = max(1, block_size(z) // z.shape[-1])
+    for start in range(0, len(z), size):
+        rows = slice(start, start + size)
+        count[rows] = (z[rows] > target_logit[rows]).count_nonzero(-1)
+        equal = (z[rows] == target_logit[rows]).count_nonzero(-1)
+        # Half precision has many equal logits.
+        tied = start + (equal > 1).nonzero()[:, 0]
+        lower = torch.arange(z.shape[-1], device=z.device) < target_id[tied, None]
+        count[tied] += lower.logical_and_(z[tied] == target_logit[tied]).count_nonzero(-1)
+    return count
 
 
 def bad_logits(lens: dict[str, Tensor]) -> Tensor:

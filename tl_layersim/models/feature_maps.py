@@ -60,7 +60,7 @@ def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
         >>> channels_at(net, "0"), channels_at(net, "1")
         (Channels(axis=1, first=(), last=(), moved=False), Channels(axis=1, first=(), last=(), moved=False))
     """
-    if not any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in module.modules()):
+    if not has_convolution(module):
         return None
     own = module.get_submodule(path)
     axis = _axis_of(own)
@@ -79,6 +79,11 @@ def channels_at(module: torch.nn.Module, path: str) -> Channels | None:
             return Channels(None, *sizes, moved=True)
     found = channels_at(module, parent)
     return found and replace(found, moved=not found.last)
+
+
+def has_convolution(module: torch.nn.Module) -> bool:
+    """Whether a convolution is among the modules of a model."""
+    return any(isinstance(sub, torch.nn.modules.conv._ConvNd) for sub in module.modules())
 
 
 def _keeps(module: torch.nn.Module) -> bool:

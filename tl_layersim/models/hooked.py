@@ -37,6 +37,7 @@ from .layout import find_blocks, find_embedding, refuse_no_weights, refusing_fai
 from .model_description import describe
 from .model_info import Model
 from .model_inputs import forward_arguments
+from .out_of_memory import refusing_full_memory, refusing_one_row
 from .point_source import PointSource, SitesRead
 from .reading import Call, Callbacks, Choice, Reading, Tap, stack_side
 from .recorder import Recorder
@@ -79,12 +80,16 @@ class HookedSource(PointSource):
             self._embed, self._model = open_transformer_lens(model)
             self.paths, self._named = [f"blocks.{number}" for number in range(len(model.blocks))], False  # type: ignore[arg-type]
         else:
-            refuse_no_weights(model)
+            self._check_weights(model)
             self.paths, self._named = find_blocks(model, layers), layers is not None
             self._embed = find_embedding(model)
             tokenizer = getattr(model, "tokenizer", None)
             self._model = describe(model, self.paths, type(model).__name__, tokenizer, unembed, self._named)
         self._home, self._head_paths = self.paths, unembed
+
+    def _check_weights(self, model: torch.nn.Module) -> None:
+        """Refuse a model whose weights were never loaded."""
+        refuse_no_weights(model)
 
     def _place_blocks(self) -> None:
         """Set the blocks, the places of the residual layers and the head."""
@@ -142,8 +147,9 @@ class HookedSource(PointSource):
             check, self._check = self._check, None
             check(batch)
         if self._model.stream == "unknown":
-            with torch.no_grad(), ForwardRun() as run, self.settling(run):
-                self._forward(batch.first_row)
+            row = batch.first_row
+            with refusing_one_row(row), torch.no_grad(), ForwardRun() as run, self.settling(run):
+                self._forward(row)
         if self._reading.order is None:
             points, row = self._reading.points, batch.short_row
             modules = {point.module: self._module_at(point.module) for point in points}
@@ -231,10 +237,14 @@ class HookedSource(PointSource):
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         view = self.collect(batch)
-        with kernels_alone():
+        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
             return reduce(kernels, view)
 
     def collect(self, batch: Batch) -> View:
+        return self._parts.collect(batch, self._collect, self._indivisible)
+
+    def _collect(self, batch: Batch) -> View:
+        """The view of one forward pass over the batch."""
         views: list[View] = []
 
         def keep(view: View) -> None:
@@ -274,7 +284,7 @@ class HookedSource(PointSource):
         row = batch.first_row
         seen: list[Tensor] = []
         note = in_this_thread(lambda _m, _a, output: seen.append(first_tensor(output)))
-        with temporary_hooks() as handles, torch.no_grad():
+        with refusing_one_row(row), temporary_hooks() as handles, torch.no_grad():
             handles.append(on_leave(self._module_at(self.residual_points[-1].module), note))
             logits = tensor_of(self.call(row))
             return unembed_gap(self.unembed, seen[-1][0], logits[0], row.attention[0])

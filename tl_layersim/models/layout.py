@@ -17,6 +17,7 @@ from ..core.errors import LayersimError
 from .block_layouts import layout_of
 from .block_lists import block_list, blocks_in, encoder_and_decoder, lists_by_side, lists_by_stage, stack_of
 from .model_info import Model, block_sites, layer_names, module_sites
+from .out_of_memory import is_out_of_memory
 from .towers import blocks_of_tower, has_both_towers, two_towers
 
 PRE_NORM = "raw weights, before the final norm"
@@ -308,9 +309,9 @@ def refusing_failed_forward(module: torch.nn.Module, inputs: Mapping[str, Tensor
     """
     try:
         yield
-    except (LayersimError, torch.OutOfMemoryError):
-        raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, LayersimError) or is_out_of_memory(error):
+            raise
         raise no_forward(module, error, inputs) from error
 
 

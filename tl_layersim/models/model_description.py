@@ -14,6 +14,7 @@ from .block_lists import in_both_stacks, is_last_stack, side_of
 from .head_layout import find_head, norms_between_layers
 from .layout import MODULES, NORMS_BETWEEN, POST_NORM, PRE_NORM, is_post_norm, locate
 from .model_info import Model
+from .quantised import stored_tensors
 from .towers import blocks_of_tower
 
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
@@ -150,16 +151,17 @@ def _context(config: Any) -> int | None:
 
 
 def hash_weights(module: torch.nn.Module) -> str:
-    """First 12 hex digits of the SHA-256 of 64 numbers from each parameter; "" if the weights are not in this process.
+    """First 12 hex digits of the SHA-256 of 64 numbers from each parameter; "" if the weights are not all in memory here.
 
     Fine-tuning changes nearly all numbers of nearly all parameters, so that a sample distinguishes two checkpoints at no cost.
+    Of quantised weights the stored integers and scales are taken.
     """
     picked = []
-    for parameter in module.parameters():
-        if parameter.is_meta or hasattr(parameter, "placements"):
-            # On the meta device, or sharded over processes.
+    for stored in stored_tensors(module):
+        if stored.is_meta or hasattr(stored, "placements"):
+            # Offloaded to a disk or to the CPU, or sharded over processes.
             return ""
-        flat = parameter.detach().reshape(-1)
+        flat = stored.detach().reshape(-1)
         picked.append(flat[:: max(1, flat.numel() // 64)][:64].float().cpu())
     return hashlib.sha256(torch.cat(picked).numpy().tobytes()).hexdigest()[:12] if picked else ""
 

@@ -69,6 +69,35 @@ def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any
         return cls.from_config(config, trust_remote_code=trust_remote_code) if hasattr(cls, "from_config") else cls(config)
 
 
+def model_of_config(config: Any) -> Any:
+    """A model whose weights are on the meta device, in the dtype that the configuration names, float32 if it names none.
+
+    Args:
+        config: of transformers. Where it names no class, the model is a causal language model if there is one of its type.
+
+    Raises:
+        LayersimError: it is no configuration.
+    """
+    import torch
+    import transformers
+
+    if not isinstance(config, transformers.PreTrainedConfig):
+        raise LayersimError(
+            "`model_or_config` is neither a model nor a configuration.",
+            given=type(config).__name__,
+            expected="a model, a configuration of transformers, its fields as a dict, or the folder or hub name of a model",
+            do="transformers.AutoConfig.from_pretrained(name)",
+        )
+    causal = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    cls = transformers.AutoModelForCausalLM if causal and not config.architectures else _model_class(config, False)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with torch.device("meta"):
+        auto = issubclass(cls, transformers.models.auto.auto_factory._BaseAutoModelClass)
+        model = cls.from_config(config) if auto else cls(config)
+    return model.to(dtype)
+
+
 @contextmanager
 def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[str, Any]]:
     """A context that gives options for loading a model, and turns the failures of transformers into refusals."""

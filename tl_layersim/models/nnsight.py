@@ -16,16 +16,18 @@ from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
 from ..data.batches import Batch
+from .activation_checks import refuse_not_finite
 from .block_call import first_tensor
 from .feature_maps import positions_of
 from .firing_order import firing_order
-from .head_layout import head_dtype
+from .head_layout import head_dtype, open_head
 from .hook_point import HookPoint, residual_points
-from .hooks import eval_mode
+from .hooks import eval_mode, kernels_alone
 from .layout import find_blocks, no_forward, refuse_no_weights, same_stream, settled
 from .model_description import describe, processor_of
 from .model_info import Model
 from .model_inputs import forward_arguments
+from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_memory, refusing_one_row, release_memory
 from .point_source import PointSource, SitesRead
 from .site_buffer import SiteBuffer
 from .trace_steps import TraceStep, block_events, read_step, residual_order
@@ -54,6 +56,8 @@ class NNsightSource(PointSource):
         nnsight.register("tl_layersim")
         self.envoy, self.where = model, _where(model, remote)
         self._remote = remote
+        # Until a forward pass runs out of memory and its rows are run in parts.
+        self._kernels_in_trace = True
         if not getattr(model, "dispatched", True) and remote in (False, "local"):
             # Weights that are loaded at the first trace have neither a hash nor an evaluation mode before it.
             model.dispatch()
@@ -171,6 +175,24 @@ class NNsightSource(PointSource):
         return run(dict(self.where))
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        if self._kernels_in_trace:
+            try:
+                return self._traced(batch, kernels)
+            except (RuntimeError, MemoryError) as error:
+                if self._remote or not is_out_of_memory(error):
+                    raise
+                if reason := self._indivisible():
+                    raise forward_too_large(batch, error, reason) from error
+                self._kernels_in_trace = False
+            release_memory()
+        # Kernels of all rows run after the forward passes of some, with the modules of this process in place of envoys.
+        lens = None if self._model.head is None else open_head(self.module, self._model.head)[1]
+        view = replace(self.collect(batch), unembed=lens)
+        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
+            return reduce(kernels, view)
+
+    def _traced(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        """Run kernels in a trace of one forward pass."""
         return _trace(
             self.envoy,
             self.sites,
@@ -185,7 +207,8 @@ class NNsightSource(PointSource):
     def unembed_gap(self, batch: Batch) -> Tensor:
         assert self._unembed is not None
         row = batch.first_row
-        return _trace_gap(self.envoy, self.blocks[-1], self._unembed, self._arguments(row), row.attention[0])
+        with refusing_one_row(row):
+            return _trace_gap(self.envoy, self.blocks[-1], self._unembed, self._arguments(row), row.attention[0])
 
     def collect(self, batch: Batch) -> View:
         if self._remote:
@@ -195,7 +218,13 @@ class NNsightSource(PointSource):
                 expected="a model in this process",
                 do="run compare() on models that are loaded in this process",
             )
-        _, out = self.run(batch, {"view": whole_view})
+        return self._parts.collect(batch, self._collect, self._indivisible)
+
+    def _collect(self, batch: Batch) -> View:
+        """The view of one forward pass over the batch."""
+        not_finite, out = self._traced(batch, {"view": whole_view})
+        rows = f"rows {batch.first} to {batch.first + len(batch.tokens) - 1}"
+        refuse_not_finite([count.cpu() for count in not_finite], [self.sites], rows)
         fields: dict[str, Any] = out["view"]
         return View(**fields)
 

@@ -62,14 +62,14 @@ def open_local(
             expected="an nnsight TransformersModel",
             do="nnsight.TransformersModel('org/name', task='text-generation', tokenizer=tokenizer)",
         )
+    # A model that is made of others, or whose copies are elsewhere, opens itself.
+    opens_itself: Any = getattr(model, "open_source", None)
+    if opens_itself is not None:
+        source: Source = opens_itself(layers, unembed)
+        return source
     if isinstance(model, torch.nn.Module):
         from .hooked import HookedSource
 
-        # A model that is made of others opens itself.
-        opens_itself: Any = getattr(model, "open_source", None)
-        if opens_itself is not None:
-            source: Source = opens_itself(layers, unembed)
-            return source
         return HookedSource(model, layers, unembed)
     raise unsupported_model(model)
 

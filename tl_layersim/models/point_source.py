@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from .block_lists import encoder_and_decoder, lists_by_stack, lists_by_stage
-from .feature_maps import channels_at
+from .feature_maps import channels_at, has_convolution
 from .hook_point import HookPoint
 from .hook_points import find_points, stream_sums
 from .model_description import stack_fields
 from .model_info import Model
 from .module_sites import find_stacks
+from .out_of_memory import RowParts
+from .sharded_sites import refuse_sharded_sites
 from .site_map import StreamSum
 from .source import Source
 from .stack_choice import choose_stack
@@ -58,8 +60,17 @@ class PointSource(Source):
         """Set what depends on the paths of the blocks: the blocks, the head, and the residual layers."""
 
     def _start_reading(self, points: tuple[HookPoint, ...], order: tuple[int, ...]) -> None:
-        """Read the residual layers, whose order is known."""
+        """Read the residual layers, whose order is known, of whole batches until one runs out of memory."""
+        self._parts = RowParts()
         self._residual = self._reading = SitesRead(self._with_channels(points), order)
+
+    def _indivisible(self) -> str:
+        """Why the rows of a batch must run in one forward pass; "" where they need not."""
+        if self.calling:
+            return "an analyzer calls blocks again with all rows of a batch"
+        if self.peers():
+            return "processes that share the weights must run the same forward passes"
+        return ""
 
     @property
     def reads_residual(self) -> bool:
@@ -88,11 +99,14 @@ class PointSource(Source):
         stages = lists_by_stage(self.module)
         several = any(isinstance(item, str) and item.startswith(f"{stage}.") for item in items for stage in stages)
         blocks = find_stacks(self.module, None) if several else self.paths
-        return self._with_channels(find_points(self.module, blocks, at, per_head))
+        points = find_points(self.module, blocks, at, per_head)
+        refuse_sharded_sites(self.module, points)
+        return self._with_channels(points)
 
     def _with_channels(self, points: tuple[HookPoint, ...]) -> tuple[HookPoint, ...]:
         """The hook points with what is known of the axis of their channels, in a model with convolutions."""
-        if is_transformer_lens(self.module):
+        # Tested once, and not for each of what may be hundreds of points.
+        if is_transformer_lens(self.module) or not has_convolution(self.module):
             return points
         return tuple(replace(point, channels=channels_at(self.module, point.module)) for point in points)
 

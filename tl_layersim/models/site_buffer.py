@@ -67,7 +67,11 @@ class SiteBuffer:
         hidden = at_point(hidden, part, None if own else self.shape, self.sites[site])
         width = hidden.shape[-1]
         rows = hidden.detach() if own else hidden.detach().reshape(-1, width)
-        rows = rows if own else rows.index_select(0, self.keep.to(rows.device))
+        # Positions are ascending, so that as many as there are is all of them.
+        if not own and len(rows) != self.keep.numel():
+            # Moved once: a copy to a GPU at every site would wait for the blocks before it.
+            self.keep = self.keep.to(rows.device)
+            rows = rows.index_select(0, self.keep)
         buffer = self._buffer
         if buffer is None:
             # Sums are float64; Apple's GPUs have none, so the view of such a model lives on the CPU.

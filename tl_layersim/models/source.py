@@ -166,24 +166,27 @@ class Source(ABC):
             do="leave out at=, or implement hook_points and read_at in the source",
         )
 
-    @property
-    def sum_group(self) -> int:
-        """Number of batches whose sums are added in pairs (`pairwise_summation`) before they join the total; 1 for no pairs."""
-        return 1
-
     def stream(
-        self, batches: Iterator[Batch], kernels: Mapping[str, Kernel], start: int = 0, say: Callable[[str], None] = print
+        self,
+        batches: Iterator[Batch],
+        kernels: Mapping[str, Kernel],
+        start: int = 0,
+        say: Callable[[str], None] = print,
+        first_block: int | None = None,
     ) -> Iterator[list[PartialSums]]:
         """Run batches in order; a source on a server runs several in one request.
 
         Args:
             batches: each with at least one counted token.
             kernels: as in `run`.
-            start: number of batches of the pass that were run before, also by an earlier process.
+            start: number of batches of the data before these, which earlier processes or other shards run.
             say: takes short progress messages.
+            first_block: number of batches in the first block of the data (`core.blocks`), whose boundaries no part crosses;
+                None for any parts.
 
         Yields:
-            Sums of the next batches, in parts whose counts are powers of two and join as in `pairwise_summation.push`.
+            Sums of the next batches, in parts whose counts are powers of two and join as in `pairwise_summation.push`: the
+            number of a part's first batch is a multiple of its count.
         """
         for batch in batches:
             yield [PartialSums(1, *self.run(batch, kernels))]

@@ -329,7 +329,7 @@ class LocalSplitModel(SplitModel):
                 for number, (block, length) in enumerate(zip(below, tuples, strict=False)):
                     # Written into the instance's dict, because the components of a TransformerBridge pass attributes on to the
                     # modules they wrap.
-                    own = block.forward if number == 0 and self._shares_bias() else None
+                    own = block.forward if number == 0 and length > 1 and self._shares_bias() else None
                     vars(block)["forward"] = _pass_on(length, put if number == layer - 1 else None, own)
                 yield
             finally:

@@ -277,8 +277,10 @@ def tensor_of(output: Any) -> Tensor:
 
 def plain_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
     """The module, if it is a plain linear layer with weights in this process."""
-    plain = type(module) is torch.nn.Linear and "forward" not in vars(module) and not module.weight.is_meta
-    return module if plain and isinstance(module, torch.nn.Linear) else None
+    if type(module) is not torch.nn.Linear or "forward" in vars(module):
+        return None
+    # torchao keeps the class of the module and stores another kind of tensor in it.
+    return None if module.weight.is_meta or type(module.weight) is not torch.nn.Parameter else module
 
 
 def unembed_gap(unembed: Unembed, hidden: Tensor, logits: Tensor, attended: Tensor, finished: bool = True) -> Tensor:

@@ -13,6 +13,7 @@ from ..core.server_addresses import without_login
 from .address import host_of, keep_logins_out_of_logs, redacted
 from .failures import FailureMap, JobTooLong, TransientFailure, last_line
 from .job_backend import JobDisplay, JobStatus, counting_backend
+from .prepared_request import PreparedRequest
 from .server_status import ServerStatus, parse_status
 
 T = TypeVar("T")
@@ -74,20 +75,24 @@ class NdifClient:
             JobTooLong: the server ended the job.
             LayersimError: the failure belongs to the request, or is not transient.
         """
+        return self._repeated(lambda: self._attempt(run), patient)
+
+    def _repeated(self, attempt: Callable[[], T], patient: bool = True) -> T:
+        """The result of an attempt, which is repeated after transient failures with growing pauses."""
         waits = WAITS if patient else WAITS[:2]
-        for attempt in range(len(waits) + 1):
+        for number in range(len(waits) + 1):
             try:
-                return self._attempt(run)
+                return attempt()
             except TransientFailure as error:
-                if attempt == len(waits):
+                if number == len(waits):
                     raise self.failures.given_up(error, len(waits) + 1) from None
-                if "could not be read" in str(error) and attempt == 2:
+                if "could not be read" in str(error) and number == 2:
                     # Three times the same failure of a payload is not the network's.
                     raise self.failures.given_up(error, 3) from None
-                reason, wait = last_line(str(error)), waits[attempt]
-                LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, attempt + 2, len(waits) + 1, wait, reason)
+                reason, wait = last_line(str(error)), waits[number]
+                LOG.warning("%s: attempt %d of %d in %g s: %s", self.name, number + 2, len(waits) + 1, wait, reason)
                 for left in range(int(wait), 0, -1):
-                    self.say(f"attempt {attempt + 2} of {len(waits) + 1} in {left} s: {reason[:80]}")
+                    self.say(f"attempt {number + 2} of {len(waits) + 1} in {left} s: {reason[:80]}")
                     time.sleep(wait / int(wait))
         raise AssertionError
 
@@ -99,9 +104,49 @@ class NdifClient:
             raise
         except Exception as error:
             raise self.failures.classify(error) from None
+        self._count(backend)
+        return result
+
+    def _count(self, backend: Any) -> None:
+        """Count a request whose result has arrived."""
         self.requests += 1
         self.sent, self.received = self.sent + backend.sent, self.received + backend.received
         self.seconds = backend.display.seconds
+
+    def prepare(self, run: Callable[[Any], Any]) -> PreparedRequest:
+        """Trace and serialise a request, without sending it.
+
+        Args:
+            run: as in `request`; its traces return nothing.
+        """
+        backend = self.backend(blocking=True)
+        backend.prepares = True
+        run(backend)
+        return PreparedRequest(backend.payload)
+
+    def send(self, request: PreparedRequest) -> None:
+        """Send a prepared request, whose result another thread receives until `finish` takes it."""
+        backend = self.backend(blocking=True)
+        backend.payload, backend.display.shown = request.payload, False
+        request.start(backend)
+
+    def finish(self, request: PreparedRequest) -> Any:
+        """Wait for a prepared request, which is sent unless it was, and again after transient failures; return its result.
+
+        Raises:
+            JobTooLong: the server ended the job.
+            LayersimError: as `request`.
+        """
+        return self._repeated(lambda: self._finish_attempt(request))
+
+    def _finish_attempt(self, request: PreparedRequest) -> Any:
+        if not request.is_sent:
+            self.send(request)
+        try:
+            result, backend = request.wait()
+        except Exception as error:
+            raise self.failures.classify(error) from None
+        self._count(backend)
         return result
 
     def backend(self, blocking: bool, job_id: str | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,32 +45,51 @@ class JobDisplay:
         report: called with each status message of the server.
         ping: raises where the server does not respond.
         enabled: whether nnsight calls `refresh` ten times a second.
+        shown: whether messages are reported; False while the results of an earlier request are awaited.
+        abandoned: whether nobody waits for the job any more.
         seconds: how long the job ran, from status RUNNING to status COMPLETED.
+        queue_position: the highest place in the server's queue that the job had; 1 for the next job to run.
     """
 
     report: Callable[[Any], None]
     ping: Callable[[], Any]
     enabled: bool = True
+    shown: bool = True
+    abandoned: bool = False
     seconds: float = 0.0
+    queue_position: int = 1
     _last_message: float = field(default_factory=time.monotonic)
     _started: float | None = None
+    _last_response: Any = None
+
+    def show(self) -> None:
+        """Report the last message, and all further ones."""
+        self.shown = True
+        if self._last_response is not None:
+            self.report(self._last_response)
 
     def update(self, response: Any) -> None:
-        """Note the time of a status message, and pass the message to `report`."""
+        """Note the time of a status message, and pass the message to `report` where it is shown."""
         self._last_message = time.monotonic()
+        self._last_response = response
+        if place := re.search(r"position (\d+)", response.description or ""):
+            self.queue_position = max(self.queue_position, int(place[1]))
         status = response.status.value
         if status == "RUNNING" and self._started is None:
             self._started = self._last_message
         if status == "COMPLETED" and self._started is not None:
             self.seconds = self._last_message - self._started
-        self.report(response)
+        if self.shown:
+            self.report(response)
 
     def refresh(self) -> None:
         """Check the connection if no message has arrived for `SILENCE` seconds.
 
         Raises:
-            ConnectionStalled: the server does not respond.
+            ConnectionStalled: the server does not respond; or nobody waits for the job any more.
         """
+        if self.abandoned:
+            raise ConnectionStalled("the job is not waited for any more")
         if time.monotonic() - self._last_message < SILENCE:
             return
         try:
@@ -83,12 +103,29 @@ class JobDisplay:
 def counting_backend() -> Any:
     """A subclass of nnsight's remote backend that counts bytes. Made in a function, because nnsight is imported when needed."""
     from nnsight.intervention.backends.remote import RemoteBackend
+    from nnsight.schema.request import RequestModel
 
     class CountingBackend(RemoteBackend):  # type: ignore[misc]  # nnsight has no types
         sent = 0
         received = 0
+        # Whether a trace is serialised only, and sent by `exchange` later.
+        prepares = False
+        payload: bytes | None = None
+
+        def __call__(self, tracer: Any = None) -> Any:
+            if not self.prepares:
+                return super().__call__(tracer)
+            self.payload = self._serialize(tracer)
+            return None
+
+        def exchange(self) -> Any:
+            """Send the serialised trace and return its result. Touches no trace, so any thread may call it."""
+            return self.request(RequestModel(model_key=self.model_key, compress=self.compress, env=self.env), None)
 
         def _serialize(self, tracer: Any) -> bytes:
+            if self.payload is not None:
+                self.sent = len(self.payload)
+                return self.payload
             try:
                 payload: bytes = super()._serialize(tracer)
             except Exception as error:

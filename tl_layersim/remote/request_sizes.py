@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from ..core.blocks import batches_in_block
 from ..core.errors import LayersimError
-from ..core.pairwise_summation import BLOCK, next_size
+from ..core.pairwise_summation import next_size
 from ..data.batches import Batch
 
 # Seconds that a request may take where the operator's limit is not known; where it is, a quarter of the limit at most.
 SECONDS_PER_REQUEST = 10.0
+# Batches that a request holds at most, a power of two.
+MOST_BATCHES = 64
 
 
 class RequestSchedule:
@@ -22,6 +25,7 @@ class RequestSchedule:
     Attributes:
         most_batches: number of batches that a request may hold; it is lowered where the server ends a job for its time.
         lowered: how often it was lowered.
+        largest_completed: number of batches of the largest request that was completed.
     """
 
     def __init__(self, most_tokens: int | None) -> None:
@@ -32,7 +36,8 @@ class RequestSchedule:
                 expected="1 or more",
                 do="tokens_per_request=8192",
             )
-        self.most_tokens, self.most_batches, self.lowered = most_tokens, BLOCK, 0
+        self.most_tokens, self.most_batches, self.lowered = most_tokens, MOST_BATCHES, 0
+        self.largest_completed = 0
         self._seconds_per_batch: float | None = None
 
     def refuse_larger(self, rows: int, positions: int) -> None:
@@ -48,7 +53,12 @@ class RequestSchedule:
             )
 
     def groups(
-        self, batches: Iterator[Batch], start: int, most_tokens: int | None, affordable: Callable[[], int]
+        self,
+        batches: Iterator[Batch],
+        start: int,
+        most_tokens: int | None,
+        affordable: Callable[[], int],
+        first_block: int | None = None,
     ) -> Iterator[list[Batch]]:
         """Group batches into requests: all remaining batches, or a power of two of them, at least one.
 
@@ -57,11 +67,14 @@ class RequestSchedule:
             start: number of batches before these.
             most_tokens: number of positions that a request may hold; None for any number.
             affordable: gives the number of batches that a request may take by time.
+            first_block: number of batches in the first block of the data, of which a request carries one at most; None where
+                the run keeps no blocks.
         """
         ahead: deque[Batch] = deque()
         index = start
         while True:
-            size = next_size(index, affordable())
+            most = affordable() if first_block is None else min(affordable(), batches_in_block(index, first_block))
+            size = next_size(index, most)
             while len(ahead) < size and (batch := next(batches, None)) is not None:
                 self.refuse_larger(len(batch.tokens), batch.tokens.numel())
                 ahead.append(batch)
@@ -92,9 +105,11 @@ class RequestSchedule:
         return max(1, min(self.most_batches, int(seconds / self._seconds_per_batch)))
 
     def measure(self, seconds: float, count: int) -> None:
-        """Record the time of a job with this number of batches."""
+        """Record the time of a completed job with this number of batches."""
         self._seconds_per_batch = max(seconds, 1e-3) / count
+        self.largest_completed = max(self.largest_completed, count)
 
     def lower(self, most_batches: int) -> None:
         """Limit later requests to this number of batches, after a job that took too long."""
-        self.most_batches, self.lowered = most_batches, self.lowered + 1
+        if most_batches < self.most_batches:
+            self.most_batches, self.lowered = most_batches, self.lowered + 1

@@ -6,6 +6,7 @@ saved during a run would put two versions of a kernel into one sum.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 import tokenize
@@ -18,6 +19,8 @@ from ..core.errors import LayersimError
 from ..core.function_code import called_by, codes_in, plain_constants
 from ..models.nnsight import own_function
 
+READ_LINES = inspect.getsourcelines
+
 
 class ShippedSource:
     """Text of the files of shipped modules. Each file is read once, and every request of one run ships this text."""
@@ -25,10 +28,13 @@ class ShippedSource:
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, None, list[str], str]] = {}
         self._checked: set[FunctionType] = set()
+        self._lines: dict[tuple[str, CodeType], tuple[list[str], int]] = {}
 
     @contextmanager
     def in_place(self, kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         """A context in which `linecache` holds this text; the previous entries are restored at the end.
+
+        `inspect.getsourcelines`, most of the time of serialising, gives the lines that it found for an earlier request.
 
         Args:
             kernels: by name, the functions that are shipped.
@@ -49,14 +55,30 @@ class ShippedSource:
         # An entry without a modification time is never compared with the file again.
         before = {path: linecache.cache.get(path) for path in self._entries}
         linecache.cache.update(self._entries)
+        inspect.getsourcelines = self._lines_of  # type: ignore[assignment]
         try:
             yield
         finally:
+            inspect.getsourcelines = READ_LINES
             for path, entry in before.items():
                 if entry is None:
                     linecache.cache.pop(path, None)
                 else:
                     linecache.cache[path] = entry
+
+    def _lines_of(self, thing: Any) -> tuple[list[str], int]:
+        """As `inspect.getsourcelines`, whose result for a function of the shipped files is kept."""
+        if (
+            not isinstance(thing, FunctionType)
+            or hasattr(thing, "__wrapped__")
+            or thing.__code__.co_filename not in self._entries
+        ):
+            return READ_LINES(thing)
+        key = (thing.__code__.co_filename, thing.__code__)
+        if key not in self._lines:
+            self._lines[key] = READ_LINES(thing)
+        lines, first = self._lines[key]
+        return list(lines), first
 
     def _refuse_other_code(self, name: str, function: Callable[..., Any]) -> None:
         if not isinstance(function, FunctionType) or function in self._checked:

@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, warn
-from ..core.pairwise_summation import BLOCK
 from ..core.server_addresses import shown
 from ..data.batches import Batch
 from ..models.hook_point import HookPoint
@@ -27,9 +27,11 @@ from ..models.view import Kernel, Reduced, View
 from .client import NdifClient, quiet
 from .failures import JobTooLong
 from .order_without_weights import Order, order_without_weights, widths_without_weights
-from .request_sizes import RequestSchedule
+from .prepared_request import PreparedRequest
+from .request_pipeline import RequestPipeline
+from .request_sizes import MOST_BATCHES, RequestSchedule
 from .shipped_source import ShippedSource
-from .traces import BatchSums, lens_gap_of, narrowed, partial_sums, probe, submit
+from .traces import lens_gap_of, narrowed, partial_sums, probe, submit
 
 T = TypeVar("T")
 # Bytes of one analyzer's sums above which a warning is given.
@@ -103,10 +105,6 @@ class RemoteSource(NNsightSource):
             differences=status.differences,
         )
 
-    @property
-    def sum_group(self) -> int:
-        return BLOCK
-
     def record(self) -> dict[str, Any]:
         offer, ndif = self.offer, self.ndif
         return {
@@ -129,7 +127,7 @@ class RemoteSource(NNsightSource):
         held = f", of which the largest holds {memory} of activations on the server" if width else ""
         limit = f"{self.offer.job_limit:g} s a job" if self.offer.job_limit else "no known limit of a job's time"
         most_tokens = self.schedule.most_tokens
-        fewest = -(-count * positions // most_tokens) if most_tokens else -(-count // BLOCK)
+        fewest = -(-count * positions // most_tokens) if most_tokens else -(-count // MOST_BATCHES)
         return (
             f"{self.offer.server} ({'trusted' if self.offer.trusted else 'sandboxed'}, {self.offer.dtype}, {limit}): "
             f"{tokens:,} tokens in {count} forward passes{held}{', and all once more for a mean' if passes > 1 else ''}. "
@@ -138,7 +136,7 @@ class RemoteSource(NNsightSource):
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
         try:
-            [part] = partial_sums(self._request_sums([batch], kernels))
+            [part] = partial_sums(self.ndif.finish(self._prepare([batch], kernels))["found"])
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
         return part.not_finite, {name: dict(one) for name, one in part.out.items()}
@@ -170,42 +168,50 @@ class RemoteSource(NNsightSource):
         )
 
     def stream(
-        self, batches: Iterator[Batch], kernels: Mapping[str, Kernel], start: int = 0, say: Callable[[str], None] = print
+        self,
+        batches: Iterator[Batch],
+        kernels: Mapping[str, Kernel],
+        start: int = 0,
+        say: Callable[[str], None] = print,
+        first_block: int | None = None,
     ) -> Iterator[list[PartialSums]]:
         self.ndif.say = say
+        schedule = self.schedule
+        groups = schedule.groups(
+            batches, start, schedule.most_tokens, lambda: schedule.affordable(self.offer.job_limit), first_block
+        )
+        pipeline = RequestPipeline(self.ndif, schedule, lambda group: self._prepare(group, kernels), self._halved)
         try:
-            schedule = self.schedule
-            for group in schedule.groups(
-                batches, start, schedule.most_tokens, lambda: schedule.affordable(self.offer.job_limit)
-            ):
-                yield from self._in_time(group, kernels)
+            with closing(pipeline.results(groups)) as results:
+                for group, result in results:
+                    schedule.measure(self.ndif.seconds, len(group))
+                    parts = partial_sums(result["found"])
+                    self._warn_of_large_sums(parts)
+                    yield parts
         finally:
             # The progress bar that it wrote to has ended.
             self.ndif.say = quiet
 
-    def _in_time(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> Iterator[list[PartialSums]]:
-        """Run the group in one request, or in two if the job takes too long, or if an earlier job has lowered the limit."""
+    def _halved(self, group: list[Batch], error: JobTooLong | None) -> tuple[list[Batch], list[Batch]]:
+        """The two parts of a group for two requests, of which the first holds a power of two of batches.
+
+        Args:
+            group: more batches than a request may hold; or those of a job that took too long.
+            error: of the job; None where nothing was sent.
+
+        Raises:
+            LayersimError: the job held one batch.
+        """
         first = 1 << ((len(group) - 1).bit_length() - 1) if len(group) > 1 else 0
-        result = None
-        if len(group) <= self.schedule.most_batches:
-            try:
-                result = self._request_sums(group, kernels)
-            except JobTooLong as error:
-                if not first:
-                    raise self._too_long(group[0], error) from None
-                self.schedule.lower(first)
-                if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
-                    # Some servers report their limit only in this message.
-                    self.offer = replace(self.offer, job_limit=float(limit[1]))
-                LOG.warning("%s ended a job for its time: %d batches a request at most from now on", self.offer.server, first)
-        if result is None:
-            yield from self._in_time(group[:first], kernels)
-            yield from self._in_time(group[first:], kernels)
-            return
-        self.schedule.measure(self.ndif.seconds, len(group))
-        parts = partial_sums(result)
-        self._warn_of_large_sums(parts)
-        yield parts
+        if error is not None:
+            if not first:
+                raise self._too_long(group[0], error) from None
+            self.schedule.lower(first)
+            if limit := re.search(r"timeout of ([\d.]+)s", str(error)):
+                # Some servers report their limit only in this message.
+                self.offer = replace(self.offer, job_limit=float(limit[1]))
+            LOG.warning("%s ended a job for its time: %d batches a request at most from now on", self.offer.server, first)
+        return group[:first], group[first:]
 
     def send(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> str:
         """Send a non-blocking request and return the id of its job."""
@@ -213,8 +219,8 @@ class RemoteSource(NNsightSource):
         with self._frozen.in_place(shipped):
             return self.ndif.submit(lambda backend: self._submit(work, shipped, backend))
 
-    def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> list[tuple[int, BatchSums]]:
-        return submit(self.envoy, self.sites, self._steps(), work, self._unembed, kernels, self.calling, backend)
+    def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> None:
+        submit(self.envoy, self.sites, self._steps(), work, self._unembed, kernels, self.calling, backend)
 
     def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
         """Warn once for each analyzer that returns large sums."""
@@ -240,10 +246,11 @@ class RemoteSource(NNsightSource):
                 f"shape {tuple(batch.inputs[name].shape)}."
             )
 
-    def _request_sums(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> list[tuple[int, BatchSums]]:
+    def _prepare(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> PreparedRequest:
+        """A request for the sums over batches, not sent yet."""
         work, shipped = self.pack(group), shippable(kernels)
         with self._frozen.in_place(shipped):
-            return self.ndif.request(lambda backend: self._submit(work, shipped, backend))
+            return self.ndif.prepare(lambda backend: self._submit(work, shipped, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
         """The content of a request: for each batch the arguments of the call, counted positions and their fields."""

@@ -34,11 +34,12 @@ def submit(
     kernels: dict[str, Kernel],
     calling: bool,
     backend: Any,
-) -> list[tuple[int, BatchSums]]:
+) -> None:
     """Submit one request: a session with one trace for each batch, and the pairwise sums of the kernels' results.
 
     Forward passes run to the end of the model, not to the last block: a sandbox fails where a trace is stopped and another one
-    follows. The results of a non-blocking job are read by the local name `found`.
+    follows. The backend does not wait for the result, which has the local name `found`: counts of batches, each with the sums
+    over these batches (`BatchSums`).
 
     Args:
         model: the nnsight model.
@@ -49,13 +50,9 @@ def submit(
         kernels: functions of a view.
         calling: whether views carry block calls.
         backend: carries the request.
-
-    Returns:
-        Counts of batches, each with the sums over these batches; None for a job that is not waited for.
     """
     import nnsight
 
-    found: Any = None
     with torch.no_grad(), model.session(backend=backend):
         stack: list[Any] = []
         for item in work:
@@ -75,9 +72,7 @@ def submit(
                     lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
                     view = View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None)
                     push(stack, 1, on_cpu(reduce(kernels, view)), add_batch_sums)
-        found = nnsight.save(stack)
-    sums: list[tuple[int, BatchSums]] = found
-    return sums
+        found = nnsight.save(stack)  # noqa: F841 (a result is taken by this name)
 
 
 def lens_gap_of(

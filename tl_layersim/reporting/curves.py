@@ -3,45 +3,75 @@
 from __future__ import annotations
 
 import html
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import qualitative, sample_colorscale
 
+from .interval_bands import Ends, add_band, point_hover, whiskers
 from .labels import axis_title
 from .site_labels import short_names
-from .style import BLUE, FAINT, GREEN, ORANGE, SHADES, SOLID, layer_axis, styled, turn_labels
+from .style import BLUE, BUTTONS, FAINT, GREEN, ORANGE, SOLID, layer_axis, styled, turn_labels
 
+# Most points of a regression that carry their names.
+MOST_NAMES = 24
 # Axes of a result whose labels are layers.
 LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer")
 
 
-def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: str, quantity: str, axis: str) -> go.Figure:
-    """Line plot of one or more series over layers, numbers or names.
+class Series(NamedTuple):
+    """A line of a figure.
+
+    Attributes:
+        label: in the legend.
+        values: of the points.
+        strength: opacity of the line.
+        ends: of the intervals of the values; None without intervals.
+        drawn: whether the intervals are drawn, and not only shown where the pointer is.
+    """
+
+    label: str
+    values: Any
+    strength: float
+    ends: Ends | None = None
+    drawn: bool = True
+
+
+def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: str, axis: str, log: bool = False) -> go.Figure:
+    """Line plot of one or more series over layers, numbers or names. Intervals are bands, and whiskers over names.
 
     Args:
         names: labels along the axis.
-        series: label, values and opacity of each.
+        series: the lines.
         title: of the figure.
         quantity: title of the vertical axis.
         axis: name of the horizontal axis.
+        log: whether the vertical axis is logarithmic.
     """
     fig = go.Figure()
-    numbers = axis not in LAYER_AXES and all(isinstance(name, int | float) for name in names)
-    for label, values, strength in series:
+    # Classes are names, even where they are numbers.
+    numbers = axis not in (*LAYER_AXES, "label") and all(isinstance(name, int | float) for name in names)
+    x = list(names) if numbers else list(range(len(names)))
+    bands = len(names) > 1 and (numbers or axis in LAYER_AXES)
+    for one in series:
+        if one.ends is not None and one.drawn and bands:
+            ends = _on_log_axis(one.ends, one.values) if log else one.ends
+            add_band(fig, x, ends, BLUE, one.strength, legendgroup=one.label)
+    for one in series:
         fig.add_scatter(
-            x=list(names) if numbers else list(range(len(names))),
-            y=values,
-            name=label,
+            x=x,
+            y=one.values,
+            name=one.label,
             mode="lines+markers",
             line={
-                "color": BLUE if strength == 1.0 else FAINT.format(round(strength, 2)),
-                "width": 2.5 if strength == 1.0 else 1.5,
+                "color": BLUE if one.strength == 1.0 else FAINT.format(round(one.strength, 2)),
+                "width": 2.5 if one.strength == 1.0 else 1.5,
             },
             marker={"size": 5},
-            customdata=list(names),
-            hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
+            **point_hover(list(names), one.ends, one.label),
+            **({} if one.ends is None else {"legendgroup": one.label}),
+            **({"error_y": whiskers(one.values, one.ends)} if one.ends is not None and one.drawn and not bands else {}),
         )
     if axis in LAYER_AXES:
         after = not names or names[0].endswith("resid_pre")
@@ -54,13 +84,19 @@ def lines(names: tuple[Any, ...], series: list[tuple[str, Any, float]], title: s
         ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": [str(name) for name in names]}
         fig.update_xaxes(title=axis_title(axis), **ticks)
     # A few curves without negative values start at 0: a cut axis makes a ripple look like a fall.
-    from_zero = bool((np.nan_to_num(np.stack([values for _, values, _ in series])) >= 0).all()) and len(series) < 4
-    fig.update_yaxes(title=quantity, rangemode="tozero" if from_zero else "normal")
+    from_zero = bool((np.nan_to_num(np.stack([one.values for one in series])) >= 0).all()) and len(series) < 4 and not log
+    fig.update_yaxes(title=quantity, rangemode="tozero" if from_zero else "normal", **({"type": "log"} if log else {}))
     styled(fig, title, height=420, width=620).update_layout(showlegend=len(series) > 1)
     if fig.layout.xaxis.tickangle:
         # Turned labels would reach into the legend.
-        fig.update_layout(height=460, legend_y=-0.36)
+        fig.update_layout(height=460 + BUTTONS, legend_y=-0.36)
     return fig
+
+
+def _on_log_axis(ends: Ends, values: Any) -> Ends:
+    """The ends on a logarithmic axis, which has no 0: there the lower ends are half the smallest positive value."""
+    above = [number for number in (*values, *ends.low) if number > 0]
+    return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
 
 
 def with_baseline(fig: go.Figure, name: str, value: float) -> go.Figure:
@@ -71,14 +107,14 @@ def with_baseline(fig: go.Figure, name: str, value: float) -> go.Figure:
         name: of the line.
         value: at which it stands.
     """
-    places = list(fig.data[0].x)
+    places = list(fig.data[-1].x)
     ends = {"x": [places[0], places[-1]], "y": [value, value]}
     dashed = {"color": "grey", "width": 1.5, "dash": "dash"}
     fig.add_scatter(**ends, name=f"{name}: {value:.3f}", mode="lines", line=dashed)
     return fig.update_layout(showlegend=True)
 
 
-def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: str) -> go.Figure:
+def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
     """Line plot over blocks of one value of each sublayer: one line for each of attention, attention to an encoder, and MLP.
 
     Args:
@@ -86,28 +122,34 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
         values: `sublayer`.
         title: of the figure.
         quantity: title of the vertical axis.
+        ends: of the intervals of the values; None without intervals.
     """
     fig = go.Figure()
+    known = values[np.isfinite(values)]
+    # The MLP of the first block often multiplies the norm, and would flatten all other values on a linear axis.
+    wide = len(known) > 0 and bool(known.min() > 0) and bool(known.max() > 20 * known.min())
+    drawn = _on_log_axis(ends, values) if ends is not None and wide else ends
     blocks = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
     kinds = (("attn", "Attention", BLUE), ("cross_attn", "Attention to the encoder", GREEN), ("mlp", "MLP", ORANGE))
     for kind, label, colour in kinds:
         chosen = [n for n, name in enumerate(names) if name.endswith(f".hook_{kind}_out")]
         if not chosen:
             continue
+        x = [blocks.index(names[n].rsplit(".", 1)[0]) for n in chosen]
+        if drawn is not None:
+            add_band(fig, x, drawn.at(chosen), colour, legendgroup=label)
         fig.add_scatter(
-            x=[blocks.index(names[n].rsplit(".", 1)[0]) for n in chosen],
+            x=x,
             y=values[chosen],
             name=label,
             mode="lines+markers",
             line={"color": colour, "width": 2},
             marker={"size": 6, "symbol": "circle" if kind == "attn" else "square"},
-            customdata=[names[n] for n in chosen],
-            hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
+            **point_hover([names[n] for n in chosen], None if ends is None else ends.at(chosen), label),
+            **({} if ends is None else {"legendgroup": label}),
         )
     layer_axis(fig.update_xaxes, tuple(f"{block}.hook_resid_post" for block in blocks), axis_title("layer"))
-    known = values[np.isfinite(values)]
-    # Cosines have a line at 0. The MLP of the first block often multiplies the norm, and would flatten all other values.
-    wide = len(known) > 0 and bool(known.min() > 0) and bool(known.max() > 20 * known.min())
+    # Cosines have a line at 0.
     shape: dict[str, Any] = {"rangemode": "tozero", "zerolinecolor": "#888"}
     if wide:
         ticks = [step * 10.0**decade for decade in range(-12, 13) for step in (1, 2, 5)]
@@ -133,28 +175,6 @@ def spectra(values: Any, labels: list[str]) -> go.Figure:
     return styled(fig, "Singular values of the Jacobians", height=420, width=720)
 
 
-def sweep(x: list[Any], series: dict[str, list[float]], titles: tuple[str, str, str]) -> go.Figure:
-    """Series over checkpoints or names; numbers that span a factor of 20 stand on a logarithmic axis.
-
-    Args:
-        x: numbers or names.
-        series: values by label; the label "random vectors" is drawn as a reference.
-        titles: of the figure and its two axes.
-    """
-    fig = go.Figure()
-    for shade, (label, values) in zip(SHADES, series.items(), strict=False):
-        reference = {"color": "grey", "width": 1.5, "dash": "dash"}
-        line = reference if label == "random vectors" else {"color": FAINT.format(shade), "width": 2}
-        fig.add_scatter(x=x, y=values, name=label, mode="lines+markers", line=line)
-    numbers = all(isinstance(one, int | float) for one in x)
-    above = [one for one in x if one > 0] if numbers else []
-    wide = bool(above) and max(above) > 20 * min(above)
-    even = not numbers or (wide and len(above) < len(x))
-    fig.update_xaxes(title=titles[1], type="category" if even else "log" if wide else "linear")
-    fig.update_yaxes(title=titles[2])
-    return styled(fig, titles[0], height=420, width=620)
-
-
 def regression(x: Any, y: Any, names: list[str], line: dict[str, Any], titles: tuple[str, str, str]) -> go.Figure:
     """Points with their names, the line through them, and its confidence band.
 
@@ -170,7 +190,11 @@ def regression(x: Any, y: Any, names: list[str], line: dict[str, Any], titles: t
     fig.add_scatter(x=line["x"], y=line["high"], **band)
     fig.add_scatter(x=line["x"], y=line["low"], fill="tonexty", fillcolor=FAINT.format(0.15), **band)
     fig.add_scatter(x=line["x"], y=line["fit"], mode="lines", line=SOLID, hoverinfo="skip")
-    fig.add_scatter(x=x, y=y, mode="markers+text", text=names, textposition="top center", marker={"size": 8, "color": BLUE})
+    few = len(names) <= MOST_NAMES
+    hover = "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>"
+    points = {"mode": "markers+text" if few else "markers", "textposition": "top center", "hovertemplate": hover}
+    marker = {"size": 8 if few else 5, "color": BLUE}
+    fig.add_scatter(x=x, y=y, text=[html.escape(name) for name in names], marker=marker, cliponaxis=False, **points)
     fig.update_layout(showlegend=False)
     fig.update_xaxes(title=titles[1])
     fig.update_yaxes(title=titles[2])
@@ -259,14 +283,7 @@ def directions(
             mode="lines+markers",
             line={"color": colours[a, b], "dash": dash, "width": 1.5 if a == b else 2},
             marker={"symbol": "x" if a == b else "circle" if a < b else "circle-open", "size": 7},
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": np.nan_to_num(high[a, b] - values[a, b]),
-                "arrayminus": np.nan_to_num(values[a, b] - low[a, b]),
-                "thickness": 1,
-                "width": 3,
-            },
+            error_y=whiskers(values[a, b], Ends(low, high).at((a, b))),
             customdata=[[seam] for seam in seams],
             hovertemplate="%{customdata[0]}<br>%{y:.4f}<extra>" + html.escape(label) + "</extra>",
         )

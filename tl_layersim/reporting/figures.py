@@ -6,7 +6,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ..core.results import Result
-from .curves import lines, sublayer_lines, with_baseline
+from .curves import Series, lines, sublayer_lines, with_baseline
+from .interval_bands import interval_ends
 from .labels import quantity
 from .matrix import layer_heatmap, series_heatmap
 from .site_labels import site_words
@@ -23,7 +24,7 @@ LAYER_MATRICES = (
 
 
 def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
-    """The figure of one field.
+    """The figure of one field, with its intervals where the result has them.
 
     Args:
         result: whose field.
@@ -37,26 +38,31 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     picture = next((p for p in result.pictures if p.field == field), None)
     unit = quantity(type(result).__name__, field)
     title = site_words(result.layers, picture.title if picture else unit)
+    ends = interval_ends(result, field)
     if axes in LAYER_MATRICES:
-        return layer_heatmap(result, values, axes, title, unit)
+        return layer_heatmap(result, values, axes, title, unit, ends)
     if axes == ("sublayer",):
-        return sublayer_lines(result.coordinates("sublayer"), values, title, unit)
+        return sublayer_lines(result.coordinates("sublayer"), values, title, unit, ends)
     if len(axes) == 1:
-        fig = lines(result.coordinates(axes[0]), [(unit, values, 1.0)], title, unit, axes[0])
+        fig = lines(result.coordinates(axes[0]), [Series(unit, values, 1.0, ends)], title, unit, axes[0])
         reference = result.baseline(field)
         return fig if reference is None else with_baseline(fig, *reference)
-    if axes == ("layer", "direction"):
+    if axes in (("layer", "direction"), ("residual", "direction")):
         # By depth, a line for each of a few directions: the first, the last, and some between.
         labels = result.coordinates("direction")
         shown = sorted({round(n) for n in np.geomspace(1, len(labels), min(len(labels), len(SHADES)))})
-        series = [(f"number {n}", values[:, n - 1], shade) for n, shade in zip(shown, SHADES, strict=False)]
-        return lines(result.coordinates("layer"), series, title, unit, "layer").update_yaxes(type="log", rangemode="normal")
+        series = [
+            Series(f"number {n}", values[:, n - 1], shade, ends and ends.at((slice(None), n - 1)))
+            for n, shade in zip(shown, SHADES, strict=False)
+        ]
+        return lines(result.coordinates(axes[0]), series, title, unit, axes[0], log=True)
     if len(axes) == 2 and axes[0] == "quantile":
         levels = result.coordinates("quantile")
-        # The median stands out; the further from it, the fainter.
+        # The median stands out; the further from it, the fainter. Bands of all quantiles would hide each other.
+        distances = [abs(level - 0.5) for level in levels]
         series = [
-            (f"{level:.0%} of tokens below", row, 1.0 - 1.6 * abs(level - 0.5))
-            for level, row in zip(levels, values, strict=True)
+            Series(f"{level:.0%} of tokens below", values[n], 1.0 - 1.6 * away, ends and ends.at(n), away == min(distances))
+            for n, (level, away) in enumerate(zip(levels, distances, strict=True))
         ]
         return lines(result.coordinates(axes[1]), series, title, unit, axes[1])
     if len(axes) == 2 and len(result.coordinates(axes[0])) <= len(SHADES):
@@ -64,8 +70,11 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
         # Of evaluations during a training, and of models before and after one, the last stands out.
         shades = SHADES[: len(labels)][::-1] if axes[0] in ("look", "model", "stage") else SHADES
         names = [str(label) if axes[0] in ("model", "stage", "comparison") else f"{axes[0]} = {label}" for label in labels]
-        series = [(name, row, shade) for name, row, shade in zip(names, values, shades, strict=False)]
+        series = [
+            Series(name, values[n], shade, ends and ends.at(n))
+            for n, (name, shade) in enumerate(zip(names, shades, strict=False))
+        ]
         return lines(result.coordinates(axes[1]), series, title, unit, axes[1])
     if len(axes) == 2:
-        return series_heatmap(result, values, axes, title, unit)
+        return series_heatmap(result, values, axes, title, unit, ends)
     raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment
 
+from ..core.intervals import headline_texts
 from ..core.results import Report, Result
 from ..core.storage import replacing
 from .site_ranges import is_stream, site_ranges
@@ -42,7 +43,7 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
         provenance["seconds"] = round(result.provenance.seconds, 2)
         for key in ("options", "versions"):
             provenance[key] = ", ".join(f"{k}={v}" for k, v in provenance[key].items() if v is not None)
-        headline = [(key, f"{value:.4g}") for key, value in result.headline().items()]
+        headline = headline_texts(result).items()
         about = {"sites": _sites(result), "provenance": provenance.items()}
         sections.append({"name": name, "headline": headline, "plots": plots, **about})
     first = next(iter(report.values()), None)
@@ -54,6 +55,7 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
         font=Markup(FONT),
         stream=all(is_stream(result.layers) for result in report.values()),
         sections=sections,
+        intervals=_intervals(report),
         plotly=Markup(get_plotlyjs()),
     )
     with replacing(path) as file:
@@ -68,8 +70,26 @@ def _has_values(result: Result, field: str) -> bool:
     return bool(table.size) and not bool(values.isnan().all())
 
 
+def _intervals(report: Report) -> str:
+    """What the intervals of a report are, in words; empty without intervals."""
+    blocks = {name: len(result.block_tokens) for name, result in report.items() if result.has_intervals}
+    if max(blocks.values(), default=0) < 2:
+        return ""
+    counts = sorted(set(blocks.values()))
+    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    without = [name for name in report if name not in blocks]
+    return (
+        "The numbers have 95 % confidence intervals: ± is half the width of an interval, and figures show intervals as bands, "
+        f"whiskers or hover texts. They were computed from {each} contiguous blocks of the data (a delete-one-block "
+        "jackknife with Student's t) and describe another sample of as many rows of the same kind, not another training of the "
+        "model." + (f" No intervals: {', '.join(without)}." if without else "")
+    )
+
+
 def _sites(result: Result) -> str:
-    """The sites at which a result was measured, in words."""
+    """The sites at which a result was measured, in words; empty for a result without sites, such as one of many models."""
+    if not result.layers:
+        return ""
     further = (*getattr(result, "sublayers", ()), *getattr(result, "text_layers", ()))
     own = site_ranges(tuple(dict.fromkeys((*result.layers, *further))))
     columns = result.coordinates("column")

@@ -8,12 +8,15 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ..core.results import Result
+from .interval_bands import Ends, cell_hover, hover_texts
 from .labels import axis_title
 from .site_labels import heads_in_block
 from .style import colour_bar, layer_axis, styled, turn_labels
 
 
-def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str) -> go.Figure:
+def layer_heatmap(
+    result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str, ends: Ends | None = None
+) -> go.Figure:
     """Heatmap of layers by layers, of one model or of two; between blocks the diagonal is left out.
 
     Args:
@@ -22,6 +25,7 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
         axes: their names.
         title: of the figure.
         quantity: title of the colour bar.
+        ends: of the intervals of the values; None without intervals.
     """
     rows, columns = (result.coordinates(axis) for axis in axes)
     low, high = min(0.0, float(np.nan_to_num(values).min())), 1.0
@@ -41,8 +45,7 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
         zmax=high,
         colorscale="Viridis",
         colorbar=colour_bar(quantity),
-        customdata=[[(row, column) for column in columns] for row in rows],
-        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}<extra></extra>",
+        **cell_hover(rows, columns, ends),
     )
     fig = go.Figure(heat)
     models = result.provenance.model.split(" | ")
@@ -60,8 +63,10 @@ def layer_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str
     return styled(fig, title, height=side, width=side + 100)
 
 
-def series_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str) -> go.Figure:
-    """Heatmap of many series over layers: one row for each series, with its label.
+def series_heatmap(
+    result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str, ends: Ends | None = None
+) -> go.Figure:
+    """Heatmap of many series over layers or dimensions: one row for each series, with its label.
 
     Args:
         result: whose labels stand on the axes.
@@ -69,20 +74,30 @@ def series_heatmap(result: Result, values: Any, axes: tuple[str, ...], title: st
         axes: their names.
         title: of the figure.
         quantity: title of the colour bar.
+        ends: of the intervals of the values; None without intervals.
     """
     rows, columns = (result.coordinates(axis) for axis in axes)
+    hover: dict[str, Any] = {"customdata": [list(columns) for _ in rows], "hovertemplate": "%{customdata}<br>%{z:.5g}"}
+    if ends is not None:
+        texts = hover_texts(ends, ".5g")
+        hover["customdata"] = [list(zip(columns, own, strict=True)) for own in texts]
+        hover["hovertemplate"] = "%{customdata[0]}<br>%{z:.5g}%{customdata[1]}"
+    hover["hovertemplate"] = f"{axis_title(axes[0])} %{{y}}<br>{hover['hovertemplate']}<extra></extra>"
     heat = go.Heatmap(
         z=values,
         x=list(range(len(columns))),
         y=[str(row) for row in rows],
         colorscale="Viridis",
         colorbar=colour_bar(quantity),
-        customdata=[list(columns) for _ in rows],
-        hovertemplate=axis_title(axes[0]) + " %{y}<br>%{customdata}<br>%{z:.5g}<extra></extra>",
+        **hover,
     )
     fig = go.Figure(heat)
-    layer_axis(fig.update_xaxes, columns, axis_title("layer"))
-    turn_labels(fig, columns)
+    if all(isinstance(column, str) for column in columns):
+        layer_axis(fig.update_xaxes, columns, axis_title("layer"))
+        turn_labels(fig, columns)
+    else:
+        # Dimensions of the stream, which have numbers.
+        fig.update_xaxes(title=axis_title(axes[1]))
     fig.update_yaxes(title=axis_title(axes[0]), type="category")
     return styled(fig, title, height=520, width=620)
 

@@ -10,7 +10,8 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import qualitative
 
-from .style import BLUE, ORANGE, colour_bar, layer_axis, styled, turn_labels
+from .interval_bands import Ends, cell_hover, hover_texts, point_hover, whiskers
+from .style import BLUE, BUTTONS, ORANGE, colour_bar, layer_axis, styled, turn_labels
 
 # Most models whose distances stand in the cells of a heat map, and whose names fit without being turned.
 MOST_NUMBERS = 12
@@ -19,7 +20,13 @@ CHARACTER, CELL = 7, 26
 
 
 def model_heatmap(
-    values: Any, names: Sequence[str], groups: Sequence[str], title: str, quantity: str, sides: tuple[str, str]
+    values: Any,
+    names: Sequence[str],
+    groups: Sequence[str],
+    title: str,
+    quantity: str,
+    sides: tuple[str, str],
+    ends: Ends | None = None,
 ) -> go.Figure:
     """Heat map of models by models, with the numbers in the cells of a small one.
 
@@ -30,6 +37,7 @@ def model_heatmap(
         title: of the figure.
         quantity: title of the colour bar.
         sides: titles of the rows and of the columns.
+        ends: of the intervals of the values; None without intervals.
     """
     low = min(0.0, float(np.nan_to_num(values).min()))
     numbers: dict[str, Any] = {}
@@ -40,8 +48,7 @@ def model_heatmap(
         zmin=low,
         colorscale="Viridis",
         colorbar=colour_bar(quantity),
-        customdata=[[(row, column) for column in names] for row in names],
-        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}<extra></extra>",
+        **cell_hover(names, names, ends),
         **numbers,
     )
     fig = go.Figure(heat)
@@ -84,7 +91,9 @@ def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: 
     return _with_room(styled(fig, title, height=440, width=max(560, CELL * len(names) + 160)), names, groups)
 
 
-def group_distances(series: Mapping[str, Any], inside: Sequence[bool], quantity: str, test: str) -> go.Figure:
+def group_distances(
+    series: Mapping[str, Any], inside: Sequence[bool], quantity: str, test: str, ends: Mapping[str, Ends] | None = None
+) -> go.Figure:
     """The distances of pairs of models, each as a point beside the box of its quartiles, by the groups of the two.
 
     Args:
@@ -92,10 +101,14 @@ def group_distances(series: Mapping[str, Any], inside: Sequence[bool], quantity:
         inside: for each comparison, whether both models are of one group.
         quantity: title of the vertical axis.
         test: the result of the test in words, below the title.
+        ends: of the intervals of the distances by comparison; None without intervals.
     """
     fig = go.Figure()
     shown = set()
     for (name, values), within in zip(series.items(), inside, strict=True):
+        hover: dict[str, Any] = {"hovertemplate": "%{y:.4f}<extra></extra>"}
+        if ends is not None:
+            hover = {"customdata": hover_texts(ends[name]), "hovertemplate": "%{y:.4f}%{customdata}<extra></extra>"}
         fig.add_box(
             y=values,
             name=html.escape(name),
@@ -107,7 +120,7 @@ def group_distances(series: Mapping[str, Any], inside: Sequence[bool], quantity:
             marker={"color": BLUE if within else ORANGE, "size": 5},
             legendgroup=str(within),
             showlegend=False,
-            hovertemplate="%{y:.4f}<extra></extra>",
+            **hover,
         )
         shown.add(within)
     for within in sorted(shown, reverse=True):
@@ -120,11 +133,15 @@ def group_distances(series: Mapping[str, Any], inside: Sequence[bool], quantity:
     fig.update_yaxes(title=quantity, rangemode="tozero" if low >= 0 else "normal")
     title = f"{quantity.partition(' (')[0]} within and between groups<br><sub>{html.escape(test)}</sub>"
     fig = styled(fig, title, height=480, width=max(620, 130 * len(series) + 120))
-    return _with_room(fig.update_layout(margin_t=80), list(series), ["shown"])
+    return _with_room(fig.update_layout(margin_t=76 + BUTTONS, title_pad_t=BUTTONS + 24), list(series), ["shown"])
 
 
-def group_lines(values: Any, sd: Any, names: Sequence[str], sites: Sequence[str], quantity: str) -> go.Figure:
+def group_lines(
+    values: Any, sd: Any, names: Sequence[str], sites: Sequence[str], quantity: str, ends: Ends | None = None
+) -> go.Figure:
     """Line plot over layers of the means within and between groups, with bands of one standard deviation.
+
+    Intervals of the means are whiskers: the bands are the spread of the models.
 
     Args:
         values: `comparison site`.
@@ -132,6 +149,7 @@ def group_lines(values: Any, sd: Any, names: Sequence[str], sites: Sequence[str]
         names: of the comparisons.
         sites: names of the layers, or labels of stitch points.
         quantity: title of the vertical axis.
+        ends: of the intervals of the values; None without intervals.
     """
     fig = go.Figure()
     inside = [name.startswith("within ") for name in names]
@@ -143,6 +161,7 @@ def group_lines(values: Any, sd: Any, names: Sequence[str], sites: Sequence[str]
         edges = np.concatenate([values[n] + spread, (values[n] - spread)[::-1]])
         band = {"fill": "toself", "fillcolor": colour, "opacity": 0.15, "line": {"width": 0}, "hoverinfo": "skip"}
         fig.add_scatter(x=x + x[::-1], y=edges, mode="lines", showlegend=False, legendgroup=label, **band)
+        own = None if ends is None else ends.at(n)
         fig.add_scatter(
             x=x,
             y=values[n],
@@ -150,8 +169,8 @@ def group_lines(values: Any, sd: Any, names: Sequence[str], sites: Sequence[str]
             legendgroup=label,
             mode="lines+markers",
             line={"color": colour, "width": 2, "dash": dash},
-            customdata=list(sites),
-            hovertemplate="%{customdata}<br>%{y:.4f}<extra>" + label + "</extra>",
+            **point_hover(list(sites), own, label),
+            **({} if own is None else {"error_y": whiskers(values[n], own)}),
         )
     if any("," in site for site in sites):
         # A stitch point of other layers in each model.
@@ -206,5 +225,5 @@ def _with_room(fig: go.Figure, names: Sequence[str], groups: Sequence[str]) -> g
     turned = bool(_angle(names))
     room = CHARACTER * max(map(len, names)) * 0.75 if turned else 15
     height = fig.layout.height + (room if turned else 0) + (30 if groups else 0)
-    below = (room + 55) / (height - 130 - room)
+    below = (room + 55) / (height - BUTTONS - 130 - room)
     return fig.update_layout(height=int(height), legend={"orientation": "h", "yanchor": "top", "y": -below, "x": 0})

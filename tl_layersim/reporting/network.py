@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from .interval_bands import Ends, hover_texts
 from .site_labels import short_names
 from .style import FAINT, styled
 
@@ -14,7 +15,9 @@ from .style import FAINT, styled
 LEVELS = 20
 
 
-def coupling_network(strength: Any, strongest: float, names: tuple[str, ...], title: str) -> go.Figure:
+def coupling_network(
+    strength: Any, strongest: float, names: tuple[str, ...], title: str, ends: Ends | None = None
+) -> go.Figure:
     """Blocks on a circle with an edge between each pair of blocks; the stronger their coupling, the more opaque the edge.
 
     Args:
@@ -22,21 +25,25 @@ def coupling_network(strength: Any, strongest: float, names: tuple[str, ...], ti
         strongest: strength of an edge that is fully opaque.
         names: of the blocks.
         title: of the figure.
+        ends: of the intervals of the strengths; None without intervals.
     """
+    texts = np.full(strength.shape, "", dtype=object) if ends is None else hover_texts(ends, ".3f")
     blocks = len(names)
     angle = np.pi / 2 - 2 * np.pi * np.arange(blocks) / blocks
     x, y = np.cos(angle), np.sin(angle)
     fig = go.Figure()
     opacity = np.clip(strength / max(strongest, 1e-12), 0, 1)
     for level in range(1, LEVELS + 1):
-        ends = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(LEVELS * opacity[a, b])) == level]
-        if ends:
-            xs = [v for a, b in ends for v in (x[a], x[b], None)]
-            ys = [v for a, b in ends for v in (y[a], y[b], None)]
+        pairs = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(LEVELS * opacity[a, b])) == level]
+        if pairs:
+            xs = [v for a, b in pairs for v in (x[a], x[b], None)]
+            ys = [v for a, b in pairs for v in (y[a], y[b], None)]
             line = {"color": FAINT.format(level / LEVELS), "width": 0.5 + 3.5 * level / LEVELS}
             fig.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip")
     middle = [
-        ((x[a] + x[b]) / 2, (y[a] + y[b]) / 2, names[a], names[b], strength[a, b]) for a in range(blocks) for b in range(a)
+        ((x[a] + x[b]) / 2, (y[a] + y[b]) / 2, names[a], names[b], strength[a, b], texts[a, b])
+        for a in range(blocks)
+        for b in range(a)
     ]
     fig.add_scatter(
         x=[edge[0] for edge in middle],
@@ -44,7 +51,8 @@ def coupling_network(strength: Any, strongest: float, names: tuple[str, ...], ti
         mode="markers",
         marker={"size": 9, "opacity": 0},
         customdata=[edge[2:] for edge in middle],
-        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{customdata[2]:.3f} beyond chance<extra></extra>",
+        hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>"
+        "%{customdata[2]:.3f}%{customdata[3]} beyond chance<extra></extra>",
     )
     fig.add_scatter(
         x=1.08 * x,

@@ -20,6 +20,8 @@ SOLID = {"color": BLUE, "width": 2}
 # Most tick labels on an axis of layers.
 MOST_TICKS = 24
 MOST_HEAD_TICKS = 40
+# Pixels above the title, where plotly shows its buttons.
+BUTTONS = 24
 # Number of letters from which a tick label is turned.
 LONG_LABEL = 6
 
@@ -27,12 +29,12 @@ LONG_LABEL = 6
 def styled(fig: go.Figure, title: str, height: int, width: int) -> go.Figure:
     """The figure with its title, size, font and margins."""
     return fig.update_layout(
-        title={"text": title, "font": {"size": 16}},
+        title={"text": title, "font": {"size": 16}, "y": 1, "yanchor": "top", "pad": {"t": BUTTONS + 10}},
         template="plotly_white",
         font={"family": FONT, "size": 12},
-        height=height,
+        height=height + BUTTONS,
         width=width,
-        margin={"l": 60, "r": 20, "t": 50, "b": 50},
+        margin={"l": 60, "r": 20, "t": 46 + BUTTONS, "b": 50},
         legend={"orientation": "h", "yanchor": "top", "y": -0.18},
     )
 

@@ -166,7 +166,7 @@ class StitchExperiment:
         """The record of a run; `tokens`, `sequences` and `batches` are those of the evaluation."""
         held_out, fit = self.data.evaluation, self.data.fit
         tokens = sum(int((answers(b, self.labels, self.backs[0].model) != NO_LABEL).sum()) for b in held_out)
-        tally = Tally({}, len(held_out), sum(len(b.tokens) for b in held_out), tokens, self._digest(), seconds)
+        tally = Tally(len(held_out), sum(len(b.tokens) for b in held_out), tokens, self._digest(), seconds)
         options = self.batches.record() | self._columns | self.spec.options() | dict(more)
         options |= {"labels": self.labels if isinstance(self.labels, str) else "a table"}
         options |= {"fit_batches": len(fit), "fit_positions": sum(int(b.attention.sum()) for b in fit)}

@@ -50,6 +50,7 @@ def result_of(
         join: see `joining`.
     """
     weight, bias = run.adapter.weight, run.adapter.bias
+    judged: dict[str, Any] = {f"batch_{name}": run.judged[name] for name in JUDGED}
     return StitchResult(
         values=torch.tensor(run.curve, dtype=torch.float64),
         weight=torch.zeros(0, 0).double() if weight is None else weight.double(),
@@ -62,7 +63,7 @@ def result_of(
         layers=names,
         provenance=provenance,
         join=join,
-        **{f"batch_{name}": run.judged[name] for name in JUDGED},
+        **judged,
     )
 
 

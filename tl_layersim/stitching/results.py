@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import cached_property
@@ -55,12 +56,12 @@ class StitchResult(Result):
     """
 
     values_name = "curve"
-    values: Float64[Tensor, " step"] = axes("step")
-    batch_tokens: Float64[Tensor, " batch"] = axes("batch")
-    batch_loss: Float64[Tensor, " batch"] = axes("batch")
-    batch_back_loss: Float64[Tensor, " batch"] = axes("batch")
-    batch_correct: Float64[Tensor, " batch"] = axes("batch")
-    batch_back_correct: Float64[Tensor, " batch"] = axes("batch")
+    values: Float64[Tensor, " step"] = axes("step", within=(0, math.inf))
+    batch_tokens: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
+    batch_loss: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
+    batch_back_loss: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
+    batch_correct: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
+    batch_back_correct: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
     weight: Float64[Tensor, "back_dim front_dim"] = axes("back_dim", "front_dim")
     bias: Float64[Tensor, " back_bias"] = axes("back_bias")
     kind: str
@@ -238,14 +239,14 @@ class StitchGrid(Result):
     values: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
     low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
     high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    loss: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    back_loss: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    accuracy: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    accuracy_penalty: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
+    loss: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(0, math.inf))
+    back_loss: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(0, math.inf))
+    accuracy: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(0, 1))
+    accuracy_penalty: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(-1, 1))
     accuracy_low: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
     accuracy_high: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    stopped: Float64[Tensor, "front back seam"] = axes("front", "back", "seam")
-    batch_tokens: Float64[Tensor, " batch"] = axes("batch")
+    stopped: Float64[Tensor, "front back seam"] = axes("front", "back", "seam", within=(0, math.inf))
+    batch_tokens: Float64[Tensor, " batch"] = axes("batch", within=(0, math.inf))
     batch_penalty: Float64[Tensor, "front back seam batch"] = axes("front", "back", "seam", "batch")
     fronts: tuple[str, ...]
     seams: tuple[str, ...]
@@ -299,7 +300,7 @@ class StitchGrid(Result):
         """
         values = self.values if of == "penalty" else self.accuracy_penalty
         labels = chosen_groups(groups, self.groups, self.fronts)
-        return group_curves(self, values, labels, self.seams, penalty_words(of, self.unit))
+        return group_curves(self, lambda _: values, labels, self.seams, penalty_words(of, self.unit))
 
     def asymmetry(self, first: str, second: str, confidence: float = 0.95) -> pandas.DataFrame:
         """Penalty of `first` into `second` minus that of `second` into `first`, by stitch point, with an interval over batches.

@@ -166,7 +166,7 @@ class AdapterSteps(TrainingSteps):
         """Counts of rows, targets and batches of the evaluation, for the provenance."""
         count = len(self.eval_data)
         targets = sum(int((self.eval_data.take([row]).targets != NO_LABEL).sum()) for row in range(count))
-        return Tally({}, -(-count // self.settings.batch_size), count, targets, self.eval_data.digest(), seconds)
+        return Tally(-(-count // self.settings.batch_size), count, targets, self.eval_data.digest(), seconds)
 
     def _item(self, data: TrainingData, rows: Sequence[int], step: int = 0, rate: float | None = None) -> Item:
         """The inputs of a step or an evaluation on some rows."""

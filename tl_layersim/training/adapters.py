@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,9 @@ class AlignedAdapters(Result):
     """
 
     values_name = "losses"
-    values: Float64[Tensor, "stage layer"] = axes("stage", "layer")
-    curve: Float64[Tensor, " step"] = axes("step")
-    curves: Float64[Tensor, "step layer"] = axes("step", "layer")
+    values: Float64[Tensor, "stage layer"] = axes("stage", "layer", within=(0, math.inf))
+    curve: Float64[Tensor, " step"] = axes("step", within=(0, math.inf))
+    curves: Float64[Tensor, "step layer"] = axes("step", "layer", within=(0, math.inf))
     down: Float[Tensor, "adapter direction dim"] = axes("adapter", "direction", "dim")
     up: Float[Tensor, "adapter dim direction"] = axes("adapter", "dim", "direction")
     weights: tuple[float, ...]

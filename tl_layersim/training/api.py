@@ -30,6 +30,7 @@ from .residual_stream import ResidualStream, open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
 from .state import open_training_file
+from .trainable_weights import refuse_frozen_integers
 from .training_data import TrainingData, found_in_data, open_training_data, refuse_labels
 
 
@@ -103,6 +104,8 @@ def finetune_aligned(
     refuse_unwritable(checkpoint, "checkpoint")
     if training.save_to is not None:
         check_savable(model)
+    if isinstance(model, torch.nn.Module):
+        refuse_frozen_integers(model, training.lora)
     start = time.perf_counter()
     with ExitStack() as stack:
         # A notebook or service may run under torch.no_grad() or torch.inference_mode(), which compute no gradients.
@@ -241,6 +244,6 @@ def _record(
 ) -> Provenance:
     """The record of the training; `tokens` and `sequences` are those of the evaluation."""
     count = sum(int((eval_rows.take([row]).targets >= 0).sum()) for row in range(len(eval_rows)))
-    tally = Tally({}, -(-len(eval_rows) // settings["batch_size"]), len(eval_rows), count, digests["judged"], seconds)
+    tally = Tally(-(-len(eval_rows) // settings["batch_size"]), len(eval_rows), count, digests["judged"], seconds)
     options = settings | training.options() | {"trained_on": digests["data"], "train_rows": len(training_rows)}
     return record([stream.source.model], tally, options, training.seed)

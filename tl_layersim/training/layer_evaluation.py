@@ -27,6 +27,7 @@ from ..core.errors import LayersimError, as_fraction, warn
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
 from ..early_exit.api import EarlyExit
+from ..early_exit.layer_generation import generate_from_layers
 from ..models.exit_heads import ExitHeads, as_heads
 from ..models.targets import gives_classes, usual_labels
 from ..remote.open import open_source
@@ -262,29 +263,29 @@ def _quality(
     """Diversity and coherence of continuations from each layer of two models, each with the heads of its layers."""
     depth = like.values.shape[1]
     varied, coherent, counted = (torch.full((2, depth), torch.nan, dtype=torch.float64) for _ in range(3))
-    with tqdm(total=2 * depth, desc="generating", unit="layer", disable=None) as bar:
+    with tqdm(total=2 * depth * len(prompts) * new_tokens, desc="generating", unit="token", disable=None) as bar:
         for number, (model, heads) in enumerate(models):
-            for layer in range(depth):
-                # At threshold 0 everything exits at the first check; the last layer is the whole model.
-                threshold, at = (0.0, (layer + 1,)) if layer + 1 < depth else (1.0, ())
-                blocks, unembed = options.get("layers"), options.get("unembed")
-                early = EarlyExit(model, threshold, at=at, layers=blocks, unembed=unembed, heads=heads)
-                written = early.generate(
-                    prompts,
-                    max_new_tokens=new_tokens,
-                    do_sample=True,
-                    top_p=top_p,
-                    seed=seed,
-                    tokenizer=options.get("tokenizer"),
-                )
-                kept = [i for i, tokens in enumerate(written.tokens) if len(tokens) >= SHORTEST]
+            blocks, unembed = options.get("layers"), options.get("unembed")
+            early = EarlyExit(model, 0.0, at="all", layers=blocks, unembed=unembed, heads=heads)
+            written = generate_from_layers(
+                early,
+                prompts,
+                max_new_tokens=new_tokens,
+                top_p=top_p,
+                seed=seed,
+                tokenizer=options.get("tokenizer"),
+                on_tokens=bar.update,
+            )
+            for layer, rows in enumerate(written):
+                kept = [i for i, row in enumerate(rows) if len(row.tokens) >= SHORTEST]
                 counted[number, layer] = len(kept)
                 if kept:
-                    varied[number, layer] = float(np.mean([diversity(written.tokens[i].tolist()) for i in kept]))
+                    varied[number, layer] = float(np.mean([diversity(rows[i].tokens.tolist()) for i in kept]))
                 if kept and embed is not None:
-                    tables = [embed([texts[i] for i in kept]) for texts in (prompts, written.texts)]
+                    tables = [embed(texts) for texts in ([prompts[i] for i in kept], [rows[i].text for i in kept])]
                     coherent[number, layer] = coherence(*(torch.as_tensor(np.asarray(table)) for table in tables))
-                bar.update()
+            # Rows that end early have fewer tokens.
+            bar.update((number + 1) * depth * len(prompts) * new_tokens - bar.n)
     settings = {"new_tokens": new_tokens, "top_p": top_p, "prompts": len(prompts)}
     return GenerationQuality(
         values=varied,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -43,20 +44,20 @@ class LayerChange(Result):
     """
 
     values_name = "cross_entropy"
-    values: Float64[Tensor, "model layer"] = axes("model", "layer")
-    perplexity: Float64[Tensor, "model layer"] = axes("model", "layer")
-    accuracy: Float64[Tensor, "model layer"] = axes("model", "layer")
-    agreement: Float64[Tensor, "model layer"] = axes("model", "layer")
-    saturated: Float64[Tensor, "model layer"] = axes("model", "layer")
-    cosine_to_last: Float64[Tensor, "model residual"] = axes("model", "residual")
-    exits: Float64[Tensor, "model layer"] = axes("model", "layer")
-    nc1: Float64[Tensor, "model residual"] = axes("model", "residual")
-    early_share: Float64[Tensor, " model"] = axes("model")
-    exit_accuracy: Float64[Tensor, " model"] = axes("model")
-    exit_agreement: Float64[Tensor, " model"] = axes("model")
-    speedup: Float64[Tensor, " model"] = axes("model")
-    speedup_at_agreement: Float64[Tensor, " model"] = axes("model")
-    effective_depth: Float64[Tensor, " model"] = axes("model")
+    values: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, math.inf))
+    perplexity: Float64[Tensor, "model layer"] = axes("model", "layer", within=(1, math.inf))
+    accuracy: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
+    agreement: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
+    saturated: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
+    cosine_to_last: Float64[Tensor, "model residual"] = axes("model", "residual", within=(-1, 1))
+    exits: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
+    nc1: Float64[Tensor, "model residual"] = axes("model", "residual", within=(0, math.inf))
+    early_share: Float64[Tensor, " model"] = axes("model", within=(0, 1))
+    exit_accuracy: Float64[Tensor, " model"] = axes("model", within=(0, 1))
+    exit_agreement: Float64[Tensor, " model"] = axes("model", within=(0, 1))
+    speedup: Float64[Tensor, " model"] = axes("model", within=(1, math.inf))
+    speedup_at_agreement: Float64[Tensor, " model"] = axes("model", within=(1, math.inf))
+    effective_depth: Float64[Tensor, " model"] = axes("model", within=(0, math.inf))
     models: tuple[str, ...]
     threshold: float
     eps: float
@@ -114,8 +115,8 @@ class MetricChange(Result):
     """
 
     values_name = "f1"
-    values: Float64[Tensor, "model layer"] = axes("model", "layer")
-    mcc: Float64[Tensor, "model layer"] = axes("model", "layer")
+    values: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
+    mcc: Float64[Tensor, "model layer"] = axes("model", "layer", within=(-1, 1))
     models: tuple[str, ...]
 
     pictures = (
@@ -152,9 +153,9 @@ class GenerationQuality(Result):
     """
 
     values_name = "diversity"
-    values: Float64[Tensor, "model layer"] = axes("model", "layer")
-    coherence: Float64[Tensor, "model layer"] = axes("model", "layer")
-    texts: Float64[Tensor, "model layer"] = axes("model", "layer")
+    values: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, 1))
+    coherence: Float64[Tensor, "model layer"] = axes("model", "layer", within=(-1, 1))
+    texts: Float64[Tensor, "model layer"] = axes("model", "layer", within=(0, math.inf))
     models: tuple[str, ...]
 
     pictures = (

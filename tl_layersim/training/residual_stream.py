@@ -22,6 +22,7 @@ from ..models.source import refuse_inference_weights
 from ..models.split_model import logits_of
 from ..remote.open import open_source
 from .losses import positions_with_targets, summed_loss
+from .trainable_weights import refuse_offloaded
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class ResidualStream:
         self.module, self.blocks = source.module, source.blocks
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             refuse_inference_weights(self.module)
+            refuse_offloaded(self.module)
         self._top = source.module.get_submodule(head.norm or head.modules[0])
 
     @property

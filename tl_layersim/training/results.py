@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import InitVar, dataclass
 
 import torch
@@ -36,8 +37,8 @@ class AlignedResult(Result):
     """
 
     values_name = "held_out_loss"
-    values: Float64[Tensor, "look layer"] = axes("look", "layer")
-    accuracy: Float64[Tensor, "look layer"] = axes("look", "layer")
+    values: Float64[Tensor, "look layer"] = axes("look", "layer", within=(0, math.inf))
+    accuracy: Float64[Tensor, "look layer"] = axes("look", "layer", within=(0, 1))
     loss: Float64[Tensor, " step"] = axes("step")
     looks: tuple[int, ...]
     unit: str

@@ -1,0 +1,123 @@
+"""Every similarity of layers on a real model, with its interval, its null and its calibrated value, as Markdown tables.
+
+    python benchmarks/real_measures.py --model FOLDER --data FILE.txt --name NAME --sites 0 10 20 28 29
+
+`--sites` are the numbers of the blocks after which the measures of cross-products are taken, which need (sites d)^2 numbers;
+all others read every layer. Lines of the file longer than 40 characters are the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.update(TQDM_DISABLE="1", HF_HUB_OFFLINE="1")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tl_layersim as lsim
+
+
+def row(name: str, result: Any, null: Any, pair: tuple[int, int]) -> str:
+    """A line of the table: value and interval of one pair of layers, and its null where there is one."""
+    value, low, high, _ = (one[pair] for one in result.interval("values"))
+    if not getattr(null, "permutations", 0):
+        return f"| {name} | {value:.3f} | {low:.3f} to {high:.3f} | | | |"
+    return (
+        f"| {name} | {value:.3f} | {low:.3f} to {high:.3f} | {null.null_mean[pair]:.3f} | "
+        f"{null.calibrated[pair]:.3f} | {null.p_values[pair]:.3f} |"
+    )
+
+
+def order(values: Any) -> str:
+    """The numbers of the layers in descending order of their similarity to the last, the last left out."""
+    return " ".join(map(str, values[:-1, -1].nan_to_num(-2).argsort(descending=True)[:6].tolist()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--sites", type=int, nargs="+", required=True)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--permutations", type=int, default=200)
+    parser.add_argument("--cross-permutations", type=int, default=20)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", lsim.LayersimWarning)
+    model = AutoModelForCausalLM.from_pretrained(options.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    texts = [line for line in Path(options.data).read_text().splitlines() if len(line) > 40]
+    reading: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "seq_len": 256,
+        "pack": True,
+        "skip_first": 2,
+        "max_tokens": options.tokens,
+        "batch_size": options.batch,
+    }
+    every = options.permutations
+    all_layers = [
+        lsim.Cosine(center="none"),
+        lsim.CKA(permutations=every),
+        lsim.CKA(estimator="biased", permutations=every),
+        lsim.RSA(permutations=every),
+        lsim.MutualKNN(permutations=every),
+    ]
+    few = options.cross_permutations
+    cross = [lsim.Procrustes, lsim.CCA, lsim.LinearPredictivity]
+    started = time.time()
+    results, nulls = dict[str, Any](), dict[str, Any]()
+    for analyzer in all_layers:
+        report = lsim.analyze(model, texts, [analyzer], intervals=True, **reading)
+        [result] = report.values()
+        name = type(analyzer).__name__
+        results["CKA, biased" if getattr(analyzer, "estimator", "") == "biased" else name] = result
+        print(f"{name}: {time.time() - started:.0f} s", flush=True)
+    names = results["CKA"].layers
+    chosen = [name for name in names if any(name.endswith(f"blocks.{n}.hook_resid_post") for n in options.sites)]
+    for measure in cross:
+        if measure is lsim.LinearPredictivity:
+            # It holds out whole texts.
+            reading |= {"pack": False, "batch_size": 2 * options.batch}
+        # Cross-products of each permutation and of each block of the data would be held at once.
+        [results[measure.__name__]] = lsim.analyze(model, texts, [measure()], at=chosen, intervals=True, **reading).values()
+        [null] = lsim.analyze(model, texts, [measure(permutations=few)], at=chosen, **reading).values()
+        nulls[measure.__name__] = null
+        print(f"{measure.__name__}: {time.time() - started:.0f} s", flush=True)
+    reading |= {"pack": True, "batch_size": options.batch}
+    [ranks] = lsim.analyze(model, texts, [lsim.EffectiveRank()], at=chosen, intervals=True, **reading).values()
+
+    tokens = results["CKA"].provenance.tokens
+    print(f"\n## {options.name}\n\n{tokens} tokens, {len(results['CKA'].block_tokens)} blocks.")
+    for title, first in (("middle layer", chosen[len(chosen) // 2 - 1]), ("last but one", names[-2])):
+        print(f"\n{title} ({first}) and last:\n")
+        print("| measure | value | 95 % interval | null mean | calibrated | p |\n| --- | --- | --- | --- | --- | --- |")
+        for name, result in results.items():
+            if first in result.layers:
+                print(row(name, result, nulls.get(name, result), (result.layers.index(first), len(result.layers) - 1)))
+    print("\n| measure | layers nearest to the last | after calibration | largest pair | calibrated | p |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, result in (results | nulls).items():
+        if getattr(result, "permutations", 0):
+            print(
+                f"| {name} | {order(result.values)} | {order(result.calibrated)} | {result.max_value:.3f} | "
+                f"{result.max_calibrated:.3f} | {result.max_p_value:.3f} |"
+            )
+    print("\n| layer | effective rank | 95 % interval | participation ratio | 95 % interval |\n| --- | --- | --- | --- | --- |")
+    for number, name in enumerate(ranks.layers):
+        one, two = ranks.interval("values"), ranks.interval("participation_ratio")
+        print(
+            f"| {name} | {one.value[number]:.1f} | {one.low[number]:.1f} to {one.high[number]:.1f} | "
+            f"{two.value[number]:.2f} | {two.low[number]:.2f} to {two.high[number]:.2f} |"
+        )
+    print(f"\nin {time.time() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

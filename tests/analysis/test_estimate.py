@@ -1,0 +1,218 @@
+"""`estimate`: FLOPs and bytes beside torch's own counts and real sums, with and without weights; devices; long runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tl_layersim as lsim
+from tl_layersim.analysis.device_speeds import devices_of
+from tl_layersim.analysis.long_run_notice import LongRunNotice, rows_in_data
+from tl_layersim.core.blocks import DataBlock
+from tl_layersim.core.data_pass_progress import Tally
+from tl_layersim.core.operation_meter import OperationMeter
+from tl_layersim.core.sum_tree import SumTree
+from tl_layersim.core.sums import Sums
+from tl_layersim.models.chunked_logit_lens import GROUP_SIZE
+
+from ..tiny_models import tiny_gpt2, tiny_llama
+
+SIZE = {"batch_size": 2, "seq_len": 16}
+SETS = {
+    "residual stream": [lsim.Cosine(), lsim.CKA(minibatch=16)],
+    "lens": [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve()],
+    "blocks called again": [lsim.BlockCoupling(), lsim.SkipEffect()],
+    "moments and a first pass": [lsim.EffectiveRank(), lsim.Trajectory(), lsim.LinearProbe()],
+}
+
+
+@pytest.fixture(autouse=True)
+def short_calibration(monkeypatch):
+    monkeypatch.setattr("tl_layersim.analysis.workload.CALIBRATION", 0.0)
+
+
+def config_of(model):
+    return model.config.to_dict() | {"dtype": "float32", "architectures": None}
+
+
+@pytest.mark.parametrize("analyzers", SETS.values(), ids=SETS)
+def test_a_configuration_gives_the_costs_of_the_model_with_weights(analyzers):
+    model = tiny_llama(layers=2)
+    real = lsim.estimate(model, analyzers, tokens=1000, **SIZE)
+    meta = lsim.estimate(config_of(model), analyzers, tokens=1000, **SIZE)
+    assert meta.sums_bytes == real.sums_bytes
+    weights = [*model.parameters(), *model.buffers()]
+    assert meta.weights_bytes == real.weights_bytes == sum(tensor.numel() * 4 for tensor in weights)
+    assert (meta.passes, meta.sites) == (real.passes, real.sites)
+    assert meta.flops["forward"] == real.flops["forward"]
+    assert meta.flops.keys() == real.flops.keys()
+    for part, flops in real.flops.items():
+        assert 1 / 1.5 < meta.flops[part] / flops < 1.5, part
+    assert 1 / 1.5 < meta.activations_bytes / real.activations_bytes < 1.5
+    assert meta.seconds is None
+    assert real.seconds > 0
+
+
+def test_a_vocabulary_of_whole_groups_needs_no_weights():
+    config = config_of(tiny_llama()) | {"vocab_size": 2 * GROUP_SIZE}
+    cost = lsim.estimate(config, [lsim.LogitLens()], tokens=32, **SIZE)
+    assert cost.flops["head"] == 3 * 2 * 32 * 32 * 2 * GROUP_SIZE
+
+
+@pytest.mark.filterwarnings("ignore:Intervals of 'cka' rest on")
+@pytest.mark.parametrize(("batches", "intervals"), [(1, False), (7, False), (8, False), (8, True), (37, True)])
+def test_bytes_of_sums_are_the_most_that_a_run_holds(monkeypatch, batches, intervals):
+    held, add = [], SumTree.add
+
+    def noting(self, more):
+        held.append(sum(value.nbytes for node in (*self.nodes, more) for value in node.sums["cka"].fields.values()))
+        return add(self, more)
+
+    monkeypatch.setattr(SumTree, "add", noting)
+    model = tiny_llama()
+    tokens = torch.randint(model.config.vocab_size, (batches, 16), generator=torch.Generator().manual_seed(0))
+    lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], batch_size=1, intervals=intervals)
+    cost = lsim.estimate(model, [lsim.CKA(minibatch=16)], tokens=16 * batches, batch_size=1, seq_len=16, intervals=intervals)
+    assert cost.sums_bytes == {"cka": max(held)}
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_flops_of_the_forward_pass_are_those_that_torch_counts(make):
+    # Without fused attention, which torch counts for GPUs only.
+    model = make()
+    model.set_attn_implementation("eager")
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens)
+    head = 2 * tokens.numel() * model.lm_head.weight.numel()
+    cost = lsim.estimate(model, [lsim.CKA(minibatch=16)], tokens=32, **SIZE)
+    assert cost.flops["forward"] == counter.get_total_flops() - head
+
+
+def test_flops_of_fused_attention_are_those_of_its_products():
+    q = torch.randn(2, 4, 16, 8)
+    with OperationMeter([]) as meter:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert meter.flops() == {"": 2 * 2 * 2 * 4 * 16 * 16 * 8}
+
+
+def test_peak_memory_is_that_of_the_tensors_that_are_alive():
+    with OperationMeter([]) as meter:
+        for _ in range(3):
+            x = torch.ones(1000)
+            x = x * 2 + 1
+    assert meter.peak == 3 * 4000
+    del x
+    assert meter.live == 0
+
+
+def test_other_sites_are_read():
+    config = config_of(tiny_llama())
+    whole = lsim.estimate(config, [lsim.CKA(minibatch=16)], tokens=32, **SIZE)
+    heads = lsim.estimate(config, [lsim.CKA(minibatch=16)], tokens=32, at="z", per_head=True, **SIZE)
+    assert heads.sites == tiny_llama().config.num_hidden_layers * tiny_llama().config.num_attention_heads
+    assert heads.sums_bytes["cka"] != whole.sums_bytes["cka"]
+
+
+def test_time_and_traffic_follow_from_the_devices():
+    config = config_of(tiny_llama())
+    cost = lsim.estimate(config, [lsim.Cosine(center="none")], tokens=3200, devices="1xH100", remote=True, **SIZE)
+    operations, device = cost.workload.counts, devices_of("H100")
+    batches = 3200 / 32
+    by_hand = sum(
+        count * max(op.flops / (0.4 * device.float32), op.moved / (0.7 * device.bandwidth), 10e-6)
+        for op, count in operations.items()
+        if op.dtype == torch.float32
+    )
+    assert all(op.dtype in (torch.float32, torch.float64, torch.int64) for op in operations)
+    assert cost.seconds >= by_hand * batches
+    # 256 batches of 32 positions would fit into 8,192: a request holds 64 at most.
+    assert cost.traffic.requests == 2
+    assert cost.traffic.bytes_down == 2 * cost.workload.sums["cosine"]
+    assert "2 requests" in repr(cost)
+
+
+def test_copies_share_the_work_and_too_small_devices_never_end():
+    h100 = devices_of("8xH100")
+    assert [h100.copies(size) for size in (1e9, 79e9, 81e9, 300e9, 641e9)] == [8, 8, 4, 2, 0]
+    config = config_of(tiny_llama())
+    one = lsim.estimate(config, [lsim.CKA(minibatch=16)], tokens=3200, devices="1xH100", **SIZE)
+    assert one.seconds == pytest.approx(8 * one.scaled(devices="8xH100").seconds)
+    small = lsim.Devices("small", 2, 1e12, 1e12, 1e12, 10.0, 1e12, "this test")
+    assert math.isinf(one.scaled(devices=small).seconds)
+    assert "never" in repr(one.scaled(devices=small))
+    # A part of a batch costs a part of its FLOPs.
+    assert 3200 * one.scaled(tokens=1).flops["forward"] == pytest.approx(one.flops["forward"])
+    with pytest.raises(lsim.LayersimError, match="`tokens` must be at least 1"):
+        one.scaled(tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": "8xABACUS"}, "`devices` names no device"),
+        ({"tokens": 0}, "`tokens` must be at least 1"),
+        ({"seq_len": 0}, "`seq_len` must be at least 1"),
+        ({"batch_size": -1}, "`batch_size` must be at least 1"),
+        ({"tokens_per_request": 0}, "`tokens_per_request` must be at least 1"),
+        ({"seq_len": 10**9}, "`seq_len` is longer"),
+        ({"analyzers": [lsim.LinearProbe(max_classes=2)]}, "not below `max_classes`"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(lsim.LayersimError, match=message):
+        lsim.estimate(tiny_llama(), **({"analyzers": [lsim.CKA()]} | SIZE | arguments))
+
+
+def test_a_misspelt_field_is_named():
+    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layer": 2, "num_attention_heads": 2, "rope_theta": 1e4}
+    small = {"intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64, "_name": "x", "sep_token_id": 1}
+    with pytest.warns(lsim.LayersimWarning, match=r"LlamaConfig does not know and that change nothing: num_hidden_layer\.$"):
+        lsim.estimate(config | small, [lsim.CKA()], **SIZE)
+
+
+def test_a_mapping_without_a_type_is_refused():
+    with pytest.raises(lsim.LayersimError, match="without a type of model"):
+        lsim.estimate({"hidden_size": 64}, [lsim.CKA()])
+
+
+def notice(total, rows, seconds):
+    clock = iter(seconds)
+    return LongRunNotice(total, rows, [], lambda: next(clock))
+
+
+def test_a_long_run_is_announced_once_with_its_memory():
+    tree = SumTree().add(DataBlock(1, 100, {"cka": Sums.of({"x": torch.zeros(125_000)})}))
+    one = notice(10**6, None, [0.0, 1.0, 4.0])
+    assert one.words(Tally(tokens=100, tree=tree)) == ""
+    assert one.words(Tally(tokens=200, tree=tree)) == ""
+    said = one.words(Tally(tokens=500, tree=tree))
+    assert said == "This pass takes about 167 minutes for 1,000,000 tokens (100 tokens/s). It holds 1.0 MB of sums."
+    assert one.words(Tally(tokens=600, tree=tree)) == ""
+
+
+def test_short_runs_and_runs_of_unknown_length_are_not_announced():
+    short = notice(1000, None, [0.0, 4.0])
+    assert [short.words(Tally(tokens=tokens)) for tokens in (100, 500)] == ["", ""]
+    unknown = notice(None, None, [])
+    assert [unknown.words(Tally(tokens=tokens)) for tokens in (100, 500)] == ["", ""]
+
+
+def test_the_rows_of_the_data_give_the_total():
+    by_rows = notice(None, 10_000, [0.0, 4.0])
+    by_rows.words(Tally(tokens=100, sequences=10))
+    assert "for 100,000 tokens" in by_rows.words(Tally(tokens=500, sequences=50))
+    assert rows_in_data(torch.zeros(5, 3), False) == 5
+    assert rows_in_data(["a"], True) is None
+
+
+def test_a_run_prints_the_notice(monkeypatch, capsys):
+    clock = iter(range(0, 10**6, 50))
+    monkeypatch.setattr(LongRunNotice.__init__, "__defaults__", (lambda: float(next(clock)),))
+    model = tiny_llama()
+    tokens = torch.randint(model.config.vocab_size, (8, 16), generator=torch.Generator().manual_seed(0))
+    lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], batch_size=2)
+    assert "This pass takes about" in capsys.readouterr().err

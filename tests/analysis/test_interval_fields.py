@@ -1,0 +1,73 @@
+"""Intervals of counts, of fields whose labels depend on the data, and fields that have none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analysis import Sweep
+
+from ..tiny_models import random_tokens, tiny_llama
+
+
+def run(*analyzers, lengths=(5, 9) * 17):
+    data = [random_tokens(1, length, seed=i)[0] for i, length in enumerate(lengths)]
+    return lsim.analyze(tiny_llama(), data, list(analyzers), batch_size=2, intervals=True)
+
+
+def test_the_interval_of_a_count_is_that_of_its_fraction():
+    report = run(lsim.Saturation(), lsim.CKA(minibatch=4))
+    counts = report["saturation"]
+    fraction = counts.interval(lambda one: one.values / one.values.sum())
+    torch.testing.assert_close(counts.interval("counts").error, fraction.error * counts.values.sum())
+    cka = report["cka"]
+    fraction = cka.interval(lambda one: one.effective_samples / one.samples)
+    torch.testing.assert_close(cka.interval("effective_samples").error, fraction.error * cka.samples)
+    assert float(lsim.difference(counts, counts).interval("counts").error.max()) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_label_that_one_block_alone_has_gets_no_interval():
+    coupling = run(lsim.BlockCoupling(k=2), lengths=(5,) * 17 + (9,) * 16 + (40,))["block_coupling"]
+    found = coupling.interval("by_length")
+    assert found.low.isnan().tolist() == [False, False, True]
+    assert len(coupling.to_frame("by_length")) == 3
+    assert len(lsim.difference(coupling, coupling).to_frame("by_length")) == 3
+
+
+def test_fields_without_intervals_are_drawn_and_tabled(tmp_path):
+    report = run(lsim.CKA(minibatch=4, permutations=20), lsim.Trajectory(per_prompt=True), lsim.Cosine())
+    for name, field in (("cka", "p_values"), ("cka", "max_null"), ("trajectory", "prompt_lss"), ("cosine", "mean")):
+        with pytest.raises(lsim.LayersimError, match="has no interval"):
+            report[name].interval(field)
+        assert report[name].plot(field).data
+    report.to_html(tmp_path / "page.html")
+    assert not [line for line in repr(report).splitlines() if "p-value" in line and "±" in line]
+    wide = replace(report["cosine"], layers=tuple(f"blocks.{i}.hook_resid_post" for i in range(4)))
+    assert wide.plot("mean").layout.xaxis.title.text
+
+
+def test_a_sweep_reads_what_has_no_interval():
+    both = Sweep({1: run(lsim.CKA(minibatch=4, permutations=20)), 2: run(lsim.CKA(minibatch=4, permutations=20))})
+    assert len(both.numbers("cka", "p_values", layer=0)) == len(both.numbers("cka", "max_p_value")) == 2
+    with pytest.raises(lsim.LayersimError, match="must return one number"):
+        both.numbers("cka", lambda one: one.values)
+    with pytest.raises(lsim.LayersimError, match="must differ"):
+        Sweep({torch.tensor(1): both[1], torch.tensor(1): both[2]})
+
+
+def test_ones_on_a_diagonal_differ_by_no_finding():
+    first, second = (run(lsim.CKA(minibatch=4))["cka"] for _ in range(2))
+    rounded = replace(second, values=second.values + 1e-16 * torch.eye(4).double())
+    found = lsim.difference(first, rounded)
+    assert bool(found.p_value().diagonal().isnan().all())
+    assert float(found.interval().value.abs().max()) == 0
+
+
+def test_the_time_of_intervals_is_announced(capfd, monkeypatch):
+    monkeypatch.setattr(lsim.Procrustes, "compute_seconds", lambda self, model: 1.0)
+    run(lsim.Procrustes())
+    assert "up to 33 times, about 33 seconds on one core" in capfd.readouterr().err

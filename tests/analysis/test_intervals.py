@@ -1,0 +1,283 @@
+"""Intervals of whole runs: what they rest on, and that nothing else changes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core.intervals import bounds_of
+from tl_layersim.core.jackknife import standard_error
+from tl_layersim.models.hooked import HookedSource
+
+from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
+from ..views import worst
+
+pytestmark = pytest.mark.filterwarnings("ignore:CKA (rests|is dominated).*:UserWarning")
+
+
+def rows(count: int, seed: int = 0) -> list[torch.Tensor]:
+    """Rows of different lengths."""
+    return [random_tokens(1, 5 + (7 * i) % 11, seed=seed + i)[0] for i in range(count)]
+
+
+def one_pass() -> list:
+    return [
+        lsim.Cosine(center="none"),
+        lsim.CKA(minibatch=4),
+        lsim.LogitLens(),
+        lsim.Saturation(),
+        lsim.Trajectory(),
+        lsim.ExitCurve(),
+    ]
+
+
+def test_a_replicate_is_the_result_of_the_data_without_a_block():
+    model, data = tiny_llama(), rows(40)
+    report = lsim.analyze(model, data, one_pass(), batch_size=2, intervals=True)
+    for name, result in report.items():
+        assert len(result.replicates) == len(result.block_tokens) == 20
+        assert result.block_tokens == tuple(sum(len(row) for row in data[2 * j : 2 * j + 2]) for j in range(20))
+        for block in (0, 7, 19):
+            rest = data[: 2 * block] + data[2 * block + 2 :]
+            expected = lsim.analyze(model, rest, one_pass(), batch_size=2)[name]
+            assert worst(result.replicates[block], expected) < 1e-9
+
+
+def test_what_a_first_pass_determines_is_held_fixed():
+    """The most frequent tokens of the data are the classes of NC1, also of the data without a block."""
+    model, data = tiny_llama(), rows(34)
+    result = lsim.analyze(model, data, [lsim.NeuralCollapse()], batch_size=2, intervals=True)["neural_collapse"]
+    assert len(result.replicates) == 17
+    assert {one.labels for one in result.replicates} == {result.labels}
+    assert bool(result.interval().error.gt(0).all())
+    cosine = lsim.analyze(model, data, [lsim.Cosine()], batch_size=2, intervals=True)["cosine"]
+    fixed = lsim.analyze(model, data[2:], [lsim.Cosine(center=cosine.mean)], batch_size=2)["cosine"]
+    assert worst(cosine.replicates[0], fixed) < 1e-9
+    with pytest.raises(lsim.LayersimError, match="the first pass over the data determines it"):
+        cosine.interval("mean")
+    assert "mean_low" not in cosine.to_frame("mean")
+
+
+def test_intervals_change_no_number():
+    model, data = tiny_llama(), rows(37)
+    plain = lsim.analyze(model, data, [*one_pass(), lsim.NeuralCollapse()], batch_size=1)
+    report = lsim.analyze(model, data, [*one_pass(), lsim.NeuralCollapse()], batch_size=1, intervals=True)
+    for name in plain:
+        assert worst(plain[name], report[name]) == 0
+        assert not plain[name].has_intervals
+        assert plain[name].block_tokens == ()
+        assert report[name].provenance.options.pop("intervals") is True
+        assert report[name].provenance.options == plain[name].provenance.options
+
+
+def test_an_interval_is_students_t_about_the_value_with_the_error_of_the_replicates():
+    from scipy import stats
+
+    result = lsim.analyze(tiny_llama(), rows(36), [lsim.LogitLens()], batch_size=2, intervals=True)["logit_lens"]
+    value, low, high, error = result.interval("entropy", level=0.9)
+    replicates = torch.stack([one.entropy for one in result.replicates])
+    assert error.equal(standard_error(result.entropy, replicates))
+    margin = stats.t.ppf(0.95, 17) * error
+    torch.testing.assert_close(low, value - margin)
+    torch.testing.assert_close(high, value + margin)
+    assert value.equal(result.entropy)
+    assert result.interval().value.equal(result.values)
+    assert result.interval("cross_entropy").low.equal(result.interval("values").low)
+
+
+def test_any_number_of_a_result_has_an_interval():
+    a, b, data = tiny_llama(), tiny_llama(seed=1), rows(40)
+    result = lsim.compare(a, b, data, lsim.CKA(minibatch=4), batch_size=2, intervals=True)
+    found = result.interval(lambda one: one.distance())
+    naive = standard_error(
+        torch.tensor(result.distance(), dtype=torch.float64),
+        torch.tensor([one.distance() for one in result.replicates], dtype=torch.float64),
+    )
+    assert found.error.equal(naive)
+    assert found.value.shape == ()
+    # The other order of the models, intervals included.
+    turned = result.transposed()
+    assert turned.interval("values").low.equal(result.interval("values").low.T)
+    assert turned.interval("effective_samples").high.equal(result.interval("column_effective_samples").high)
+
+
+def test_a_table_and_the_text_show_the_intervals():
+    report = lsim.analyze(tiny_llama(), rows(40), [lsim.Cosine(center="none")], batch_size=2, intervals=True)
+    table = report["cosine"].to_frame("values")
+    found = report["cosine"].interval("values")
+    np.testing.assert_array_equal(table["values_low"], found.low.flatten())
+    np.testing.assert_array_equal(table["values_high"], found.high.flatten())
+    assert {"std_low", "below_zero_high"} <= set(table.columns)
+    margins = [line for line in repr(report).splitlines() if " ± " in line]
+    assert len(margins) >= 2
+    plain = lsim.analyze(tiny_llama(), rows(40), [lsim.Cosine(center="none")], batch_size=2)
+    assert " ± " not in repr(plain)
+    assert "values_low" not in plain["cosine"].to_frame("values")
+
+
+def test_a_grid_has_intervals_of_its_distances_and_of_each_pair(tmp_path):
+    models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
+    data = rows(34)
+    grid = lsim.compare_grid(models, data, lsim.CKA(minibatch=4), batch_size=2, intervals=True)
+    pair = lsim.compare(models["a"], models["b"], data, lsim.CKA(minibatch=4), batch_size=2, intervals=True)
+    assert worst(grid["a", "b"], pair) < 1e-12
+    torch.testing.assert_close(grid["a", "b"].interval("values").low, pair.interval("values").low)
+    torch.testing.assert_close(grid.interval().low[0, 1], pair.interval(lambda one: one.distance()).low)
+    torch.testing.assert_close(grid["b", "a"].interval("values").low, pair.interval("values").low.T)
+    grid.save(tmp_path / "grid.safetensors")
+    loaded = lsim.load(tmp_path / "grid.safetensors")
+    assert loaded.interval().high.equal(grid.interval().high)
+    assert loaded["a", "c"].interval("values").low.equal(grid["a", "c"].interval("values").low)
+    assert loaded.replicates[3]["a", "b"].values.equal(grid.replicates[3]["a", "b"].values)
+
+
+def test_a_file_keeps_the_intervals(tmp_path):
+    report = lsim.analyze(tiny_llama(), rows(33), one_pass(), batch_size=2, intervals=True)
+    loaded = lsim.load(report.save(tmp_path / "report.safetensors"))
+    for name, result in report.items():
+        assert loaded[name].block_tokens == result.block_tokens
+        for field in (name for name, bounds in bounds_of(result).items() if bounds is not None):
+            for one, other in zip(result.interval(field), loaded[name].interval(field), strict=True):
+                assert torch.equal(one.nan_to_num(-7), other.nan_to_num(-7))
+        for one, other in zip(result.replicates, loaded[name].replicates, strict=True):
+            assert worst(one, other) == 0
+            assert type(one) is type(other)
+
+
+@pytest.mark.parametrize("at", [1, 20, 30, 45, 60])
+def test_a_resumed_run_has_the_same_intervals_to_the_last_bit(at, tmp_path, monkeypatch):
+    """Thirty-four batches twice over: blocks of one batch become blocks of two at the thirty-second."""
+    model, data, path = tiny_llama(), rows(34), tmp_path / "run.safetensors"
+    analyzers = [lsim.Cosine(), lsim.CKA(minibatch=4)]
+    undisturbed = lsim.analyze(model, data, analyzers, batch_size=1, intervals=True)
+    calls, run = [], HookedSource.run
+
+    def interrupted(self, batch, kernels):
+        calls.append(1)
+        if len(calls) == at + 1:
+            raise KeyboardInterrupt
+        return run(self, batch, kernels)
+
+    monkeypatch.setattr(HookedSource, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lsim.analyze(model, data, analyzers, batch_size=1, intervals=True, checkpoint=path)
+    report = lsim.analyze(model, data, analyzers, batch_size=1, intervals=True, checkpoint=path)
+    assert len(calls) == 2 * 34 + 1
+    for name, result in undisturbed.items():
+        assert result.block_tokens == report[name].block_tokens
+        assert len(result.block_tokens) == 17
+        for one, other in zip(result.replicates, report[name].replicates, strict=True):
+            assert worst(one, other) == 0
+    # Without blocks it is another run.
+    with pytest.raises(lsim.LayersimError, match="belongs to another run"):
+        lsim.analyze(model, data, analyzers, batch_size=1, checkpoint=path)
+
+
+def test_forward_passes_of_a_loop_form_blocks():
+    model, data = tiny_gpt2(), list(random_tokens(48, 12))
+    with lsim.attach(model, [lsim.LogitLens()], intervals=True) as probe:
+        for one in torch.stack(data).split(3):
+            model(one)
+    found = probe.results()["logit_lens"]
+    same = lsim.analyze(model, data, [lsim.LogitLens()], batch_size=3, intervals=True, prepend_bos=False)["logit_lens"]
+    assert found.block_tokens == same.block_tokens == (36,) * 16
+    torch.testing.assert_close(found.interval("entropy").low, same.interval("entropy").low)
+    assert found.provenance.options["intervals"] is True
+
+
+def test_forward_passes_that_are_measured_together_share_a_block():
+    """A loop of small forward passes gives minibatches of 2,048 tokens, with and without intervals."""
+    model, data = tiny_gpt2(), random_tokens(560, 60)
+    results = {}
+    for intervals in (False, True):
+        with lsim.attach(model, [lsim.CKA(minibatch=64)], intervals=intervals) as probe:
+            for one in data.split(7):
+                model(one)
+        results[intervals] = probe.results()["cka"]
+    assert results[True].values.equal(results[False].values)
+    assert results[True].block_tokens == (2100,) * 16
+
+
+def test_few_blocks_are_reported():
+    model = tiny_llama()
+    with pytest.warns(lsim.LayersimWarning, match="'logit_lens', 'saturation' rest on 3 blocks of batches only") as told:
+        few = lsim.analyze(model, rows(6), [lsim.LogitLens(), lsim.Saturation()], batch_size=2, intervals=True)["logit_lens"]
+    assert len([one for one in told if "rest on" in str(one.message)]) == 1
+    assert bool(few.interval("entropy").error.isfinite().all())
+    with pytest.warns(lsim.LayersimWarning, match="rest on 1 block of batches, so there are none"):
+        one = lsim.analyze(model, rows(6), [lsim.LogitLens()], batch_size=8, intervals=True)["logit_lens"]
+    assert one.has_intervals
+    assert bool(one.interval("entropy").low.isnan().all())
+    assert " ± " not in repr(one)
+
+
+def test_a_measure_that_needs_every_block_has_no_intervals_and_says_so():
+    """Without the block of the only row of a class, NC1 of two classes is not defined."""
+    data, labels = list(random_tokens(32, 9)), torch.tensor([0] * 31 + [1])
+    analyzer = lsim.NeuralCollapse(labels=labels, pool="last")
+    with pytest.warns(lsim.LayersimWarning, match="no intervals, because it is not defined on the data without one of its 16"):
+        result = lsim.analyze(tiny_llama(), data, [analyzer], batch_size=2, intervals=True)["neural_collapse"]
+    assert not result.has_intervals
+
+
+def test_what_has_no_interval_is_refused():
+    plain = lsim.analyze(tiny_llama(), rows(4), [lsim.Cosine(center="none")])["cosine"]
+    with pytest.raises(lsim.LayersimError, match=r"has no intervals(.|\n)*intervals=True"):
+        plain.interval()
+    result = lsim.analyze(tiny_llama(), rows(32), [lsim.Cosine(center="none")], batch_size=2, intervals=True)["cosine"]
+    with pytest.raises(lsim.LayersimError, match="no tensor field 'nothing'"):
+        result.interval("nothing")
+    with pytest.raises(lsim.LayersimError, match="must return a number or a tensor"):
+        result.interval(lambda one: "text")
+    with pytest.raises(lsim.LayersimError, match="shape depends on the data"):
+        result.interval(lambda one: torch.zeros(2 if one is result else 3))
+    for level in (0.0, 1.0, 95.0):
+        with pytest.raises(lsim.LayersimError, match="`level` must be between 0 and 1"):
+            result.interval(level=level)
+
+
+def test_blocks_that_do_not_fit_into_memory_are_refused(monkeypatch):
+    import psutil
+
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=1000))
+    with pytest.raises(lsim.LayersimError, match=r"Intervals need more memory(.|\n)*'cosine'"):
+        lsim.analyze(tiny_llama(), rows(4), [lsim.Cosine(center="none")], intervals=True)
+    model = tiny_llama()
+    with lsim.attach(model, [lsim.Cosine(center="none")], intervals=True) as probe:
+        model(random_tokens(1, 5))
+    with pytest.raises(lsim.LayersimError, match="Intervals need more memory"):
+        probe.results()
+    # Without intervals a run is warned of, and goes on.
+    with pytest.warns(lsim.LayersimWarning, match="The sums of this run may not fit into memory"):
+        lsim.analyze(tiny_llama(), rows(4), [lsim.Cosine(center="none")])
+
+
+def test_memory_holds_32_blocks_of_a_long_stream():
+    """The checkpoint of a stream of many batches holds no more blocks than that of a short one."""
+    report = lsim.analyze(tiny_llama(), list(random_tokens(150, 4)), [lsim.LogitLens()], batch_size=1, intervals=True)
+    assert report["logit_lens"].block_tokens == (32,) * 18 + (24,)
+
+
+def test_the_command_line_gives_intervals(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(lsim.demo_text()[:40]))
+    command = [
+        sys.executable,
+        "-c",
+        "from tl_layersim.cli import main; main()",
+        "report",
+        "--data",
+        str(text),
+        "--intervals",
+        "--out",
+        str(tmp_path),
+    ]
+    subprocess.run([*command, "--batch-size", "1", "--seq-len", "32", "--max-tokens", "800"], check=True, timeout=240)
+    report = lsim.load_report(tmp_path / "report.safetensors")
+    assert len(report["cosine"].block_tokens) >= 16

@@ -1,0 +1,42 @@
+"""Sums that do not fit into memory are refused or warned of with the first batch."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from tl_layersim.analysis.memory_of_sums import refuse_large_blocks, warn_of_large_sums
+from tl_layersim.core import LayersimError, LayersimWarning, Sums
+
+
+def test_blocks_may_take_half_of_the_free_memory(monkeypatch, capsys):
+    sums = {"a": Sums({"x": torch.zeros(100, dtype=torch.float64)})}
+    memory = psutil.virtual_memory()
+    for free, refused in ((2 * 32 * 800, False), (2 * 32 * 800 - 1, True)):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: memory._replace(available=free))
+        if refused:
+            with pytest.raises(LayersimError, match="Intervals need more memory"):
+                refuse_large_blocks(sums)
+        else:
+            refuse_large_blocks(sums)
+    monkeypatch.setattr("tl_layersim.analysis.memory_of_sums.LARGE_BLOCKS", 32 * 800)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=10**9))
+    refuse_large_blocks(sums)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("tl_layersim.analysis.memory_of_sums.LARGE_BLOCKS", 32 * 800 - 1)
+    refuse_large_blocks(sums)
+    assert "up to 32 blocks of the data" in capsys.readouterr().err
+
+
+def test_sums_that_may_not_fit_are_warned_of(monkeypatch, recwarn):
+    sums = {"a": Sums({"x": torch.zeros(100, dtype=torch.float64)}), "b": Sums({"x": torch.zeros(1, dtype=torch.float64)})}
+    memory = psutil.virtual_memory()
+    # 1,024 batches: eleven nodes of the tree, and two copies while nodes are added.
+    need = 13 * 808
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=need))
+    warn_of_large_sums(sums, 1024)
+    assert not recwarn
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=need - 1))
+    with pytest.warns(LayersimWarning, match="held up to 13 times, and .* Most of them are those of 'a'"):
+        warn_of_large_sums(sums, 1024)

@@ -1,0 +1,263 @@
+"""Shards of a run: their files, merged, give the report of one process to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.analysis import run_analysis, shards
+from tl_layersim.core import storage
+from tl_layersim.models.hooked import HookedSource
+
+from ..tiny_models import random_tokens, tiny_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore:Intervals of:tl_layersim.LayersimWarning")
+ROOT = Path(__file__).parents[2]
+
+
+def contents(path):
+    """The header of a file of results without durations, and the bytes of its tensors."""
+    header, tensors = storage.read(path, ("report",))
+
+    def without_seconds(value):
+        if isinstance(value, dict):
+            return {key: without_seconds(own) for key, own in value.items() if key != "seconds"}
+        return [without_seconds(own) for own in value] if isinstance(value, list) else value
+
+    return without_seconds(header), {name: (one.dtype, one.shape, one.numpy().tobytes()) for name, one in tensors.items()}
+
+
+def assert_same(merged, alone, folder):
+    """Equal to the last bit, replicates and provenance included."""
+    one, other = (contents(report.save(folder / f"{name}.report")) for name, report in (("a", merged), ("b", alone)))
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    assert [name for name in one[1] if one[1][name] != other[1][name]] == []
+    for name, result in alone.items():
+        assert merged[name].provenance.seconds > 0
+        assert merged[name].has_intervals == result.has_intervals
+
+
+def measured(folder, of, *arguments, first=None, **options):
+    """The files of all shards of a run."""
+    folder.mkdir()
+    for number in reversed(range(of)):
+        path = lsim.analyze(*arguments, shard=(number, of), save_to=folder / f"{number}.safetensors", first=first, **options)
+        assert path == folder / f"{number}.safetensors"
+    return folder
+
+
+def test_64_shards_of_which_ten_are_killed_equal_one_process(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.analysis.shard_workers", str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["failed"] == 0, done.stderr
+    assert [one["signal"] for one in found["killed"]] == [9] * 10
+    assert not any(one["done"] for one in found["killed"])
+    # Some had sums of a part of their batches.
+    assert len([one for one in found["killed"] if one["held"] > 0]) >= 3
+    alone, merged = (contents(tmp_path / f"{name}.safetensors") for name in ("alone", "merged"))
+    assert merged[0] == alone[0]
+    assert merged[1] == alone[1]
+    assert len(lsim.load_report(tmp_path / "merged.safetensors")["cka"].replicates) >= 16
+
+
+ALL = {
+    "one": (1, {}),
+    "three, with intervals": (3, {"intervals": True}),
+    "seven, packed and cut short": (7, {"max_tokens": 150, "seq_len": 8, "pack": True, "batch_size": 3}),
+    "more than batches": (13, {"batch_size": 4}),
+    "some batches without a counted position": (4, {"batch_size": 1, "positions": lambda ids: ids % 4 == 0}),
+}
+
+
+@pytest.mark.parametrize(("of", "options"), ALL.values(), ids=ALL)
+def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
+    model, data = tiny_llama(), list(random_tokens(21, 4))
+    if "pack" in options:
+        model, data = lsim.demo_model(), lsim.demo_text()[:6]
+    analyzers = [lsim.Cosine(center="none"), lsim.CKA(estimator="exact"), lsim.LogitLens()]
+    options = {"batch_size": 2, **options}
+    alone = lsim.analyze(model, data, analyzers, **options)
+    parts = measured(tmp_path / "parts", of, model, data, analyzers, **options)
+    assert_same(lsim.merge(parts), alone, tmp_path)
+
+
+def test_two_stages_equal_two_passes(tmp_path):
+    model, data, analyzers = tiny_llama(), list(random_tokens(22, 5)), [lsim.Cosine(), lsim.CKA(minibatch=8)]
+    options = {"batch_size": 2, "intervals": True}
+    alone = lsim.analyze(model, data, analyzers, **options)
+    first = measured(tmp_path / "first", 3, model, data, analyzers, **options)
+    with pytest.raises(lsim.LayersimError, match=r"^Files of a first stage(.|\n)*0.safetensors(.|\n)*first=\["):
+        lsim.merge(first)
+    # The stages may have different numbers of shards.
+    parts = measured(tmp_path / "parts", 4, model, data, analyzers, first=first, **options)
+    assert_same(lsim.merge(str(parts / "*.safetensors")), alone, tmp_path)
+    again = {"shard": (0, 4), "save_to": tmp_path / "other", **options}
+    with pytest.raises(lsim.LayersimError, match=r"^2 of 3 shards are missing: 1, 2(.|\n)*first(.|\n)*shard=\(1, 3\)"):
+        lsim.analyze(model, data, analyzers, first=first / "0.safetensors", **again)
+    with pytest.raises(lsim.LayersimError, match=r"^`first` holds the first stage of other data"):
+        lsim.analyze(model, data[::-1], analyzers, first=first, **again)
+    with pytest.raises(lsim.LayersimError, match=r"^`first` holds the first stage of another run, with (.|\n)*other analyzers"):
+        lsim.analyze(model, data, [lsim.Cosine(), lsim.CKA(minibatch=4)], first=first, **again)
+    with pytest.raises(lsim.LayersimError, match=r"^`first` must name files of a first stage"):
+        lsim.analyze(model, data, analyzers, first=parts, **again)
+    with pytest.raises(lsim.LayersimError, match=r"^`first` is not needed"):
+        lsim.analyze(model, data, "cka", first=first, **again)
+    with pytest.raises(lsim.LayersimError, match=r"^`first` names no file"):
+        lsim.analyze(model, data, analyzers, first=tmp_path / "no*", **again)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_first_pass_without_a_model_needs_one_stage(tmp_path):
+    model, data = tiny_llama(), list(random_tokens(12, 6))
+    analyzers = [lsim.NeuralCollapse(classes=4), lsim.CKA(minibatch=8)]
+    alone = lsim.analyze(model, data, analyzers, batch_size=2)
+    parts = measured(tmp_path / "parts", 3, model, data, analyzers, batch_size=2)
+    assert_same(lsim.merge(parts), alone, tmp_path)
+
+
+def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
+    model, data, path = tiny_llama(), list(random_tokens(16, 5)), tmp_path / "part"
+    call = {"batch_size": 1, "shard": (1, 2), "save_to": path}
+    calls, counted, stopped = [], [], []
+    run, count = HookedSource.run, shards.count_data
+
+    def interrupted(self, batch, kernels):
+        calls.append(1)
+        if len(calls) == 4 and not stopped:
+            stopped.append(1)
+            raise KeyboardInterrupt
+        return run(self, batch, kernels)
+
+    monkeypatch.setattr(HookedSource, "run", interrupted)
+    monkeypatch.setattr("tl_layersim.analysis.shard_run.count_data", lambda batches: counted.append(1) or count(batches))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        lsim.analyze(model, data, "cka", **call)
+    # Three of its batches, not those of the other shard before them.
+    assert caught.value.__notes__[0].startswith("The sums of 15 tokens are in ")
+    assert "the same call continues from there" in caught.value.__notes__[0]
+    assert (len(calls), len(counted)) == (4, 1)
+    other = lsim.analyze(model, data, "cka", batch_size=1, shard=(0, 2), save_to=tmp_path / "other")
+    with pytest.raises(lsim.LayersimError, match=r"^Shards are not finished(.|\n)*part \(shard 1\)(.|\n)*shard=\(1, 2\)"):
+        lsim.merge([path, other])
+    calls.clear()
+    assert lsim.analyze(model, data, "cka", **call) == path
+    # Three batches of eight were in the file; data was counted for the other shard only.
+    assert (len(calls), len(counted)) == (5, 2)
+    capsys.readouterr()
+    assert lsim.analyze(model, data, "cka", **call) == path
+    # Counted once more, to know that the data is that of the file.
+    assert (len(calls), len(counted)) == (5, 3)
+    assert "is complete" in capsys.readouterr().err
+    for others in (data[::-1], data[:8]):
+        with pytest.raises(lsim.LayersimError, match=r"^`save_to` holds the shard of other data(.|\n)*80 tokens in 16 rows"):
+            lsim.analyze(model, others, "cka", **call)
+    with pytest.raises(lsim.LayersimError, match=r"^.*part belongs to another shard or to another run: other number of the"):
+        lsim.analyze(model, data, "cka", **call | {"shard": (0, 2)})
+    assert_same(lsim.merge([path, other]), lsim.analyze(model, data, "cka", batch_size=1), tmp_path)
+
+
+def test_data_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch):
+    class Changing:
+        def __init__(self):
+            self.rows = list(random_tokens(8, 5))
+
+        def __iter__(self):
+            yield from self.rows
+            self.rows = self.rows[::-1]
+
+    monkeypatch.setattr("tl_layersim.data.cached_batches.CACHE_BYTES", 0)
+    with pytest.raises(lsim.LayersimError, match=r"^`data` gave different rows on the second data pass"):
+        lsim.analyze(tiny_llama(), Changing(), "cka", batch_size=2, shard=(0, 2), save_to=tmp_path / "part")
+
+
+REFUSED = {
+    "no file": ({"shard": (0, 2)}, r"^`shard` needs `save_to`(.|\n)*save_to=\"part-0"),
+    "no shard": ({"save_to": "part"}, r"^`save_to` belongs to a shard(.|\n)*report.save"),
+    "first alone": ({"first": "x"}, r"^`first` belongs to a shard"),
+    "number": ({"shard": (2, 2), "save_to": "part"}, r"^`shard` must be the number of a shard, from 0(.|\n)*shard=\(1, 2\)"),
+    "negative": ({"shard": (-1, 2), "save_to": "part"}, r"^`shard` must be the number"),
+    "none": ({"shard": (0, 0), "save_to": "part"}, r"^`shard` must be the number(.|\n)*shard=\(0, 1\)"),
+    "checkpoint": ({"shard": (0, 2), "save_to": "part", "checkpoint": "x"}, r"^`checkpoint` cannot be combined with `shard`"),
+    "blocking": ({"shard": (0, 2), "save_to": "part", "blocking": False}, r"^`blocking` cannot be combined with `shard`"),
+    "folder": ({"shard": (0, 2), "save_to": "nowhere/part"}, r"^`save_to` names a file in a folder that does not exist"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
+def test_arguments_that_contradict_each_other_are_refused(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(lsim.LayersimError, match=words):
+        lsim.analyze(tiny_llama(), random_tokens(2, 5), "cka", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
+    call = {"shard": (0, 2), "save_to": tmp_path / "part"}
+    with pytest.raises(lsim.LayersimError, match=r"^`data` can be read only once"):
+        lsim.analyze(tiny_llama(), iter(random_tokens(4, 5)), "cka", **call)
+    monkeypatch.setattr(shards, "rank_and_size", lambda: (0, 2))
+    with pytest.raises(lsim.LayersimError, match=r"^`shard` cannot be used in a torch.distributed group"):
+        lsim.analyze(tiny_llama(), random_tokens(4, 5), "cka", **call)
+
+
+def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkeypatch):
+    model, data = tiny_llama(), list(random_tokens(9, 5))
+    parts = measured(tmp_path / "parts", 3, model, data, "cka", batch_size=1)
+    files = sorted(parts.iterdir())
+    with pytest.raises(lsim.LayersimError, match=r"^1 of 3 shards is missing: 1\.(.|\n)*shard=\(1, 3\)"):
+        lsim.merge([files[0], files[2]])
+    with pytest.raises(lsim.LayersimError, match=r"^A shard is given more than once(.|\n)*0.safetensors(.|\n)*0.safetensors"):
+        lsim.merge([*files, files[0]])
+    with pytest.raises(FileNotFoundError, match=r"3\.safetensors"):
+        lsim.merge([*files, parts / "3.safetensors"])
+    with pytest.raises(lsim.LayersimError, match=r"^`files` names no file"):
+        lsim.merge([])
+    with pytest.raises(lsim.LayersimError, match=r"another kind of data"):
+        lsim.merge([lsim.merge(parts).save(tmp_path / "report")])
+
+    def odd(name, number=1, of=3, rows=data, analyzers="cka", of_model=model, **options):
+        options = {"batch_size": 1, **options}
+        return lsim.analyze(of_model, rows, analyzers, shard=(number, of), save_to=tmp_path / name, **options)
+
+    def refused(path):
+        with pytest.raises(lsim.LayersimError) as caught:
+            lsim.merge([files[0], path, files[2]])
+        assert f"{path} (shard {1})" in caught.value.given
+        return caught.value.what
+
+    assert refused(odd("rows", rows=data[::-1])) == "Shards are of other data than the rest."
+    assert "other options skip_first=1" in refused(odd("options", skip_first=1))
+    assert "with other analyzers" in refused(odd("analyzers", analyzers=lsim.CKA(minibatch=8)))
+    assert "with other model" in refused(odd("model", of_model=tiny_llama(layers=2)))
+    assert refused(odd("number", of=4)).endswith("with 4 shards, not 3.")
+    assert "intervals=True" in refused(odd("intervals", intervals=True))
+    monkeypatch.setattr(run_analysis, "version", lambda _: "9.9")
+    with pytest.raises(lsim.LayersimError, match=r"another version(.|\n)*version \(shard 1\)"):
+        lsim.merge([files[0], odd("version"), files[2]])
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    parts = measured(tmp_path / "parts", 2, tiny_llama(), random_tokens(4, 5), "cka", batch_size=1)
+    path = parts / "1.safetensors"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(lsim.LayersimError, match=r"1\.safetensors cannot be read: it is truncated"):
+        lsim.merge(parts)
+
+
+def test_analyzers_that_hold_tensors_are_given_again(tmp_path):
+    model, data = tiny_llama(), list(random_tokens(8, 6))
+    probe = lsim.NeuralCollapse(classes=4)
+    parts = measured(tmp_path / "parts", 2, model, data, [probe], batch_size=2)
+    with pytest.raises(lsim.LayersimError, match=r"^`analyzers` differ from the analyzers of the saved run"):
+        lsim.merge(parts, analyzers=[lsim.NeuralCollapse(classes=5)])
+    assert_same(lsim.merge(parts, analyzers=[probe]), lsim.analyze(model, data, [probe], batch_size=2), tmp_path)

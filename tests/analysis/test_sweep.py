@@ -1,0 +1,336 @@
+"""One analysis of many models: what is alive, what is kept, what is continued, and the tables of the result."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analysis import Sweep, SweepError
+from tl_layersim.analysis.sweep_folder import data_digest
+
+from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
+
+ANALYZERS = [lsim.Cosine(center="none"), lsim.Trajectory()]
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {step: tiny_llama(seed=step) for step in (0, 10, 1000)}
+
+
+@pytest.fixture(scope="module")
+def found(models):
+    analyzers = [*ANALYZERS, lsim.CKA(minibatch=16), lsim.BlockCoupling(k=3)]
+    return lsim.sweep(models, random_tokens(16), analyzers, batch_size=1, intervals=True)
+
+
+def equal(a, b):
+    return all(
+        torch.equal(getattr(a[name], field).nan_to_num(-7), getattr(b[name], field).nan_to_num(-7))
+        for name in a
+        for field in a[name].tensor_fields()
+    ) and list(a) == list(b)
+
+
+class TestModels:
+    def test_each_report_is_that_of_analyze(self, models, found):
+        assert list(found) == [0, 10, 1000]
+        own = lsim.analyze(models[10], random_tokens(16), list(ANALYZERS), batch_size=1)
+        for name in own:
+            np.testing.assert_allclose(found[10][name].values, own[name].values, rtol=1e-12)
+
+    def test_at_most_one_loaded_model_is_alive(self):
+        refs, most = [], []
+
+        def load(seed):
+            most.append(sum(ref() is not None for ref in refs))
+            model = tiny_llama(seed=seed)
+            refs.append(weakref.ref(model))
+            return model
+
+        gc.disable()
+        try:
+            loaders = {seed: partial(load, seed) for seed in range(3)}
+            lsim.sweep(loaders, random_tokens(4), [*ANALYZERS, lsim.LogitLens(), lsim.BlockCoupling(k=3)])
+        finally:
+            gc.enable()
+        assert most == [0, 0, 0]
+        assert [ref() for ref in refs] == [None] * 3
+
+    def test_a_loaded_model_is_used_as_it_is(self, models):
+        before = {name: parameter.clone() for name, parameter in models[0].named_parameters()}
+        mixed = lsim.sweep({"own": models[0], "other": lambda: tiny_llama(seed=1)}, random_tokens(4), ANALYZERS)
+        assert list(mixed) == ["own", "other"]
+        assert all(torch.equal(before[name], parameter) for name, parameter in models[0].named_parameters())
+
+    def test_options_reach_analyze(self, models):
+        found = lsim.sweep({1: models[0]}, ["w5 w6 w7 w8"], "cosine", seq_len=3, tokenizer=tiny_tokenizer(), skip_first=1)
+        options = found[1]["cosine"].provenance.options
+        assert (options["seq_len"], options["skip_first"]) == (3, 1)
+        assert not found[1]["cosine"].has_intervals
+
+    def test_loaders_of_the_same_weights_are_noticed(self):
+        with pytest.warns(lsim.LayersimWarning, match=r"models 1, 2 of the sweep have the same weights.*functools.partial"):
+            lsim.sweep({1: tiny_llama, 2: tiny_llama, 3: partial(tiny_llama, seed=1)}, random_tokens(4), "cosine")
+
+    def test_the_number_of_models_is_announced(self, models, capsys):
+        lsim.sweep(models, random_tokens(4), ANALYZERS)
+        assert "sweep: 3 models, each with cosine, trajectory\n" in capsys.readouterr().err
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("models", "match"),
+        [
+            ([], "`models` must be a mapping"),
+            ({}, "`models` is empty"),
+            ({True: None}, "finite numbers only, or names only"),
+            ({0: None, "a": None}, "finite numbers only, or names only"),
+            ({"a": None, 0: None}, "finite numbers only, or names only"),
+            ({" ": None}, "finite numbers only, or names only"),
+            ({float("nan"): None}, "finite numbers only, or names only"),
+            ({0: "org/name"}, "must hold models, or functions"),
+        ],
+    )
+    def test_models(self, models, match):
+        with pytest.raises(lsim.LayersimError, match=match):
+            lsim.sweep(models, random_tokens(4), "cosine")
+
+    def test_data_that_is_read_once_and_unknown_options(self, models):
+        with pytest.raises(lsim.LayersimError, match=r"read only once[\s\S]*list\(data\)"):
+            lsim.sweep(models, (row for row in ["w5 w6"]), "cosine")
+        with pytest.raises(lsim.LayersimError, match="`max_length` is not an argument of sweep"):
+            lsim.sweep(models, random_tokens(4), "cosine", max_length=8)
+        with pytest.raises(lsim.LayersimError, match=r"`blocking` is not an argument of sweep[\s\S]*argument of analyze"):
+            lsim.sweep(models, random_tokens(4), "cosine", blocking=False)
+        with pytest.raises(lsim.LayersimError, match="`model` is not an argument of sweep"):
+            lsim.sweep(models, random_tokens(4), "cosine", model=models[0])
+        with pytest.raises(lsim.LayersimError, match="analyzer that does not exist"):
+            lsim.sweep(models, random_tokens(4), "cosin")
+
+    def test_keys_of_numpy_are_numbers(self, models):
+        assert list(lsim.sweep({np.int64(3): models[0]}, random_tokens(4), "cosine")) == [3]
+
+    def test_a_model_that_fails_is_named_and_the_others_are_kept(self, models):
+        def broken():
+            raise OSError("no such checkpoint")
+
+        with pytest.raises(SweepError, match=r"Model 10 of the sweep .*OSError: no such checkpoint") as caught:
+            lsim.sweep({0: models[0], 10: broken, 1000: models[10]}, random_tokens(4), ANALYZERS)
+        assert list(caught.value.sweep) == [0]
+        assert "number 2 of 3. Reports of 1 are kept." in str(caught.value)
+        with pytest.raises(
+            lsim.LayersimError, match=r"Model 'a' of the sweep could not be measured: `model`|Model 'a'"
+        ) as caught:
+            lsim.sweep({"a": lambda: 3}, random_tokens(4), ANALYZERS)
+        assert len(caught.value.sweep) == 0
+        assert "error.sweep" not in str(caught.value)
+
+
+class TestCheckpoint:
+    def test_finished_models_are_not_loaded_again(self, tmp_path):
+        loaded = []
+
+        def load(seed):
+            loaded.append(seed)
+            return tiny_llama(seed=seed)
+
+        whole = lsim.sweep(
+            {seed: partial(load, seed) for seed in range(2)}, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "new"
+        )
+        again = {seed: partial(load, seed) for seed in (0, 2, 1)}
+        found = lsim.sweep(again, random_tokens(4), ANALYZERS, checkpoint=tmp_path / "new")
+        assert loaded == [0, 1, 2]
+        assert list(found) == [0, 2, 1]
+        assert equal(found[1], whole[1])
+        [kept] = (tmp_path / "new").glob("model-1-*")
+        assert equal(lsim.load_report(kept), whole[1])
+        assert not list((tmp_path / "new").glob("*.partial"))
+
+    def test_an_interrupted_model_continues_from_its_partial_sums(self, tmp_path, models):
+        class Stops(torch.nn.Module):
+            """Ends like Ctrl-C after some forward passes."""
+
+            calls = 0
+
+        def interrupt(module, args, kwargs):
+            Stops.calls += 1
+            if Stops.calls > 3:
+                raise KeyboardInterrupt
+
+        handle = models[10].register_forward_pre_hook(interrupt, with_kwargs=True)
+        data = random_tokens(8)
+        try:
+            with pytest.raises(KeyboardInterrupt) as caught:
+                lsim.sweep(models, data, ANALYZERS, batch_size=1, checkpoint=tmp_path)
+        finally:
+            handle.remove()
+        notes = " ".join(caught.value.__notes__)
+        assert "Model 10 is number 2 of 3. Reports of 1 are kept in" in notes
+        assert len(list(tmp_path.glob("model-10-*.partial"))) == 1
+        read = []
+        handle = models[10].register_forward_pre_hook(lambda *_: read.append(1))
+        try:
+            found = lsim.sweep(models, data, ANALYZERS, batch_size=1, checkpoint=tmp_path)
+        finally:
+            handle.remove()
+        # Fewer forward passes than rows: those before the interrupt are not repeated.
+        assert len(read) < 8
+        whole = lsim.analyze(models[10], data, ANALYZERS, batch_size=1)
+        assert equal(found[10], whole)
+
+    def test_an_interrupt_without_a_folder_says_how_to_keep_models(self, models):
+        def interrupted():
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) as caught:
+            lsim.sweep({0: interrupted}, random_tokens(4), "cosine")
+        assert "checkpoint= keeps finished models" in caught.value.__notes__[-1]
+
+    def test_other_analyzers_options_and_data_are_refused_by_name(self, tmp_path, models):
+        def run(data=None, analyzers=ANALYZERS, **options):
+            return lsim.sweep(models, random_tokens(4) if data is None else data, analyzers, checkpoint=tmp_path, **options)
+
+        run(batch_size=2)
+        run(batch_size=2)
+        for other, match in (
+            ({"batch_size": 4}, "options: batch_size: 4"),
+            ({"batch_size": 2, "intervals": True}, "intervals: True"),
+            ({"batch_size": 2, "analyzers": [lsim.Cosine(), lsim.Trajectory()]}, "analyzers: cosine"),
+            ({"batch_size": 2, "analyzers": "cosine"}, "trajectory: None"),
+            ({"batch_size": 2, "data": random_tokens(4, seed=1)}, "data: "),
+            ({"batch_size": 2, "positions": lambda ids: ids > 0}, "positions: .*lambda"),
+        ):
+            with pytest.raises(lsim.LayersimError, match=rf"belongs to another run[\s\S]*{match}"):
+                run(**other)
+
+    def test_a_folder_that_cannot_be_made_is_refused(self, tmp_path, models):
+        with pytest.raises(lsim.LayersimError, match="`checkpoint` names a folder that does not exist"):
+            lsim.sweep(models, random_tokens(4), "cosine", checkpoint=tmp_path / "no" / "folder")
+
+    def test_names_with_signs_have_files_of_their_own(self, tmp_path, models):
+        names = {"org/a b": models[0], "org_a_b": models[10]}
+        found = lsim.sweep(names, random_tokens(4), "cosine", checkpoint=tmp_path)
+        assert len(list(tmp_path.glob("model-org_a_b-*.safetensors"))) == 2
+        again = lsim.sweep(names, random_tokens(4), "cosine", checkpoint=tmp_path)
+        assert all(equal(found[name], again[name]) for name in names)
+
+    def test_digests_tell_data_apart(self):
+        tokens = random_tokens(4)
+        kinds = [
+            ["a", "b"],
+            ["ab"],
+            ["a", "b", "c"],
+            ("a", ["b"]),
+            [b"a", "b"],
+            [1, True],
+            [1, 1],
+            tokens,
+            tokens.clone().add_(1),
+            tokens.int(),
+            tokens.view(-1, 2),
+            {"input_ids": tokens},
+            {"inputs": tokens},
+            [{"text": "a", "label": 1}],
+            [{"text": "a", "label": 2}],
+            tokens.numpy(),
+            [tokens[0].numpy()],
+            [object()],
+            [None],
+        ]
+        assert len({data_digest(kind) for kind in kinds}) == len(kinds)
+        assert data_digest([{"b": 1, "a": 2}]) == data_digest([{"a": 2, "b": 1}])
+        assert data_digest(["x"] * 1500) != data_digest(["x"] * 1501)
+        assert data_digest(["x"] * 1500 + ["y"]) == data_digest(["x"] * 1501)
+
+
+class TestTables:
+    def test_a_file_is_read_back_exactly(self, found, tmp_path):
+        read = lsim.load(found.save(tmp_path / "sweep.safetensors"))
+        assert isinstance(read, Sweep)
+        assert list(read) == list(found)
+        assert all(equal(read[key], found[key]) for key in found)
+        np.testing.assert_array_equal(read[10]["cka"].interval("values").low, found[10]["cka"].interval("values").low)
+        with pytest.raises(lsim.LayersimError, match="another kind of data"):
+            lsim.load_report(tmp_path / "sweep.safetensors")
+
+    def test_columns_of_curves_matrices_and_numbers(self, found):
+        table = found.to_frame("trajectory", "update_norm")
+        assert list(table.columns) == ["key", "layer", "relative_depth", "value", "value_low", "value_high"]
+        assert len(table) == 9
+        assert table["relative_depth"].tolist()[:3] == pytest.approx([1 / 3, 2 / 3, 1])
+        row = table[(table["key"] == 10) & (table["layer"] == "blocks.1.hook_resid_post")].iloc[0]
+        own = found[10]["trajectory"].interval("update_norm")
+        assert (row["value"], row["value_low"], row["value_high"]) == (own.value[1], own.low[1], own.high[1])
+        matrix = found.to_frame("cka")
+        assert list(matrix.columns)[:5] == ["key", "row_layer", "column_layer", "row_depth", "column_depth"]
+        one = matrix[(matrix["key"] == 1000) & (matrix["row_depth"] == 0) & (matrix["column_depth"] == 1)]["value"].item()
+        assert one == found[1000]["cka"].values[0, -1]
+        quantiles = found.to_frame("cosine", "to_last")
+        assert list(quantiles.columns)[:5] == ["key", "quantile", "layer", "relative_depth", "value"]
+        assert list(found.to_frame("trajectory", "lss_mean").columns) == ["key", "value", "value_low", "value_high"]
+        assert found.to_frame("trajectory")["value"].iloc[0] == found[0]["trajectory"].norm[0]
+
+    def test_layers_keep_their_order_over_models_of_different_depth(self):
+        found = lsim.sweep({3: tiny_llama(3), 12: tiny_llama(12, seed=1)}, random_tokens(4), lsim.Trajectory())
+        layers = found.to_frame("trajectory", "growth")["layer"]
+        assert layers.cat.ordered
+        assert list(layers.cat.categories)[2:4] == ["blocks.2.hook_resid_post", "blocks.3.hook_resid_post"]
+        assert list(layers.cat.categories)[-1] == "blocks.11.hook_resid_post"
+        assert layers.notna().all()
+
+    def test_one_number_of_each_model(self, found):
+        losses = found.numbers("cka", "values", layer=0)
+        assert losses.name == "Linear CKA, with the last layer, blocks.0.hook_resid_pre"
+        assert losses.to_dict() == {key: float(found[key]["cka"].values[0, -1]) for key in found}
+        first = found.numbers("cka", layer="blocks.1.hook_resid_post", select={"column": 0})
+        assert first[10] == float(found[10]["cka"].values[2, 0])
+        coupling = found.numbers("block_coupling", "coupling")
+        assert coupling.name == "Coupling, mean over pairs of different blocks"
+        assert coupling.to_dict() == pytest.approx({key: found[key]["block_coupling"].mean() for key in found})
+        assert found.numbers("cosine", "to_last", layer=1, select={"quantile": 0.05})[0] == found[0]["cosine"].to_last[0, 1]
+        assert found.numbers("trajectory", "growth")[0] == pytest.approx(float(found[0]["trajectory"].growth.mean()))
+        assert found.numbers("trajectory", "lss_mean")[0] == float(found[0]["trajectory"].lss_mean)
+        headline = "equidistance (0: equal steps)"
+        assert found.numbers("trajectory", headline)[10] == found[10]["trajectory"].headline()[headline]
+        null = found.numbers("block_coupling", lambda result: result.mean("null_coupling"))
+        assert null[10] == found[10]["block_coupling"].mean("null_coupling")
+        assert null.name == "Value"
+
+    def test_headlines_have_half_widths(self, found):
+        table = found.headlines()
+        assert list(table.index) == [0, 10, 1000]
+        column = "trajectory: line-shape score (1: a straight line)"
+        own = found[10]["trajectory"].interval("lss_mean")
+        assert table.loc[10, column] == float(own.value)
+        assert table.loc[10, f"{column} ±"] == pytest.approx(float(own.high - own.low) / 2)
+
+    def test_what_is_not_there_is_refused_by_name(self, found):
+        for call, match in (
+            (lambda: found.to_frame("ckaa"), "no results of 'ckaa'"),
+            (lambda: found.numbers("cka", "valuess"), "no field 'valuess'"),
+            (lambda: found.numbers("cka", layer=9), "'layer' has no label 9"),
+            (lambda: found.numbers("cka", layer=-5), "'layer' has no label -5"),
+            (lambda: found.numbers("cka", layer=True), "'layer' has no label True"),
+            (lambda: found.numbers("cka", select={"quantile": 0.5}), "`select` names an axis"),
+            (lambda: found.numbers("cosine", "to_last", select={"quantile": 0.4}), "'quantile' has no label 0.4"),
+            (lambda: found.numbers("block_coupling", "by_length"), "a label must be selected"),
+            (lambda: Sweep({0: "no report"}), "must hold a report for each key"),
+        ):
+            with pytest.raises(lsim.LayersimError, match=match):
+                call()
+        with pytest.raises(KeyError, match="no model 11; it has 0, 10, 1000"):
+            found[11]
+
+    def test_the_repr_is_short(self, found):
+        assert repr(found) == "Sweep(3 models: 0, 10, 1000; cosine, trajectory, cka, block_coupling)"
+        many = Sweep(dict.fromkeys(range(9), found[0]))
+        assert "0, 1, 2, 3, ..., 7, 8;" in repr(many)
+        partly = Sweep({0: found[0], 1: lsim.Report({"cka": found[0]["cka"]})})
+        assert partly.analyzers == ("cka",)

@@ -1,0 +1,339 @@
+"""The kernels of cross-products: what is summed, shared, held out, permuted, and how much memory it takes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers._covariances import Covariances, are_defined
+from tl_layersim.analyzers._permutation_null import draw_permutations, sample_key
+from tl_layersim.core import Sums
+from tl_layersim.models.view import reduce
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import residuals, view
+
+EACH = [lsim.Procrustes, lsim.CCA, lsim.LinearPredictivity]
+
+
+def summed(analyzer, xs, ys=None, **more) -> Sums:
+    kernel, total = analyzer.kernel(Sums()), Sums()
+    for i, x in enumerate(xs):
+        views = [view(x, row=torch.arange(x.shape[1]), **more)]
+        if ys is not None:
+            views.append(view(ys[i]))
+        total = total + Sums.of(reduce({"k": kernel}, *views)[1]["k"])
+    return total
+
+
+def covariance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return (x - x.mean(0)).T @ (y - y.mean(0)) / len(x)
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_covariances_of_all_pairs(two):
+    xs = [residuals(seed, tokens=n) for seed, n in enumerate((9, 1, 14))]
+    ys = [residuals(seed + 5, layers=3, tokens=n, width=5) for seed, n in enumerate((9, 1, 14))] if two else None
+    found = Covariances(summed(lsim.Procrustes(), xs, ys))
+    x = np.concatenate(xs, axis=1)
+    y = np.concatenate(ys, axis=1) if two else x
+    assert (found.samples, found.two_models, found.rows, found.columns) == (24, two, 4, len(y))
+    every = list(range(len(y)))
+    for a in range(4):
+        np.testing.assert_allclose(found.between(a, every), [covariance(x[a], y[b]) for b in every], atol=1e-10)
+        np.testing.assert_allclose(found.of_row(a), covariance(x[a], x[a]), atol=1e-10)
+    for b in every:
+        np.testing.assert_allclose(found.of_column(b), covariance(y[b], y[b]), atol=1e-10)
+        np.testing.assert_allclose(found.transposed().of_row(b), covariance(y[b], y[b]), atol=1e-10)
+        for a in range(4):
+            np.testing.assert_allclose(found.transposed().between(b, [a])[0], covariance(y[b], x[a]), atol=1e-10)
+    for (square, variance), z in zip((found.row_power(), found.column_power()), (x, y), strict=True):
+        np.testing.assert_allclose(square, (z**2).sum((1, 2)) / 24, rtol=1e-12)
+        np.testing.assert_allclose(variance, ((z - z.mean(1, keepdims=True)) ** 2).sum((1, 2)) / 24, rtol=1e-10)
+
+
+def test_pairs_of_one_model_are_computed_once():
+    one = Covariances(summed(lsim.Procrustes(), [residuals(0, layers=3)]))
+    assert one.pairs() == [(0, [1, 2]), (1, [2])]
+    assert one.pairs(itself=True) == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2])]
+    two = Covariances(summed(lsim.Procrustes(), [residuals(0, layers=2)], [residuals(1, layers=3)]))
+    assert two.pairs() == two.pairs(itself=True) == [(0, [0, 1, 2]), (1, [0, 1, 2])]
+    # A triangle of pairs is kept, not a square.
+    assert summed(lsim.Procrustes(), [residuals(0, layers=3)])["cross"].shape == (6, 8, 8)
+
+
+def test_permutations_pair_the_samples_of_a_batch_at_random():
+    xs, ys = [residuals(0, tokens=9), residuals(1, tokens=12)], [residuals(2, tokens=9), residuals(3, tokens=12)]
+    for others in (None, ys):
+        found = Covariances(summed(lsim.Procrustes(permutations=19, seed=3), xs, others))
+        assert found.permutations == 19
+        for number in (0, 18):
+            shuffled = []
+            for z in xs if others is None else others:
+                order = draw_permutations(19, z.shape[1], sample_key(view(z).tokens, 3))[number]
+                shuffled.append(z[:, order.numpy()])
+            x, y = np.concatenate(xs, axis=1), np.concatenate(shuffled, axis=1)
+            permuted = found.permuted(number)
+            for a in range(4):
+                for b in range(a if others is None else 0, 4):
+                    np.testing.assert_allclose(permuted.between(a, [b])[0], covariance(x[a], y[b]), atol=1e-10)
+            # A site and itself are not permuted.
+            np.testing.assert_allclose(permuted.of_row(2), covariance(x[2], x[2]), atol=1e-10)
+            np.testing.assert_allclose(permuted.of_column(2), covariance(y[2], y[2]), atol=1e-10)
+        assert not torch.allclose(found.permuted(0).between(0, [1]), found.between(0, [1]))
+
+
+def test_no_null_is_summed_without_permutations():
+    assert set(summed(lsim.Procrustes(), [residuals(0)]).fields) == {"samples", "x", "cross"}
+    assert set(summed(lsim.CCA(), [residuals(0)], [residuals(1)]).fields) == {"samples", "x", "y", "xx", "yy", "cross"}
+
+
+def test_training_and_held_out_samples_are_summed_apart():
+    x, y = residuals(0, tokens=30), residuals(1, layers=2, tokens=30, width=5)
+    out = np.array(oracles.held_out_rows(30, 0.3, 7))
+    analyzer = lsim.LinearPredictivity(test_fraction=0.3, seed=7)
+    for others, z in ((None, x), ([y], y)):
+        sums = summed(analyzer, [x], others)
+        for name, chosen in (("train.", ~out), ("test.", out)):
+            found = Covariances(sums, name)
+            assert found.samples == chosen.sum()
+            np.testing.assert_allclose(found.between(1, [1])[0], covariance(x[1][chosen], z[1][chosen]), atol=1e-10)
+            np.testing.assert_allclose(found.of_row(3), covariance(x[3][chosen], x[3][chosen]), atol=1e-10)
+            np.testing.assert_allclose(found.of_column(1), covariance(z[1][chosen], z[1][chosen]), atol=1e-10)
+        assert sums["width.x"].tolist() == [8 * 30] * 4
+    assert sums["width.y"].tolist() == [5 * 30] * 2
+
+
+def test_analyzers_of_one_run_share_the_products_of_a_batch(monkeypatch):
+    from tl_layersim.analyzers import _cross_products
+
+    calls = []
+    plain = _cross_products._products
+    monkeypatch.setattr(_cross_products, "_products", lambda *args, **more: calls.append(1) or plain(*args, **more))
+    one = view(residuals(0))
+    kernels = {"a": lsim.Procrustes().kernel(Sums()), "b": lsim.CCA().kernel(Sums())}
+    reduce(kernels, one)
+    assert len(calls) == 1
+    # Other samples, or other permutations, are other products.
+    for other in (lsim.CCA(level="sequence"), lsim.CCA(level="sequence", pool="last"), lsim.CCA(permutations=19)):
+        before = len(calls)
+        reduce({"c": other.kernel(Sums())}, one)
+        assert len(calls) > before
+    before = len(calls)
+    reduce({"c": lsim.CCA(permutations=19, seed=1).kernel(Sums())}, one)
+    assert len(calls) == before + 20
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1e3, 1e5])
+def test_a_mean_that_is_much_larger_than_the_spread(ratio):
+    """Uncentred sums keep the digits that are needed, up to the bound at which a site is not defined."""
+    x = residuals(0, tokens=60)
+    expected = oracles.oracle_procrustes([x])["values"]
+    found = Covariances(summed(lsim.Procrustes(), [x + ratio]))
+    assert are_defined(found.row_power()).all()
+    result = lsim.Procrustes().compute(summed(lsim.Procrustes(), [x + ratio]), _run(4))
+    np.testing.assert_allclose(result.values, expected, atol=1e-14 * ratio**2 + 1e-12)
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_a_spread_that_the_sums_lose_is_refused(cls):
+    with pytest.raises(lsim.LayersimError, match=r"lose the spread to rounding(.|\n)*minibatch"):
+        cls().compute(summed(cls(), [residuals(0, tokens=60) + 1e8]), _run(4))
+
+
+def _run(layers: int):
+    from ..views import layer_run
+
+    return layer_run(layers)
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_one_constant_site_is_named_and_nan(cls):
+    x = residuals(0, tokens=60)
+    x[1] = 3.7
+    with pytest.warns(lsim.LayersimWarning, match=rf"{cls.__name__} is not defined at blocks\.0\.hook_resid_post, and NaN"):
+        found = cls().compute(summed(cls(), [x]), _run(4))
+    expected = getattr(oracles, f"oracle_{cls.name}")
+    options = {"rows": list(range(60))} if cls is lsim.LinearPredictivity else {}
+    others = expected([x[[0, 2, 3]]], **options)
+    rest = [0, 2, 3]
+    for name, axes in found.tensor_fields().items():
+        value = getattr(found, name)
+        if name in others and axes == ("row", "column") and name not in oracles.no_null(1, 1):
+            assert value[1].isnan().all()
+            assert value[:, 1].isnan().all()
+            np.testing.assert_allclose(value[rest][:, rest], others[name], atol=1e-9, err_msg=name)
+        if axes in (("residual",), ("column",)):
+            assert value.isnan().tolist() == [False, True, False, False]
+    assert repr(found)
+    x[:] = 2.0
+    with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} is not defined at any site"):
+        cls().compute(summed(cls(), [x]), _run(4))
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_a_constant_site_of_the_second_model(cls):
+    x, y = residuals(0, layers=2, tokens=60), residuals(1, layers=3, tokens=60)
+    y[2] = 1.0
+    run = _run(2)
+    from dataclasses import replace
+
+    run = replace(run, column_layers=_run(3).layers)
+    with pytest.warns(lsim.LayersimWarning, match=rf"{cls.__name__} is not defined at blocks\.1\.hook_resid_post, and NaN"):
+        found = cls().compute(summed(cls(), [x], [y]), run)
+    assert found.values.isnan().tolist() == [[False, False, True]] * 2
+    if cls is lsim.CCA:
+        assert not found.dimensions.isnan().any()
+        assert found.column_directions.isnan().tolist() == [False, False, True]
+    y[:] = 1.0
+    with pytest.raises(lsim.LayersimError, match="not defined at any site"):
+        cls().compute(summed(cls(), [x], [y]), run)
+
+
+def test_too_few_samples_are_refused():
+    for cls in (lsim.Procrustes, lsim.CCA):
+        with pytest.raises(lsim.LayersimError, match=rf"{cls.__name__} is not defined on so few tokens"):
+            cls().compute(summed(cls(), [residuals(0, tokens=1)]), _run(4))
+        with pytest.raises(lsim.LayersimError, match="so few sequences"):
+            cls(level="sequence").compute(summed(cls(level="sequence"), [residuals(0, tokens=9)]), _run(4))
+    for tokens in (1, 3):
+        # Of rows 0 to 2 the first is held out.
+        sums = summed(lsim.LinearPredictivity(), [residuals(0, tokens=tokens)])
+        with pytest.raises(lsim.LayersimError, match=rf"{tokens - 1} training tokens and 1 held-out tokens"):
+            lsim.LinearPredictivity().compute(sums, _run(4))
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_rows_of_tokens_as_samples(cls):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, 60, 4))
+    options = {"rows": 20, "row": torch.arange(60) // 3}
+    for pool, pooled in (("mean", x.reshape(3, 20, 3, 4).mean(2)), ("first", x[:, ::3]), ("last", x[:, 2::3])):
+        analyzer = cls(level="sequence", pool=pool)
+        assert analyzer.whole_rows
+        sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, view(x, **options))[1]["k"])
+        more = {"rows": list(range(20))} if cls is lsim.LinearPredictivity else {}
+        expected = getattr(oracles, f"oracle_{cls.name}")([pooled], **more)["values"]
+        np.testing.assert_allclose(analyzer.compute(sums, _run(3)).values, expected, atol=1e-9)
+    assert not cls().whole_rows
+
+
+MEMORY = {
+    # Pairs of sites x width^2 numbers, three times, of 8 bytes.
+    "one": (1, 10 * 32**2),
+    "two": (2, 16 * 32**2 + 8 * 32**2),
+    "three": (3, 6 * (16 + 8) * 32**2),
+}
+
+
+@pytest.mark.parametrize("models", MEMORY)
+@pytest.mark.parametrize("cls", EACH)
+@pytest.mark.parametrize("permutations", [0, 20])
+def test_sums_must_fit(cls, models, permutations):
+    count, numbers = MEMORY[models]
+    parts = 2 if cls is lsim.LinearPredictivity else 1
+    pairs = {1: 10, 2: 16, 3: 6 * 16}[count]
+    if count == 3 and parts == 2:
+        # Not symmetric: both orders.
+        numbers, pairs = 9 * (16 + 8) * 32**2, 9 * 16
+    need = 24 * parts * (numbers + permutations * pairs * 32**2) / 1e9
+    described = [_model() for _ in range(count)]
+    cls(max_memory_gb=need * 1.001, permutations=permutations).check_sites(*described)
+    with pytest.raises(
+        lsim.LayersimError, match=rf"sums of {cls.__name__} need more memory(.|\n)*at=\[(.|\n)*max_memory_gb=1\)"
+    ) as e:
+        cls(max_memory_gb=need * 0.999, permutations=permutations).check_sites(*described)
+    assert f"{pairs} pairs of sites of width 32" in str(e.value)
+    assert ("permutations=19; or" in str(e.value)) == bool(permutations)
+
+
+def _model():
+    from .helpers import _described
+
+    return _described()
+
+
+def test_a_model_of_unknown_width_is_not_refused():
+    from dataclasses import replace
+
+    lsim.Procrustes(max_memory_gb=1e-9).check_sites(replace(_model(), d_model=None, widths=()))
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_the_time_after_the_data_pass_is_announced(cls):
+    from dataclasses import replace
+
+    assert cls().cost(_model()) == ""
+    large = replace(_model(), layers=tuple(f"blocks.{i}.hook_resid_post" for i in range(31)), d_model=576)
+    said = cls().cost(large)
+    assert f"{cls.__name__} decomposes the cross-products of 496 pairs of sites after" in said
+    seconds = {"Procrustes": 0.07, "CCA": 0.2, "LinearPredictivity": 0.1}[cls.__name__] * 496
+    assert f"about {seconds:.0f} seconds" in said
+    minutes = round(seconds * 8 * 21 / 60)
+    wide = cls(permutations=20).cost(replace(large, d_model=1152))
+    assert f"with 20 permutations, after the data pass. It takes about {minutes} minutes" in wide
+    assert cls().cost(replace(large, d_model=None, widths=())) == ""
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_wrong_options_are_refused(cls):
+    for options, text in (
+        ({"permutations": 5}, "`permutations` must be 0, or at least 19"),
+        ({"level": "word"}, r"`level` of \w+ cannot be"),
+        ({"pool": "max"}, r"`pool` of \w+ cannot be"),
+    ):
+        with pytest.raises(lsim.LayersimError, match=text):
+            cls(**options)
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_a_grid_of_models_runs_each_once_and_equals_compare(cls):
+    models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
+    data = random_tokens(16, 20)
+    more = {"distance": lambda r: 1 - float(r.values[-1, -1])} if cls is lsim.LinearPredictivity else {}
+    grid = lsim.compare_grid(models, data, cls(), batch_size=4, **more)
+    for a, b in itertools.product(models, models):
+        one = lsim.compare(models[a], models[b], data, cls(), batch_size=4)
+        for name in one.tensor_fields():
+            torch.testing.assert_close(getattr(grid[a, b], name), getattr(one, name), equal_nan=True, rtol=1e-9, atol=1e-9)
+        assert (grid[a, b].layers, grid[a, b].provenance.model) == (one.layers, one.provenance.model)
+        if cls is not lsim.LinearPredictivity:
+            i, j = [list(models).index(name) for name in (a, b)]
+            assert float(grid.values[i, j]) == pytest.approx(one.distance(), abs=1e-6)
+            assert one.distance() == pytest.approx(oracles.arccos_distance(one.values.numpy()), abs=1e-9)
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_the_null_of_real_activations(cls):
+    model, data = tiny_llama(), random_tokens(16, 20)
+    at = ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
+    found = lsim.analyze(model, data, cls(permutations=19), at=at)[cls.name]
+    plain = lsim.analyze(model, data, cls(), at=at)[cls.name]
+    torch.testing.assert_close(found.values, plain.values)
+    assert found.permutations == 19
+    assert float(found.p_values[0, 1]) == pytest.approx(0.05)
+    threshold = float(found.null_threshold[0, 1])
+    assert float(found.calibrated[0, 1]) == pytest.approx((float(found.values[0, 1]) - threshold) / (1 - threshold))
+    assert float(found.null_mean[0, 1]) < float(found.values[0, 1])
+    assert float(found.max_value) == pytest.approx(float(found.values.masked_fill(torch.eye(2) > 0, -1).max()))
+    assert "p-value of the maximum over pairs of layers" in found.headline()
+    assert {picture.field for picture in found.pictures} >= {"values", "calibrated", "null_mean"}
+
+
+@pytest.mark.parametrize("cls", EACH)
+def test_half_precision_models_are_summed_in_float64(cls):
+    model, data = tiny_llama(dtype=torch.bfloat16), random_tokens(16, 20)
+    found = lsim.analyze(model, data, cls())[cls.name]
+    assert found.provenance.dtype == "torch.bfloat16"
+    assert found.values.dtype == torch.float64
+    from ..tiny_models import hidden_states
+
+    x = np.concatenate([hidden_states(model, row).astype(np.float64) for row in data], axis=1)
+    more = {"rows": [i // 20 for i in range(320)]} if cls is lsim.LinearPredictivity else {}
+    expected = getattr(oracles, f"oracle_{cls.name}")([x], **more)["values"]
+    np.testing.assert_allclose(found.values, expected, atol=1e-5)

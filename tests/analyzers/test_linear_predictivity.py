@@ -1,0 +1,205 @@
+"""LinearPredictivity: held-out rows, both directions, the ridge, another implementation, and invariances."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.metrics import r2_score
+
+import tl_layersim as lsim
+from tl_layersim.analyzers._permutation_null import draw_permutations, sample_key
+
+from .. import oracles
+from ..tiny_models import tiny_llama
+from ..views import from_views, residuals, view
+from .helpers import between, map_of_condition, rotation
+
+
+def rows_of(tokens: int) -> list[int]:
+    return list(range(tokens))
+
+
+def one(x: np.ndarray, **options):
+    return from_views(lsim.LinearPredictivity(**options), [view(x, row=torch.arange(x.shape[1]))])
+
+
+@pytest.mark.parametrize("ridge", [1e-6, 0.01, 10.0])
+@pytest.mark.parametrize("widths", [(8, 8), (8, 5), (3, 8)])
+def test_between_two_models_of_other_width_and_depth(ridge, widths):
+    xs = [residuals(seed, tokens=40, width=widths[0]) for seed in range(3)]
+    ys = [residuals(seed + 9, layers=3, tokens=40, width=widths[1]) + x[:3, :, :1] for seed, x in enumerate(xs)]
+    found = between(lsim.LinearPredictivity(ridge=ridge), xs, ys)
+    expected = oracles.oracle_linear_predictivity(xs, ys, ridge=ridge, rows=rows_of(40) * 3)
+    for field, value in expected.items():
+        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
+    out = 3 * sum(oracles.held_out_rows(40))
+    assert (found.samples, found.held_out_samples) == (120 - out, out)
+    turned, other = found.transposed(), between(lsim.LinearPredictivity(ridge=ridge), ys, xs)
+    for field in expected:
+        np.testing.assert_allclose(getattr(turned, field), getattr(other, field), atol=1e-9, err_msg=field)
+    assert (turned.layers, turned.column_layers) == (other.layers, other.column_layers)
+
+
+def test_the_r2_is_that_of_scikit_learn():
+    x, y = residuals(0, tokens=80, width=6)[1], residuals(0, tokens=80, width=4)[2] + 0.3 * residuals(1, tokens=80, width=4)[1]
+    out = np.array(oracles.held_out_rows(80))
+    found = between(lsim.LinearPredictivity(ridge=0.05), [x[None]], [y[None]])
+    # scikit-learn's penalty is of the sum of squares.
+    alpha = 0.05 * np.var(x[~out], axis=0).mean() * (~out).sum()
+    predicted = Ridge(alpha=alpha).fit(x[~out], y[~out]).predict(x[out])
+    assert float(found.values) == pytest.approx(r2_score(y[out], predicted, multioutput="variance_weighted"), abs=1e-9)
+    tiny = between(lsim.LinearPredictivity(ridge=1e-9), [x[None]], [y[None]])
+    plain = LinearRegression().fit(x[~out], y[~out]).predict(x[out])
+    assert float(tiny.values) == pytest.approx(r2_score(y[out], plain, multioutput="variance_weighted"), abs=1e-6)
+
+
+def test_rows_are_held_out_by_their_numbers():
+    x = residuals(0, tokens=50)
+    for options, oracle in (
+        ({"test_fraction": 0.4}, {"fraction": 0.4}),
+        ({"seed": 5}, {"seed": 5}),
+        ({"test_fraction": 0.3, "seed": 2}, {"fraction": 0.3, "seed": 2}),
+    ):
+        expected = oracles.oracle_linear_predictivity([x], rows=rows_of(50), **oracle)["values"]
+        np.testing.assert_allclose(one(x, **options).values, expected, atol=1e-9)
+    late = one(x, first_test_row=35)
+    assert (late.samples, late.held_out_samples) == (35, 15)
+    test = np.arange(50) >= 35
+    expected = oracles.cross_products.of_all_pairs(x, x, lambda a, b: oracles.cross_products.ridge_r2(a, b, test, 0.01))
+    np.testing.assert_allclose(late.values, expected, atol=1e-9)
+    # Whole rows: both tokens of a row are on one side.
+    pairs = view(x, row=torch.arange(50) // 2)
+    found = from_views(lsim.LinearPredictivity(), [pairs])
+    expected = oracles.oracle_linear_predictivity([x], rows=[t // 2 for t in range(50)])["values"]
+    np.testing.assert_allclose(found.values, expected, atol=1e-9)
+
+
+def test_r2_is_of_held_out_rows_and_so_not_optimistic():
+    """Unrelated noise is predicted perfectly in-sample with as many dimensions as samples."""
+    rng = np.random.default_rng(0)
+    found = between(lsim.LinearPredictivity(), [rng.normal(size=(1, 100, 60))], [rng.normal(size=(1, 100, 60))])
+    assert float(found.values) < 0
+    large = between(lsim.LinearPredictivity(ridge=1e6), [rng.normal(size=(1, 100, 60))], [rng.normal(size=(1, 100, 60))])
+    # The prediction is the training mean.
+    assert float(large.values) == pytest.approx(0, abs=0.1)
+    assert float(large.values) < 0
+
+
+def test_a_known_r2():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1, 4000, 3))
+    y = np.concatenate([2 * x[..., :1], rng.normal(size=(1, 4000, 2))], axis=-1)
+    found = between(lsim.LinearPredictivity(), [x], [y])
+    # Four of six parts of the variance of y, and one of three of x.
+    assert float(found.values) == pytest.approx(4 / 6, abs=0.03)
+    assert float(found.reverse) == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_invariances():
+    rng = np.random.default_rng(0)
+    x, y = residuals(0, tokens=90), residuals(3, tokens=90) + 0.5 * residuals(0, tokens=90)
+    plain = between(lsim.LinearPredictivity(), [x], [y])
+    for turn in (lambda z: z @ rotation(8), lambda z: 7 * z, lambda z: z + rng.normal(size=8)):
+        for pair in (([turn(x)], [y]), ([x], [turn(y)])):
+            found = between(lsim.LinearPredictivity(), *pair)
+            np.testing.assert_allclose(found.values, plain.values, atol=1e-9)
+            np.testing.assert_allclose(found.reverse, plain.reverse, atol=1e-9)
+    small = between(lsim.LinearPredictivity(ridge=1e-10), [x], [y])
+    sheared = between(lsim.LinearPredictivity(ridge=1e-10), [x @ map_of_condition(8, 20)], [y])
+    np.testing.assert_allclose(sheared.values, small.values, atol=1e-6)
+    assert (sheared.reverse - small.reverse).abs().max() > 0.01
+    strong = between(lsim.LinearPredictivity(ridge=0.1), [x @ map_of_condition(8, 20)], [y])
+    assert (strong.values - between(lsim.LinearPredictivity(ridge=0.1), [x], [y]).values).abs().max() > 0.01
+
+
+def test_a_linear_map_is_predicted_in_both_directions():
+    x = residuals(0, tokens=90)
+    found = between(lsim.LinearPredictivity(ridge=1e-9), [x], [x @ map_of_condition(8, 10) + 3])
+    np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-6)
+    np.testing.assert_allclose(found.reverse.diagonal(), 1, atol=1e-6)
+    own = one(x)
+    np.testing.assert_allclose(own.reverse, own.values.T, atol=0)
+    assert (own.values - own.values.T).abs().max() > 0.01
+    assert own.values.diagonal().min() > 0.99
+
+
+def test_sites_of_other_widths_are_padded_and_penalised_by_their_own_width():
+    x = residuals(0, tokens=60)
+    x[1, :, 5:] = 0
+    padded = view(x, row=torch.arange(60), widths=(8, 5, 8, 8))
+    found = from_views(lsim.LinearPredictivity(ridge=0.5), [padded]).values
+    test = np.array(oracles.held_out_rows(60))
+    for a, b in ((1, 2), (2, 1), (0, 2)):
+        left, right = (x[i][:, :5] if i == 1 else x[i] for i in (a, b))
+        assert float(found[a, b]) == pytest.approx(oracles.cross_products.ridge_r2(left, right, test, 0.5), abs=1e-9)
+
+
+def test_a_ridge_within_rounding_is_refused():
+    x = residuals(0, tokens=60) + 1e4
+    with pytest.raises(lsim.LayersimError, match=r"`ridge` is within the rounding error(.|\n)*ridge=1e-12") as error:
+        one(x, ridge=1e-12)
+    proposed = float(str(error.value).rsplit("ridge=", 1)[1])
+    one(x, ridge=proposed)
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_the_null_is_the_r2_of_permuted_samples(two):
+    x, y = residuals(0, tokens=60), residuals(0, tokens=60) + residuals(1, tokens=60)
+    z = y if two else x
+    analyzer = lsim.LinearPredictivity(permutations=20, seed=4)
+    rows = torch.arange(60)
+    found = between(analyzer, [x], [y]) if two else from_views(analyzer, [view(x, row=rows)])
+    test = np.array(oracles.held_out_rows(60, seed=4))
+    null = []
+    for i in range(20):
+        mixed = z.copy()
+        for chosen in (~test, test):
+            order = draw_permutations(20, int(chosen.sum()), sample_key(view(x).tokens, 4))[i].numpy()
+            mixed[:, chosen] = z[:, chosen][:, order]
+        null.append(
+            oracles.cross_products.of_all_pairs(x, mixed, lambda a, b: oracles.cross_products.ridge_r2(a, b, test, 0.01))
+        )
+    upper = np.triu(np.ones((4, 4), dtype=bool)) if not two else np.ones((4, 4), dtype=bool)
+    np.testing.assert_allclose(found.null_mean.numpy()[upper], np.mean(null, axis=0)[upper], atol=1e-9)
+    with pytest.raises(lsim.LayersimError, match=r"null of linear predictivity is that of one direction"):
+        found.transposed()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ridge": 0}, "`ridge` must be above 0"),
+        ({"ridge": float("nan")}, "`ridge` must be above 0"),
+        ({"ridge": float("inf")}, "`ridge` must be above 0"),
+        ({"test_fraction": 0}, "`test_fraction` must be between 0 and 1"),
+        ({"test_fraction": 1.0}, "`test_fraction` must be between 0 and 1"),
+        ({"test_fraction": 20}, r"did you mean test_fraction=0\.2"),
+    ],
+)
+def test_wrong_options_are_refused(options, text):
+    with pytest.raises(lsim.LayersimError, match=text):
+        lsim.LinearPredictivity(**options)
+
+
+def test_packed_rows_and_attach_are_refused():
+    model = tiny_llama()
+    with pytest.raises(lsim.LayersimError, match="`pack` must be False for LinearPredictivity"):
+        lsim.analyze(lsim.demo_model(), lsim.demo_text()[:6], lsim.LinearPredictivity(), pack=True, seq_len=12)
+    with pytest.raises(lsim.LayersimError, match="LinearPredictivity holds out rows of the data, and under `attach`"):
+        lsim.attach(model, lsim.LinearPredictivity())
+
+
+def test_the_headline():
+    x = residuals(0, layers=6, tokens=90)
+    result = one(x)
+    expected = oracles.oracle_linear_predictivity([x], rows=rows_of(90))["values"]
+    held_out = sum(oracles.held_out_rows(90))
+    assert result.headline() == {
+        "R2(embedding, last)": pytest.approx(expected[0, 5]),
+        "R2(middle layer, last)": pytest.approx(expected[3, 5]),
+        "R2(last but one, last)": pytest.approx(expected[4, 5]),
+        "samples": 90 - held_out,
+        "held-out samples": held_out,
+    }

@@ -1,0 +1,122 @@
+"""Values by prompt: equal to those of each row alone, for any batches, and correlated over prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers._prompt_rows import COUNTED_ROWS, row_counts_kernel, sums_by_row
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import residuals, view
+
+LENGTHS = (7, 3, 12, 5, 9)
+BOTH = (lsim.Trajectory(per_prompt=True), lsim.BlockCoupling(k=4, per_prompt=True))
+
+
+def rows() -> list[torch.Tensor]:
+    return [random_tokens(1, n, seed=n)[0] for n in LENGTHS]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_values_are_those_of_each_row_alone(batch_size):
+    model = tiny_llama()
+    report = lsim.analyze(model, rows(), BOTH, batch_size=batch_size)
+    path, coupling = report["trajectory"], report["block_coupling"]
+    assert path.prompt_rows == coupling.prompt_rows == (0, 1, 2, 3, 4)
+    assert path.prompt_tokens.tolist() == coupling.prompt_tokens.tolist() == list(LENGTHS)
+    for number, row in enumerate(rows()):
+        alone = lsim.analyze(model, [row], [lsim.Trajectory(), lsim.BlockCoupling(k=4)])
+        np.testing.assert_allclose(path.prompt_lss[number], alone["trajectory"].lss.mean, rtol=1e-5)
+        np.testing.assert_allclose(coupling.prompt_coupling[number], alone["block_coupling"].mean(), rtol=1e-4, atol=1e-5)
+    assert coupling.prompt_coupling.unique().numel() == 5
+
+
+def test_prompts_can_be_correlated():
+    report = lsim.analyze(tiny_llama(), rows(), BOTH)
+    lss, coupling = report["trajectory"].by_prompt(), report["block_coupling"].by_prompt()
+    assert list(lss) == ["row 0", "row 1", "row 2", "row 3", "row 4"]
+    fit = lsim.relate(coupling, lss)
+    expected = np.corrcoef(list(coupling.values()), list(lss.values()))[0, 1] ** 2
+    np.testing.assert_allclose(fit.r_squared, expected)
+    table = report["trajectory"].to_frame("prompt_lss")
+    assert list(table.columns) == ["prompt_row", "prompt_lss", "prompt_tokens"]
+    assert report["block_coupling"].plot("prompt_coupling").data
+
+
+def test_rows_without_counted_tokens_are_left_out():
+    found = lsim.analyze(tiny_llama(), rows(), lsim.Trajectory(per_prompt=True), skip_first=4)["trajectory"]
+    assert found.prompt_rows == (0, 2, 3, 4)
+    assert found.prompt_tokens.tolist() == [3, 8, 1, 5]
+    assert list(found.by_prompt()) == ["row 0", "row 2", "row 3", "row 4"]
+
+
+def test_rows_without_a_value_are_not_a_number():
+    model = tiny_llama()
+    tokens = rows()
+    tokens[1] = torch.full((3,), 5)
+    with torch.no_grad():
+        # Token 5 has an embedding of zero, which no block changes: its steps have no direction.
+        model.model.embed_tokens.weight[5] = 0
+    with pytest.warns(lsim.LayersimWarning, match="A trajectory has no shape"):
+        found = lsim.analyze(model, tokens, lsim.Trajectory(per_prompt=True))["trajectory"]
+    assert found.prompt_lss.isnan().tolist() == [False, True, False, False, False]
+    assert found.prompt_tokens[1] == 3
+    assert list(found.by_prompt()) == ["row 0", "row 2", "row 3", "row 4"]
+
+
+def test_tokens_of_one_prompt_are_averaged():
+    model, tokens = tiny_llama(), rows()[2:]
+    both = lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(0, -1), per_prompt=True))["block_coupling"]
+    each = [
+        lsim.analyze(model, tokens, lsim.BlockCoupling(k=4, tokens=(p,), per_prompt=True))["block_coupling"] for p in (0, -1)
+    ]
+    mean = (each[0].prompt_coupling + each[1].prompt_coupling) / 2
+    torch.testing.assert_close(both.prompt_coupling, mean, rtol=1e-4, atol=1e-5)
+    assert both.prompt_tokens.tolist() == [12, 5, 9]
+
+
+def test_other_fields_do_not_change():
+    plain = lsim.analyze(tiny_llama(), rows(), [lsim.Trajectory(), lsim.BlockCoupling(k=4)])
+    more = lsim.analyze(tiny_llama(), rows(), BOTH)
+    for name, result in plain.items():
+        assert result.prompt_rows == ()
+        for field in result.tensor_fields():
+            if not field.startswith("prompt_"):
+                assert torch.equal(getattr(result, field).nan_to_num(-1), getattr(more[name], field).nan_to_num(-1)), field
+        with pytest.raises(lsim.LayersimError, match=r"no values by prompt(.|\n)*per_prompt=True"):
+            result.by_prompt()
+
+
+def test_values_by_prompt_survive_a_file(tmp_path):
+    found = lsim.analyze(tiny_llama(), rows(), lsim.Trajectory(per_prompt=True))["trajectory"]
+    loaded = lsim.load(found.save(tmp_path / "x"))
+    assert loaded.prompt_rows == found.prompt_rows
+    assert torch.equal(loaded.prompt_lss, found.prompt_lss)
+
+
+def test_packed_rows_are_refused():
+    data = {"text": ["a b c", "d e"]}
+    with pytest.raises(lsim.LayersimError, match=r"`pack` must be False for Trajectory"):
+        lsim.analyze(lsim.demo_model(), data, lsim.Trajectory(per_prompt=True), pack=True)
+    lsim.analyze(lsim.demo_model(), lsim.demo_text()[:2], lsim.Trajectory(), pack=True)
+
+
+def test_attached_models_do_not_know_rows():
+    with pytest.raises(lsim.LayersimError, match="Trajectory needs a first pass"):
+        lsim.attach(tiny_llama(), lsim.Trajectory(per_prompt=True)).__enter__()
+
+
+def test_more_rows_than_can_be_counted_are_refused():
+    last = view(residuals(0, tokens=2), row=torch.tensor([0, COUNTED_ROWS - 1]))
+    assert row_counts_kernel(last)["rows"].nonzero().flatten().tolist() == [0, COUNTED_ROWS - 1]
+    with pytest.raises(lsim.LayersimError, match="`per_prompt` must be False for so many rows"):
+        row_counts_kernel(view(residuals(0, tokens=2), row=torch.tensor([0, COUNTED_ROWS])))
+
+
+def test_sums_by_row_are_in_float64():
+    sums = sums_by_row(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([9, 2, 9]), torch.tensor([2, 5, 9]))
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == [2, 0, 5]

@@ -1,0 +1,272 @@
+"""The statistics of a permutation null: p-values, thresholds, calibrated values and the maximum over pairs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers._minibatch_pairs import draw_minibatches
+from tl_layersim.analyzers._permutation_null import (
+    CalibratedMatrix,
+    calibrated_values,
+    check_null_memory,
+    check_permutations,
+    draw_permutations,
+    is_one_model,
+    null_fields,
+    null_pictures,
+    null_threshold,
+    p_values,
+    sample_key,
+)
+from tl_layersim.models.model_info import layer_names
+
+from ..views import from_views, provenance, view
+from .helpers import _described
+
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+def similarities(permutations: int = 40, rows: int = 3, columns: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    values = torch.rand(rows, columns, generator=made, dtype=torch.float64)
+    values = values if rows != columns else (values + values.T) / 2
+    return values, torch.rand(permutations, rows, columns, generator=made, dtype=torch.float64) * 0.8
+
+
+def result(values: torch.Tensor, null: torch.Tensor | None = None, one_model: bool = True) -> CalibratedMatrix:
+    fields = {} if null is None else null_fields(values, null, one_model=one_model)
+    names = [layer_names(size - 1) for size in values.shape]
+    return CalibratedMatrix(values=values, layers=names[0], column_layers=names[1], provenance=provenance(), **fields)
+
+
+def by_hand(value: float, null: list[float]) -> tuple[float, float, float]:
+    """p-value, threshold and calibrated value, counted one by one."""
+    p = (1 + sum(one >= value for one in null)) / (1 + len(null))
+    pooled = sorted([value, *null])
+    threshold = next(one for i, one in enumerate(pooled, start=1) if i >= 0.95 * len(pooled) - 1e-9)
+    return p, threshold, min(max(0.0, (value - threshold) / max(1 - threshold, 1e-12)), 1.0)
+
+
+@pytest.mark.parametrize("permutations", [19, 20, 40, 99, 100, 200])
+@pytest.mark.parametrize("one_model", [True, False])
+def test_every_field_is_counted_by_hand(permutations, one_model):
+    values, null = similarities(permutations)
+    found = result(values, null, one_model)
+    assert found.permutations == permutations
+    for a, b in itertools.product(range(3), range(3)):
+        sample = null[:, min(a, b) if one_model else a, max(a, b) if one_model else b].tolist()
+        p, threshold, calibrated = by_hand(float(values[a, b]), sample)
+        assert float(found.p_values[a, b]) == pytest.approx(p, abs=1e-12)
+        assert float(found.null_threshold[a, b]) == threshold
+        assert float(found.calibrated[a, b]) == pytest.approx(calibrated, abs=1e-12)
+        assert float(found.null_mean[a, b]) == pytest.approx(np.mean(sample), abs=1e-12)
+        np.testing.assert_allclose(found.null_quantiles[:, a, b], np.quantile(sample, LEVELS), atol=1e-12)
+    pairs = [(a, b) for a in range(3) for b in range(3) if a < b or not one_model]
+    largest = max(float(values[pair]) for pair in pairs)
+    maxima = [max(float(one[pair]) for pair in pairs) for one in null]
+    p, threshold, calibrated = by_hand(largest, maxima)
+    assert found.max_null.tolist() == maxima
+    assert [float(one) for one in (found.max_value, found.max_p_value, found.max_threshold)] == [largest, p, threshold]
+    assert float(found.max_calibrated) == pytest.approx(calibrated, abs=1e-12)
+
+
+def test_it_equals_calibrated_similarity():
+    other = pytest.importorskip("calibrated_similarity")
+    values, null = similarities(60, 2, 3)
+    values, null = values.float(), null.float()
+    found = result(values.double(), null.double(), one_model=False)
+    numbers = torch.arange(1.0, 61)
+    for a, b in itertools.product(range(2), range(3)):
+        # Its similarity function receives the observed samples first, then one permutation after the other.
+        calls = iter([values[a, b], *null[:, a, b]])
+        arguments = (torch.ones(4, 1), torch.ones(4, 1), lambda x, y, calls=calls: next(calls))
+        expected = other.calibrate(*arguments, K=60)
+        ours = (found.calibrated[a, b], found.p_values[a, b], found.null_threshold[a, b])
+        np.testing.assert_allclose([float(x) for x in ours], [float(x) for x in expected], atol=1e-6)
+    calls = iter([*values.flatten(), *null.flatten()])
+    layers = [torch.ones(4, 1)] * 2, [torch.ones(4, 1)] * 3
+    expected = other.calibrate_layers(*layers, lambda x, y: next(calls), agg="max", K=60)
+    ours = (found.max_calibrated, found.max_p_value, found.max_threshold)
+    np.testing.assert_allclose([float(x) for x in ours], [float(x) for x in expected], atol=1e-6)
+    assert len(numbers) == found.permutations
+
+
+def test_a_null_value_equal_to_the_observed_one_counts():
+    assert p_values(torch.tensor(0.5), torch.tensor([0.5, 0.4, 0.6])).item() == 0.75
+    assert math.isnan(p_values(torch.tensor(math.nan), torch.zeros(19)).item())
+
+
+def test_no_value_beats_a_null_that_reaches_one():
+    assert calibrated_values(torch.tensor(1.0), torch.tensor(1.0)).item() == 0
+    assert calibrated_values(torch.tensor(0.2), torch.tensor(-0.6)).item() == pytest.approx(0.5)
+    assert null_threshold(torch.tensor(0.0), torch.arange(1.0, 11.0), alpha=0.5).item() == 5
+
+
+def test_a_layer_that_is_not_defined_is_nan_and_no_part_of_the_maximum():
+    values, null = similarities()
+    values[2], values[:, 2], null[:, 2], null[:, :, 2] = (math.nan,) * 4
+    found = result(values, null)
+    small = result(values[:2, :2].contiguous(), null[:, :2, :2].contiguous())
+    for name in ("calibrated", "p_values", "null_mean", "null_threshold", "null_quantiles"):
+        field = getattr(found, name)
+        assert bool(field[..., 2, :].isnan().all() and field[..., :, 2].isnan().all())
+        assert torch.equal(field[..., :2, :2], getattr(small, name))
+    for name in ("max_value", "max_p_value", "max_threshold", "max_calibrated", "max_null"):
+        assert torch.equal(getattr(found, name), getattr(small, name))
+
+
+def test_one_site_has_no_pair_and_so_no_maximum():
+    values, null = similarities(rows=1, columns=1)
+    alone, two = result(values, null), result(values, null, one_model=False)
+    assert all(math.isnan(getattr(alone, name)) for name in ("max_value", "max_p_value", "max_threshold", "max_calibrated"))
+    assert float(two.max_value) == float(values)
+
+
+class TestWithoutPermutations:
+    def test_the_numbers_of_the_null_are_nan(self):
+        values, _ = similarities()
+        found = result(values)
+        assert found.permutations == 0
+        assert found.draws == ()
+        assert found.max_null.shape == (0,)
+        for name in found.tensor_fields().keys() - {"values"}:
+            assert bool(getattr(found, name).isnan().all()), name
+        assert found.null_headline() == {}
+        assert null_fields(values, torch.zeros(0, 3, 3), one_model=True) == {}
+
+    def test_tables_leave_them_out_and_plots_refuse(self):
+        found = result(similarities()[0])
+        assert list(found.to_frame()) == ["row_layer", "column_layer", "values"]
+        assert found.to_frame("calibrated")["calibrated"].isna().all()
+        for field in ("calibrated", "p_values", "null_mean", "max_null", "null_quantiles"):
+            with pytest.raises(lsim.LayersimError, match=r"no permutations(.|\n)*permutations=200"):
+                found.plot(field)
+        found.plot()
+
+    def test_permutations_without_their_numbers_are_refused(self):
+        values, _ = similarities()
+        with pytest.raises(lsim.LayersimError, match="does not fit its axes"):
+            CalibratedMatrix(
+                values=values, layers=layer_names(2), column_layers=layer_names(2), provenance=provenance(), permutations=20
+            )
+
+
+def test_tables_headlines_files_and_figures(tmp_path):
+    values, null = similarities()
+    found = result(values, null)
+    assert list(found.to_frame())[2:] == ["values", "calibrated", "p_values", "null_mean", "null_threshold"]
+    assert found.null_headline() == {
+        "calibrated maximum over pairs of layers": float(found.max_calibrated),
+        "p-value of the maximum over pairs of layers": float(found.max_p_value),
+    }
+    loaded = lsim.load(found.save(tmp_path / "null.safetensors"))
+    assert type(loaded) is CalibratedMatrix
+    assert all(torch.equal(getattr(loaded, name), getattr(found, name)) for name in found.tensor_fields())
+    assert [picture.field for picture in null_pictures("CKA")] == ["calibrated", "p_values", "null_mean", "null_threshold"]
+    assert all("CKA" in picture.title for picture in null_pictures("CKA"))
+    for picture in null_pictures("CKA"):
+        np.testing.assert_allclose(found.plot(picture.field).data[0].z, getattr(found, picture.field))
+    assert len(found.plot("max_null").data[0].x) == 40
+
+
+def test_rows_and_columns_are_exchanged_in_every_field():
+    values, null = similarities(rows=2, columns=3)
+    found = result(values, null, one_model=False)
+    other = found.transposed()
+    assert (other.layers, other.column_layers) == (found.column_layers, found.layers)
+    expected = result(values.T.contiguous(), null.transpose(1, 2).contiguous(), one_model=False)
+    for name in found.tensor_fields():
+        assert torch.equal(getattr(other, name), getattr(expected, name)), name
+
+
+def test_permutations_follow_their_key_and_grow_by_more():
+    few, more = draw_permutations(3, 8, 5), draw_permutations(6, 8, 5)
+    assert torch.equal(few, more[:3])
+    assert all(sorted(one.tolist()) == list(range(8)) for one in more)
+    assert len({tuple(one.tolist()) for one in more}) == 6
+    assert not torch.equal(few, draw_permutations(3, 8, 6))
+    assert draw_permutations(0, 8, 5).shape == (0, 8)
+    draw_permutations(1, 4, 2**63 + 2**64)
+
+
+def test_a_key_depends_on_the_tokens_their_order_and_the_seed():
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    keys = [sample_key(tokens, 0), sample_key(tokens, 1), sample_key(tokens.flip(0), 0), sample_key(tokens[:4], 0)]
+    assert len(set(keys)) == 4
+    assert keys[0] == sample_key(tokens.clone(), 0)
+    assert all(0 <= key < 2**63 for key in keys)
+
+
+@pytest.mark.parametrize("given", [-1, 1, 18])
+def test_too_few_permutations_are_refused(given):
+    with pytest.raises(lsim.LayersimError, match=r"at least 19(.|\n)*CKA\(permutations=200\)"):
+        check_permutations(given, "CKA")
+
+
+def test_the_least_permutations_can_be_significant():
+    check_permutations(0, "CKA")
+    check_permutations(19, "CKA")
+    values, null = torch.ones(1, 1, dtype=torch.float64), torch.zeros(19, 1, 1, dtype=torch.float64)
+    found = result(values, null, one_model=False)
+    assert (float(found.p_values), float(found.calibrated)) == (0.05, 1)
+
+
+def test_the_sums_of_the_null_must_fit_the_memory():
+    """Four sites: 3 x 8 bytes x 4 x 4 x permutations; of three models six pairs."""
+    model = _described()
+    check_null_memory(100, [model], 38_400e-9, "CKA")
+    check_null_memory(100, [model, model], 38_400e-9, "CKA")
+    check_null_memory(0, [model], 0, "CKA")
+    check_null_memory(100, [model] * 3, 6 * 38_400e-9, "CKA")
+    for models in ([model], [model, model]):
+        with pytest.raises(lsim.LayersimError, match=r"permutations=99\), or CKA\(permutations=100, max_memory_gb=1\)"):
+            check_null_memory(100, models, 38_399e-9, "CKA")
+    with pytest.raises(lsim.LayersimError, match=r"96 pairs of layers"):
+        check_null_memory(100, [model] * 3, 6 * 38_399e-9, "CKA")
+    with pytest.raises(lsim.LayersimError, match=r"do: *CKA\(permutations=100, max_memory_gb=1\)"):
+        check_null_memory(100, [model], 18 * 384e-9, "CKA")
+
+
+def test_a_model_beside_itself_is_one_model():
+    model, other = _described(), _described()
+    assert is_one_model(())
+    assert is_one_model((model,))
+    assert is_one_model((model, model))
+    assert not is_one_model((model, other))
+
+
+@pytest.mark.parametrize("value", [1e-16, 0.3, 1.0, -50.0])
+def test_null_values_below_the_observed_one_by_rounding_count_as_equal(value):
+    observed = torch.tensor(value, dtype=torch.float64)
+    size = max(abs(value), 1)
+    assert float(p_values(observed, observed - torch.full((19,), 9e-11 * size, dtype=torch.float64))) == 1
+    assert float(p_values(observed, observed - torch.full((19,), 2e-10 * size, dtype=torch.float64))) == 1 / 20
+    assert float(calibrated_values(observed, observed - 1e-15)) == 0
+
+
+def test_equal_overlaps_of_few_neighbours_are_equal():
+    """The graphs of few samples share whole numbers of neighbours, so many permutations give the observed number again."""
+    analyzer = lsim.MutualKNN(k=2, minibatch=8, permutations=300)
+    for seed in range(4):
+        x = np.random.default_rng(seed).normal(size=(2, 8, 4))
+        found = from_views(analyzer, [view(x, np.arange(8))])
+        near = [[{*np.argsort(-row)[:2]} for row in _cosines(layer)] for layer in x]
+        [chosen] = draw_minibatches(torch.arange(8), 8, 8, 0)
+        shared = sum(len(a & b) for a, b in zip(*near, strict=True))
+        reached = 0
+        for order in draw_permutations(300, 8, sample_key(torch.arange(8), 0) + 1):
+            # Sample `chosen[i]` of the rows is paired with sample `chosen[order[i]]` of the columns.
+            partner = dict(zip(chosen.tolist(), chosen[order].tolist(), strict=True))
+            reached += shared <= sum(len({partner[j] for j in near[0][i]} & near[1][partner[i]]) for i in range(8))
+        assert found.p_values[0, 1] == (1 + reached) / 301
+
+
+def _cosines(x: np.ndarray) -> np.ndarray:
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    return unit @ unit.T - 9 * np.eye(len(x))

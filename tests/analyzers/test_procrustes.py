@@ -1,0 +1,144 @@
+"""Procrustes: invariances, another implementation, theory, and distances of models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.spatial
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers._permutation_null import draw_permutations, sample_key
+
+from .. import oracles
+from ..views import from_views, residuals, view
+from .helpers import between, map_of_condition, rotation
+
+
+@pytest.mark.parametrize("widths", [(8, 8), (8, 5), (3, 8)])
+def test_between_two_models_of_other_width_and_depth(widths):
+    xs = [residuals(seed, tokens=20, width=widths[0]) for seed in range(3)]
+    ys = [residuals(seed + 9, layers=3, tokens=20, width=widths[1]) for seed in range(3)]
+    found = between(lsim.Procrustes(), xs, ys)
+    expected = oracles.oracle_procrustes(xs, ys)
+    for field, value in expected.items():
+        np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
+    assert found.samples == 60
+    other = between(lsim.Procrustes(), ys, xs)
+    turned = found.transposed()
+    for field in expected:
+        np.testing.assert_allclose(getattr(turned, field), getattr(other, field), atol=1e-12)
+    assert (turned.layers, turned.column_layers) == (other.layers, other.column_layers)
+
+
+def test_the_distance_is_that_of_scipy():
+    x, y = residuals(0, tokens=30)[0], residuals(1, tokens=30)[0]
+    found = between(lsim.Procrustes(), [x[None]], [y[None]])
+    # scipy's disparity is 1 - s^2: it also scales the second matrix.
+    disparity = scipy.spatial.procrustes(x, y)[2]
+    assert float(found.values) == pytest.approx(math.sqrt(1 - disparity), abs=1e-12)
+    a, b = ((z - z.mean(0)) / np.linalg.norm(z - z.mean(0)) for z in (x, y))
+    turn, scale = scipy.linalg.orthogonal_procrustes(b, a)
+    assert float(found.values) == pytest.approx(scale, abs=1e-12)
+    assert float(found.squared_distance) == pytest.approx(np.linalg.norm(a - b @ turn) ** 2, abs=1e-12)
+    assert float(found.angle) == pytest.approx(math.acos(scale), abs=1e-9)
+
+
+def test_invariances():
+    rng = np.random.default_rng(0)
+    x, y = residuals(0, tokens=60), residuals(3, tokens=60) + 0.5 * residuals(0, tokens=60)
+    plain = between(lsim.Procrustes(), [x], [y]).values
+    order = rng.permutation(60)
+    for changed in (y @ rotation(8), 7 * y, -y, y + rng.normal(size=8)):
+        np.testing.assert_allclose(between(lsim.Procrustes(), [x], [changed]).values, plain, atol=1e-9)
+        np.testing.assert_allclose(between(lsim.Procrustes(), [changed], [x]).values, plain.T, atol=1e-9)
+    np.testing.assert_allclose(between(lsim.Procrustes(), [x[:, order]], [y[:, order]]).values, plain, atol=1e-9)
+    assert (between(lsim.Procrustes(), [x[:, order]], [y]).values - plain).abs().max() > 0.05
+    assert (between(lsim.Procrustes(), [x], [y @ map_of_condition(8, 20)]).values - plain).abs().max() > 0.02
+
+
+def test_a_rotated_copy_is_equal_and_a_sheared_one_is_not():
+    x = residuals(0, tokens=60)
+    found = between(lsim.Procrustes(), [x], [3 * x @ rotation(8) + 1])
+    np.testing.assert_allclose(found.values.diagonal(), 1, atol=1e-12)
+    assert found.values.max() <= 1
+    assert found.distance() == pytest.approx(0, abs=1e-5)
+    assert between(lsim.Procrustes(), [x], [x @ map_of_condition(8, 20)]).values.diagonal().max() < 0.99
+    one = from_views(lsim.Procrustes(), [view(x)])
+    assert one.values.diagonal().tolist() == [1] * 4
+    assert one.angle.diagonal().tolist() == one.squared_distance.diagonal().tolist() == [0] * 4
+    np.testing.assert_allclose(one.values, one.values.T, atol=0)
+
+
+def test_independent_gaussians_read_the_square_root_of_width_over_samples():
+    rng = np.random.default_rng(0)
+    found = between(lsim.Procrustes(), [rng.normal(size=(1, 3000, 20))], [rng.normal(size=(1, 3000, 20))])
+    # The mean singular value of a square Gaussian matrix is 8 / (3 pi) sqrt(d).
+    assert float(found.values) == pytest.approx(8 / (3 * math.pi) * math.sqrt(20 / 3000), rel=0.1)
+
+
+def test_the_angle_satisfies_the_triangle_inequality():
+    for seed in range(20):
+        angle = from_views(lsim.Procrustes(), [view(residuals(seed, layers=3, tokens=12))]).angle
+        assert angle[0, 2] <= angle[0, 1] + angle[1, 2] + 1e-12
+
+
+def test_fewer_samples_than_dimensions_are_spoken_of():
+    with pytest.warns(lsim.LayersimWarning, match=r"Procrustes rests on 7 tokens of 8 dimensions"):
+        found = from_views(lsim.Procrustes(), [view(residuals(0, tokens=7))])
+    np.testing.assert_allclose(found.values, oracles.oracle_procrustes([residuals(0, tokens=7)])["values"], atol=1e-9)
+    from_views(lsim.Procrustes(), [view(residuals(0, tokens=8))])
+    with pytest.warns(lsim.LayersimWarning, match="2 tokens"):
+        two = from_views(lsim.Procrustes(), [view(residuals(0, tokens=2))])
+    # Two points are a line, which can be rotated into every other line.
+    np.testing.assert_allclose(two.values, 1, atol=1e-9)
+
+
+def test_distance_needs_equal_depth():
+    found = between(lsim.Procrustes(), [residuals(0)], [residuals(1, layers=3)])
+    with pytest.raises(lsim.LayersimError, match=r"models of equal depth(.|\n)*3 and 2 blocks"):
+        found.distance()
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_the_null_is_the_similarity_of_permuted_samples(two):
+    x, y = residuals(0, tokens=40), residuals(0, tokens=40) + residuals(1, tokens=40)
+    analyzer = lsim.Procrustes(permutations=20, seed=4)
+    found = between(analyzer, [x], [y]) if two else from_views(analyzer, [view(x)])
+    z = y if two else x
+    orders = draw_permutations(20, 40, sample_key(view(x).tokens, 4)).numpy()
+    null = np.array([oracles.oracle_procrustes([x], [z[:, order]])["values"] for order in orders])
+    assert found.permutations == 20
+    upper = np.triu(np.ones((4, 4), dtype=bool)) if not two else np.ones((4, 4), dtype=bool)
+    np.testing.assert_allclose(found.null_mean.numpy()[upper], null.mean(0)[upper], atol=1e-9)
+    p = (1 + (null >= found.values.numpy()).sum(0)) / 21
+    np.testing.assert_allclose(found.p_values.numpy()[upper], p[upper])
+    if not two:
+        np.testing.assert_allclose(found.null_mean, found.null_mean.T, atol=0)
+
+
+def test_the_headline():
+    x = residuals(0, layers=6, tokens=60)
+    result = from_views(lsim.Procrustes(), [view(x)])
+    expected = oracles.oracle_procrustes([x])["values"]
+    assert result.headline() == {
+        "Procrustes(embedding, last)": pytest.approx(expected[0, 5]),
+        "Procrustes(middle layer, last)": pytest.approx(expected[3, 5]),
+        "Procrustes(last but one, last)": pytest.approx(expected[4, 5]),
+        "samples": 60,
+    }
+    two = dataclasses.replace(result, provenance=dataclasses.replace(result.provenance, model="a | b"))
+    assert "Procrustes(first model's embedding, second's last)" in two.headline()
+    alone = from_views(lsim.Procrustes(), [view(x[:1])])
+    assert alone.headline() == {"samples": 60}
+    alone = dataclasses.replace(alone, provenance=two.provenance)
+    assert alone.headline() == {"Procrustes of the two models": 1.0, "samples": 60}
+
+
+def test_tensors_are_float64():
+    found = from_views(lsim.Procrustes(), [view(residuals(0, tokens=40).astype(np.float16).astype(np.float32))])
+    assert {getattr(found, name).dtype for name in ("values", "angle", "squared_distance")} == {torch.float64}

@@ -1,0 +1,242 @@
+"""RSA: dissimilarities, ranks, invariances, two models and nulls, against loops, scipy and rsatoolbox."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers._dissimilarities import average_ranks, dissimilarities
+from tl_layersim.analyzers._minibatch_pairs import draw_minibatches
+from tl_layersim.analyzers._permutation_null import draw_permutations, sample_key
+from tl_layersim.analyzers.rsa import centred_dissimilarities
+from tl_layersim.core import Sums
+from tl_layersim.models.view import reduce
+
+from .. import oracles
+from ..oracles.rsa import apart
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import from_views, layer_run, residuals, view
+
+KINDS = ["correlation", "cosine", "euclidean"]
+
+
+def between(analyzer, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
+    sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, view(x), view(y))[1]["k"])
+    run = dataclasses.replace(layer_run(len(x)), column_layers=layer_run(len(y)).layers)
+    return analyzer.compute(sums, run).values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compare", ["spearman", "pearson"])
+def test_it_equals_its_oracle(kind, compare):
+    """Minibatches of several sizes, weighted by their pairs."""
+    data = [residuals(seed, layers=3, tokens=n) for seed, n in enumerate((12, 20, 5))]
+    expected = oracles.oracle_rsa(data, kind=kind, ranked=compare == "spearman")
+    found = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [view(x) for x in data])
+    np.testing.assert_allclose(found.values, expected["values"], atol=1e-9)
+    assert (found.samples, found.minibatches) == (37, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_equals_scipy(kind):
+    spatial, stats = pytest.importorskip("scipy.spatial.distance"), pytest.importorskip("scipy.stats")
+    x = residuals(0, layers=2, tokens=15)
+    rdms = [spatial.pdist(layer, kind) for layer in x]
+    for compare, expected in (("spearman", stats.spearmanr(*rdms)[0]), ("pearson", stats.pearsonr(*rdms)[0])):
+        found = from_views(lsim.RSA(dissimilarity=kind, compare=compare), [view(x)])
+        assert float(found.values[0, 1]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_it_equals_rsatoolbox():
+    rsatoolbox = pytest.importorskip("rsatoolbox")
+    x = residuals(0, layers=2, tokens=15)
+    for kind in ("correlation", "euclidean"):
+        rdms = rsatoolbox.rdm.calc_rdm([rsatoolbox.data.Dataset(layer) for layer in x], method=kind)
+        expected = rsatoolbox.rdm.compare(rdms[0], rdms[1], method="spearman").item()
+        # Its Euclidean dissimilarity is squared, which ranks do not see.
+        found = from_views(lsim.RSA(dissimilarity=kind), [view(x)])
+        assert float(found.values[0, 1]) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dissimilarities_of_each_pair(kind):
+    x = residuals(0, layers=2, tokens=9)
+    found = dissimilarities(torch.as_tensor(x), (), kind=kind)
+    expected = [[[apart(a, b, kind) if a is not b else 0 for b in layer] for a in layer] for layer in map(list, x)]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, found.transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_layers_are_not_read_beyond_their_width(kind):
+    x = residuals(0, layers=2, tokens=9)
+    padded = torch.as_tensor(x.copy())
+    padded[1, :, 5:] = 0
+    found = dissimilarities(padded, (8, 5), kind=kind)
+    assert torch.equal(found[1], dissimilarities(torch.as_tensor(x[1:, :, :5].copy()), (), kind=kind)[0])
+    assert torch.equal(found[0], dissimilarities(torch.as_tensor(x[:1]), (), kind=kind)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_samples_have_equal_dissimilarities(kind):
+    x = np.repeat(residuals(0, layers=1, tokens=6, width=37), 3, axis=1) * 1e3
+    found = dissimilarities(torch.as_tensor(x), (), kind=kind)[0]
+    for i in range(18):
+        for j in range(18):
+            assert found[i, j] == found[3 * (i // 3), 3 * (j // 3)], (i, j)
+    assert float(found[0, 1]) == 0 < float(found[0, 3])
+
+
+def test_vectors_without_direction_are_like_no_other():
+    # The means of these constants are rounded, so that the centred vectors are not zero.
+    x = torch.as_tensor(residuals(0, layers=1, tokens=4, width=7))
+    x[0, 0] = 1000000.1
+    x[0, 1] = 1000000.3
+    found = dissimilarities(x, (), kind="correlation")[0]
+    assert found[0].tolist() == [0, 1, 1, 1]
+    assert found[1].tolist() == [1, 0, 1, 1]
+    x[0, 0] = 0.0
+    assert dissimilarities(x, (), kind="cosine")[0][0].tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ranked", [True, False])
+def test_equal_dissimilarities_have_no_relation(ranked):
+    matrix = torch.full((1, 7, 7), 0.1)
+    relation, _ = centred_dissimilarities(matrix, ranked=ranked)
+    assert torch.equal(relation, torch.zeros(1, 49, dtype=torch.float64))
+
+
+def test_equal_values_share_the_mean_of_their_ranks():
+    values = torch.tensor([[3.0, 1.0, 2.0, 1.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]])
+    expected = [[5, 1.5, 3, 1.5, 5, 5], [3.5] * 6, [6, 5, 4, 3, 2, 1]]
+    assert average_ranks(values).tolist() == expected
+    stats = pytest.importorskip("scipy.stats")
+    many = torch.randint(0, 9, (4, 60), generator=torch.Generator().manual_seed(0)).float()
+    np.testing.assert_array_equal(average_ranks(many), stats.rankdata(many, axis=1))
+
+
+ROTATION = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0]
+CHANGES = {
+    "scale": lambda x: 7 * x,
+    "translation": lambda x: x + np.arange(8.0),
+    "constant": lambda x: x + 3.0,
+    "rotation": lambda x: x @ ROTATION,
+    "norms": lambda x: x * np.linspace(0.5, 3, x.shape[1])[:, None],
+    "shear": lambda x: x * np.arange(1, 9),
+}
+INVARIANT = {
+    "correlation": {"scale", "constant", "norms"},
+    "cosine": {"scale", "rotation", "norms"},
+    "euclidean": {"scale", "rotation", "translation", "constant"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_invariances(kind, change):
+    x = residuals(0, tokens=30)
+    own = float(between(lsim.RSA(dissimilarity=kind), x[-1:], CHANGES[change](x[-1:])))
+    assert (own > 0.99999) == (change in INVARIANT[kind]), own
+
+
+def test_the_order_of_samples_on_both_sides_changes_nothing_and_on_one_side_all():
+    x, order = residuals(0, tokens=30), np.random.default_rng(1).permutation(30)
+    analyzer = lsim.RSA()
+    one = between(analyzer, x, x)
+    np.testing.assert_allclose(between(analyzer, x[:, order], x[:, order]), one, atol=1e-9)
+    assert float(between(analyzer, x, x[:, order]).abs().max()) < 0.3
+
+
+@pytest.mark.parametrize("analyzer", [lsim.RSA(minibatch=12, permutations=30), lsim.RSA(compare="pearson", permutations=30)])
+def test_the_null_is_that_of_permuted_samples(analyzer):
+    x = residuals(0, layers=2, tokens=27)
+    one = view(x)
+    found = from_views(analyzer, [one])
+    drawn = draw_minibatches(one.tokens, 27, analyzer.minibatch, 0)
+    ranked = analyzer.compare == "spearman"
+    expected = np.zeros(30)
+    for number, chosen in enumerate(drawn, start=1):
+        for k, order in enumerate(draw_permutations(30, len(chosen), sample_key(one.tokens, 0) + number)):
+            permuted = x[1][chosen][order]
+            both = [[x[0][chosen]], [permuted]]
+            oracle = oracles.oracle_rsa(*([np.stack(side)] for side in both), ranked=ranked)
+            expected[k] += oracle["values"].item() / len(drawn)
+    np.testing.assert_allclose(found.max_null, expected, atol=1e-9)
+    assert float(found.null_mean[0, 1]) == pytest.approx(expected.mean(), abs=1e-9)
+
+
+def test_two_models_apart_and_in_a_grid():
+    models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(layers=2, seed=2)}
+    rows, analyzer = random_tokens(4, 16), lsim.RSA(minibatch=16, permutations=20)
+    grid = lsim.compare_grid(models, rows, analyzer, batch_size=2, distance=lambda result: 1 - float(result.values[-1, -1]))
+    alone = lsim.compare(models["a"], models["c"], rows, analyzer, batch_size=2)
+    for name in alone.tensor_fields():
+        torch.testing.assert_close(getattr(grid["a", "c"], name), getattr(alone, name), rtol=1e-4, atol=1e-4)
+    assert alone.values.shape == (4, 3)
+    exchange = analyzer.exchange()
+    one = view(residuals(0, tokens=30).astype(np.float32))
+    sent = exchange.kernel(one)
+    assert exchange.size(30, 1, 4) == sum(part.numel() * part.element_size() for part in sent.values())
+    joined = exchange.join(*[exchange.prepare(sent)] * 2)
+    for name, value in reduce({"k": analyzer.kernel(Sums())}, one)[1]["k"].items():
+        torch.testing.assert_close(joined[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_layer_of_equal_samples_is_nan_and_named():
+    x = residuals(0, tokens=20)
+    x[1] = 1.0
+    with pytest.warns(lsim.LayersimWarning, match=r"RSA is not defined at blocks\.0\.hook_resid_post"):
+        found = from_views(lsim.RSA(permutations=19), [view(x)])
+    for field in (found.values, found.p_values, found.calibrated):
+        assert bool(field[1].isnan().all() and field[:, 1].isnan().all())
+        assert not bool(field[0, 2:].isnan().any())
+    x[:] = 1.0
+    with pytest.raises(lsim.LayersimError, match="not defined at any layer"):
+        from_views(lsim.RSA(), [view(x)])
+
+
+def test_too_few_samples_are_refused():
+    with pytest.raises(lsim.LayersimError, match=r"RSA needs 4 samples in one forward batch"):
+        from_views(lsim.RSA(), [view(residuals(0, tokens=3))])
+    with pytest.raises(lsim.LayersimError, match="`minibatch` must be at least 4"):
+        lsim.RSA(minibatch=3)
+    lsim.RSA(minibatch=4)
+    with pytest.raises(lsim.LayersimError, match=r"RSA\(permutations=200\)"):
+        lsim.RSA(permutations=3)
+
+
+def test_headline_and_sequences():
+    x = residuals(0, tokens=60)
+    found = from_views(lsim.RSA(level="sequence", pool="last", permutations=19), [view(x, rows=12)])
+    assert found.samples == 12
+    assert found.headline()["RSA(embedding, last)"] == float(found.values[0, -1])
+    assert found.headline()["RSA(last but one, last)"] == float(found.values[-2, -1])
+    assert found.headline()["samples in a minibatch"] == 12
+    assert "p-value of the maximum over pairs of layers" in found.headline()
+
+
+def test_a_minibatch_of_equal_dissimilarities_is_left_out_of_the_average():
+    """Layer 0 is constant in the first batch, as first tokens are where all rows of a batch begin alike."""
+    one, two = residuals(1, layers=3, tokens=12), residuals(2, layers=3, tokens=10)
+    one[0] = 1.0
+    analyzer = lsim.RSA(minibatch=12, permutations=19)
+    alone = from_views(analyzer, [view(two, np.arange(10))])
+    both = from_views(analyzer, [view(one, np.arange(12) + 50), view(two, np.arange(10))])
+    assert torch.allclose(both.values[0], alone.values[0], atol=1e-12)
+    assert torch.allclose(both.null_mean[0], alone.null_mean[0], atol=1e-12)
+    later = oracles.oracle_rsa([one[1:], two[1:]])["values"]
+    assert np.allclose(both.values[1:, 1:], later, atol=1e-9)
+
+
+def test_layers_that_never_vary_together_have_no_correlation():
+    one, two = residuals(1, layers=3, tokens=12), residuals(2, layers=3, tokens=12)
+    one[0], two[1] = 1.0, 1.0
+    found = from_views(lsim.RSA(permutations=19), [view(one, np.arange(12)), view(two, np.arange(12) + 50)])
+    assert found.values.isnan().tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+    assert torch.equal(found.p_values.isnan(), found.values.isnan())
+    assert not bool(found.max_p_value.isnan())

@@ -1,0 +1,70 @@
+"""Declared bounds of result fields: a pair, and kept by every value."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from dataclasses import fields
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
+from tl_layersim.core.result_kinds import below
+
+from ..views import from_views, residuals, view_for
+
+ANALYZERS = sorted(find_analyzers().items())
+# Random walks; a few samples of large norm; layers that are multiples of each other, so that paths are straight and cosines 1.
+DATA = {
+    "walk": lambda seed: residuals(seed, tokens=30),
+    "few": lambda seed: residuals(seed, tokens=12) * 1e4,
+    "straight": lambda seed: residuals(seed, layers=1, tokens=30).repeat(4, axis=0) * [[[1]], [[2]], [[4]], [[9]]],
+}
+
+
+@pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(("name", "cls"), ANALYZERS, ids=[name for name, _ in ANALYZERS])
+def test_every_value_lies_within_the_bounds_of_its_field(name, cls, data):
+    result = from_views(cls(), [view_for(cls, DATA[data](seed)) for seed in range(2)])
+    for one in fields(result):
+        if "axes" in one.metadata and one.metadata["within"] is not None:
+            low, high = one.metadata["within"]
+            values = getattr(result, one.name)
+            values = values[values.isfinite()]
+            assert ((values >= low - 1e-9) & (values <= high + 1e-9)).all(), (one.name, values.min(), values.max())
+
+
+def test_bounds_are_pairs_in_ascending_order():
+    for module in pkgutil.walk_packages(lsim.__path__, "tl_layersim."):
+        if "make_demo" not in module.name:
+            importlib.import_module(module.name)
+    declared = [one for cls in below(lsim.Result) for one in fields(cls) if one.metadata.get("within")]
+    assert len(declared) > 100
+    for one in declared:
+        low, high = one.metadata["within"]
+        assert low < high, one.name
+
+
+def test_bounds_of_ranks_and_angles():
+    from tl_layersim.analyzers._permutation_null import CalibratedMatrix
+    from tl_layersim.analyzers.cosine import CosineResult
+    from tl_layersim.analyzers.effective_rank import EffectiveRankResult
+    from tl_layersim.analyzers.trajectory import TrajectoryResult
+
+    def bounds(cls):
+        return {one.name: one.metadata["within"] for one in fields(cls) if "axes" in one.metadata}
+
+    ranks = bounds(EffectiveRankResult)
+    assert ranks.pop("spectrum") == (0, 1)
+    assert set(ranks.values()) == {(1, math.inf)}
+    assert (bounds(CosineResult)["angular"], bounds(CosineResult)["block_influence"]) == ((0, 1), (0, 2))
+    path = bounds(TrajectoryResult)
+    assert (path["curvature"], path["curvature_std"]) == ((0, math.pi), (0, math.pi / 2))
+    # Values of single prompts have no interval.
+    assert path["prompt_lss"] is None
+    null = bounds(CalibratedMatrix)
+    assert null["calibrated"] == null["max_calibrated"] == (0, 1)
+    assert null["null_mean"] == null["null_threshold"] == (-math.inf, 1)

@@ -1,0 +1,119 @@
+"""Standard errors and intervals against naive loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tl_layersim.core.jackknife import leave_one_out, p_value_from_error, standard_error, t_interval, welch_degrees
+
+
+def naive_error(samples: list[np.ndarray], statistic) -> float:
+    """The delete-one-block jackknife, as a loop."""
+    g = len(samples)
+    without = [statistic(np.concatenate(samples[:j] + samples[j + 1 :])) for j in range(g)]
+    total = 0.0
+    for one in without:
+        total += (one - sum(without) / g) ** 2
+    return math.sqrt((g - 1) / g * total)
+
+
+@pytest.mark.parametrize("sizes", [(5, 5, 5, 5), (7, 3, 9, 4, 6), (1, 8)])
+@pytest.mark.parametrize("statistic", [np.mean, np.median, lambda x: np.log(np.var(x) + 1)])
+def test_the_standard_error_is_that_of_a_naive_loop(sizes, statistic):
+    rng = np.random.default_rng(3)
+    samples = [rng.normal(2, 1, size) for size in sizes]
+    whole = torch.tensor(statistic(np.concatenate(samples)))
+    without = [statistic(np.concatenate(samples[:j] + samples[j + 1 :])) for j in range(len(sizes))]
+    found = standard_error(whole, torch.tensor(np.array(without)))
+    assert float(found) == pytest.approx(naive_error(samples, statistic), rel=1e-10)
+
+
+def test_the_standard_error_of_a_mean_of_equal_blocks_is_that_of_the_means_of_blocks():
+    means = torch.tensor([1.0, 4.0, 2.5, 7.0]).double()
+    without = torch.stack([means[[i for i in range(4) if i != j]].mean() for j in range(4)])
+    assert float(standard_error(means.mean(), without)) == pytest.approx(float(means.std() / 2), rel=1e-12)
+
+
+def test_a_field_keeps_its_shape_and_undefined_entries_are_nan():
+    value = torch.tensor([[1.0, math.nan, math.inf], [0.0, 2.0, 3.0]]).double()
+    without = torch.stack([value + 0.1, value - 0.1, value]).clone()
+    without[1, 1, 2] = math.nan
+    error = standard_error(value, without)
+    assert error.shape == value.shape
+    assert error.isnan().tolist() == [[False, True, True], [False, False, True]]
+    assert standard_error(value, without[:1]).isnan().all()
+
+
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.99])
+def test_the_interval_is_of_students_t(level):
+    found = t_interval(torch.tensor(3.0).double(), torch.tensor(0.5).double(), 7, level)
+    low, high = stats.t.interval(level, df=6, loc=3.0, scale=0.5)
+    assert (float(found.low), float(found.high)) == pytest.approx((low, high), rel=1e-12)
+    assert (float(found.value), float(found.error)) == (3.0, 0.5)
+
+
+def test_the_interval_keeps_to_the_bounds_and_holds_its_value():
+    value, error = torch.tensor([0.02, 0.5, 0.99, 1 + 1e-12]).double(), torch.tensor(0.1).double().expand(4)
+    found = t_interval(value, error, 20, 0.95, within=(0, 1))
+    assert found.low.tolist() == pytest.approx([0.0, 0.5 - 2.0930 * 0.1, 0.99 - 0.2093, 1 - 0.2093], abs=1e-4)
+    assert found.high.tolist() == pytest.approx([0.02 + 0.2093, 0.5 + 0.2093, 1.0, 1.0], abs=1e-4)
+    assert bool((found.low <= value).all() and (value <= found.high).all())
+    assert t_interval(value, error, 1, 0.95).low.isnan().all()
+    assert t_interval(value, error * math.nan, 9, 0.95).high.isnan().all()
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 16, 31])
+def test_each_sum_leaves_out_one_term_and_keeps_the_order(count):
+    letters = [chr(ord("a") + i) for i in range(count)]
+    assert list(leave_one_out(letters, lambda a, b: a + b)) == ["".join(x for x in letters if x != y) for y in letters]
+
+
+def test_few_sums_are_held():
+    added = []
+
+    def add(a, b):
+        added.append(1)
+        return a + b
+
+    assert len(list(leave_one_out([(i,) for i in range(32)], add))) == 32
+    assert len(added) < 32 * 8
+
+
+def test_what_no_block_changes_has_no_error():
+    value = torch.tensor([0.1, 1 / 3, 64.0]).double()
+    assert standard_error(value, value.expand(17, 3)).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_p_values_and_degrees_are_those_of_scipy():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(0.5, 2.0, 12), rng.normal(0, 1, 19)
+    errors = tuple(torch.tensor(stats.sem(one)).double() for one in (a, b))
+    expected = stats.ttest_ind(a, b, equal_var=False)
+    degrees = welch_degrees(errors, (12, 19))
+    assert float(degrees) == pytest.approx(expected.df, rel=1e-12)
+    value, error = torch.tensor(a.mean() - b.mean()), (errors[0] ** 2 + errors[1] ** 2).sqrt()
+    assert float(p_value_from_error(value, error, degrees)) == pytest.approx(expected.pvalue, rel=1e-10)
+    assert float(p_value_from_error(-value, error, degrees)) == pytest.approx(expected.pvalue, rel=1e-10)
+
+
+def test_without_variation_there_is_no_test():
+    zero, one = torch.tensor(0.0).double(), torch.tensor(1.0).double()
+    assert p_value_from_error(one, zero, 9 * one).isnan()
+    assert p_value_from_error(one, zero * math.nan, 9 * one).isnan()
+    assert float(welch_degrees((zero, zero), (5, 7))) == 10.0
+    assert float(welch_degrees((one, zero), (5, 7))) == 4.0
+
+
+def test_equal_errors_from_unequal_numbers_of_blocks_have_fewer_degrees_than_both_together():
+    one = torch.tensor(1.0).double()
+    assert float(welch_degrees((one, one), (5, 7))) == pytest.approx(4 / (1 / 4 + 1 / 6), rel=1e-12)
+
+
+def test_a_bias_that_all_parts_share_is_no_error():
+    """A statistic that falls with the number of samples, whatever the samples are, varies from sample to sample by nothing."""
+    assert float(standard_error(torch.tensor(5.0).double(), torch.full((16,), 5.3).double())) == pytest.approx(0, abs=1e-12)

@@ -1,0 +1,209 @@
+"""Generation from all layers at once: every continuation is that of its layer and its prompt alone."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core.errors import LayersimError
+from tl_layersim.early_exit import layer_generation
+from tl_layersim.early_exit.api import EarlyExit
+from tl_layersim.early_exit.layer_generation import generate_from_layers, layer_groups
+from tl_layersim.early_exit.truncate import truncate
+
+from ..tiny_models import VOCABULARY, tiny_gpt2, tiny_llama, tiny_tokenizer
+from .helpers import classifier, deep, naive_generate
+from .test_heads import naive_heads, near_heads
+
+TOKENIZER = tiny_tokenizer()
+# Of different lengths, so that rows are padded.
+PROMPTS = ["w5 w9 w33 w8 w14 w21 w7", "w40", "w17 w3 w29", "w6 w6 w11 w50 w12"]
+NEW = 12
+# With a nucleus this small the most probable token is always drawn.
+GREEDY = 1e-9
+
+
+def ids_of(prompt):
+    """Token ids of a prompt, after the token at which texts begin."""
+    return [1, *TOKENIZER(prompt)["input_ids"]]
+
+
+def written(model, prompts=PROMPTS, top_p=0.95, heads=None, seed=3, new=NEW, **options):
+    early = EarlyExit(model, 0.0, at="all", heads=heads)
+    return generate_from_layers(early, prompts, max_new_tokens=new, top_p=top_p, seed=seed, tokenizer=TOKENIZER, **options)
+
+
+def one_layer(model, layer, prompts=PROMPTS, heads=None, seed=3):
+    """The same by the public interface, at one layer."""
+    last = layer == len(model.model.layers)
+    early = EarlyExit(model, 1.0, heads=heads) if last else EarlyExit(model, 0.0, at=(layer,), heads=heads)
+    found = early.generate(prompts, max_new_tokens=NEW, do_sample=True, top_p=0.95, seed=seed, tokenizer=TOKENIZER)
+    assert {int(layer) for row in found.exits for layer in row} == {layer}
+    return found
+
+
+def in_groups(monkeypatch, model, layers, prompts=PROMPTS):
+    """Room for the keys and values of this many layers and no more; returns the number of runs that were made."""
+    columns = len(prompts) * (max(len(ids_of(prompt)) for prompt in prompts) + NEW)
+    size = layer_generation._cache_bytes(EarlyExit(model, 0.0, at="all"), columns)
+    monkeypatch.setattr(layer_generation, "KEYS_AND_VALUES_BYTES", layers * size)
+    runs, made = [], layer_generation.GenerationLoop
+    monkeypatch.setattr(layer_generation, "GenerationLoop", lambda *args: runs.append(args[0].ends) or made(*args))
+    return runs
+
+
+def ending(model, tokens):
+    """These tokens end a row."""
+    model.generation_config.eos_token_id = list(tokens)
+    return model
+
+
+# Some rows of every layer end before the others, and some do not end.
+ENDS = range(10, 20)
+
+
+@functools.cache
+def one_at_a_time(heads):
+    """(tokens, texts) by layer."""
+    model = ending(deep(), ENDS)
+    own = near_heads(model) if heads else None
+    found = [one_layer(model, layer, heads=own) for layer in range(1, 7)]
+    return [([row.tolist() for row in one.tokens], one.texts) for one in found]
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize(("layers", "runs"), [(1, [1, 2, 3, 4, 5, 6]), (4, [4, 6]), (100, [6])])
+def test_sampled_as_one_layer_at_a_time(monkeypatch, layers, runs, heads):
+    model = ending(deep(), ENDS)
+    own = near_heads(model) if heads else None
+    made, lengths = in_groups(monkeypatch, model, layers), set()
+    found = written(model, heads=own)
+    assert [ends[-1] for ends in made] == runs
+    assert len(found) == 6
+    for rows, (tokens, texts) in zip(found, one_at_a_time(heads), strict=True):
+        assert [row.tokens.tolist() for row in rows] == tokens
+        assert tuple(row.text for row in rows) == texts
+        lengths |= {len(row.tokens) for row in rows}
+        assert all(int(row.tokens[-1]) in ENDS or len(row.tokens) == NEW for row in rows)
+    assert NEW in lengths
+    assert len(lengths) > 3
+    assert len({tuple(rows[0].tokens.tolist()) for rows in found}) > 3
+
+
+def test_sampled_as_a_truncated_model(monkeypatch):
+    model = ending(deep(), ENDS)
+    in_groups(monkeypatch, model, 2)
+    for layer, rows in list(enumerate(written(model), 1))[::2]:
+        alone = one_layer(truncate(model, layer), layer)
+        assert [row.tokens.tolist() for row in rows] == [row.tolist() for row in alone.tokens]
+
+
+@pytest.mark.parametrize("heads", [None, "final", "none"])
+def test_greedy_the_naive_way(monkeypatch, heads):
+    model = ending(deep(), [EOS := 11])
+    own = None if heads is None else near_heads(model, heads)
+    naive = () if own is None else naive_heads(model, own)
+    in_groups(monkeypatch, model, 4)
+    for layer, rows in enumerate(written(model, top_p=GREEDY, heads=own), 1):
+        for prompt, row in list(zip(PROMPTS, rows, strict=True))[1:3]:
+            ids = torch.tensor(ids_of(prompt))
+            # No probability is above 1, so the last layer is reached.
+            at, threshold = ((1,), 1.0) if layer == 6 else ((layer,), 0.0)
+            said, _ = naive_generate(model, ids, NEW, at, "max-prob", threshold, eos=EOS, heads=naive)
+            assert row.tokens.tolist() == said
+            assert row.text == TOKENIZER.decode(said, skip_special_tokens=True)
+
+
+def test_greedy_as_generate_of_a_truncated_model(monkeypatch):
+    model = tiny_gpt2()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)
+    made = in_groups(monkeypatch, model, 2)
+    found = written(model, top_p=GREEDY)
+    assert [ends[-1] for ends in made] == [2, 3]
+    for layer, rows in enumerate(found, 1):
+        short = truncate(model, layer)
+        for prompt, row in zip(PROMPTS, rows, strict=True):
+            ids = torch.tensor([ids_of(prompt)])
+            said = short.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+            assert row.tokens.tolist() == said.tolist()
+
+
+def test_the_demo_model():
+    model, prompts = lsim.demo_model(), ["Once upon a time", "The dog"]
+    early, counted = EarlyExit(model, 0.0, at="all"), []
+    found = generate_from_layers(early, prompts, max_new_tokens=8, top_p=0.9, seed=0, on_tokens=counted.append)
+    for layer in (1, 3, 8):
+        alone = EarlyExit(model, 0.0, at=(layer,)) if layer < 8 else EarlyExit(model, 1.0)
+        said = alone.generate(prompts, max_new_tokens=8, do_sample=True, top_p=0.9, seed=0)
+        assert [row.tokens.tolist() for row in found[layer - 1]] == [row.tolist() for row in said.tokens]
+        assert tuple(row.text for row in found[layer - 1]) == said.texts
+    assert sum(counted) == sum(len(row.tokens) for rows in found for row in rows)
+
+
+class TestEdges:
+    def test_one_prompt_is_as_beside_others(self):
+        model = deep()
+        alone = written(model, PROMPTS[:1])
+        assert [len(rows) for rows in alone] == [1] * 6
+        assert [rows[0].tokens.tolist() for rows in alone] == [rows[0].tokens.tolist() for rows in written(model)]
+
+    def test_one_block_and_one_token(self):
+        model = ending(tiny_llama(1), ENDS)
+        (rows,) = written(model)
+        assert [row.tokens.tolist() for row in rows] == [row.tolist() for row in one_layer(model, 1).tokens]
+        assert [[len(row.tokens) for row in rows] for rows in written(deep(), new=1)] == [[1] * len(PROMPTS)] * 6
+
+    def test_rows_that_all_end_at_once(self):
+        found = written(ending(deep(), range(VOCABULARY)))
+        assert [[len(row.tokens) for row in rows] for rows in found] == [[1] * len(PROMPTS)] * 6
+
+    def test_nothing_stays_behind(self):
+        model = deep().train()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        state = torch.get_rng_state()
+        first, other = written(model), written(model, seed=4)
+        assert [row.text for rows in first for row in rows] != [row.text for rows in other for row in rows]
+        assert torch.equal(torch.get_rng_state(), state)
+        assert model.training
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_groups(self, monkeypatch):
+        for blocks in range(1, 8):
+            for size in range(10):
+                groups = layer_groups(blocks, 1 if size == 9 else 2**28 // max(size, 1))
+                assert [layer for group in groups for layer in group] == list(range(1, blocks + 1))
+                assert max(map(len, groups)) == (blocks if size == 9 else min(blocks, max(size, 1)))
+        # Keys and values that exceed the memory of their own are generated from one layer at a time.
+        assert layer_groups(3, 2**40) == [range(1, 2), range(2, 3), range(3, 4)]
+        assert layer_groups(3, 0) == [range(1, 4)]
+
+    def test_bytes_of_keys_and_values(self):
+        early = EarlyExit(deep(), 0.0, at="all")
+        # Keys and values of six blocks, 10 columns, 32 features, float32.
+        assert layer_generation._cache_bytes(early, 10) == 2 * 6 * 10 * 32 * 4
+
+
+class TestRefusals:
+    def test_a_classifier(self):
+        model, _, _ = classifier("llama")
+        with pytest.raises(LayersimError, match="cannot generate: it is a classifier"):
+            written(model)
+
+    def test_a_masked_language_model(self):
+        model, _, _ = classifier("masked")
+        with pytest.raises(LayersimError, match="cannot generate"):
+            written(model)
+
+    def test_more_than_the_context(self):
+        with pytest.raises(LayersimError, match="exceed the model's context"):
+            written(deep(), new=64)
+
+    def test_no_tokenizer(self):
+        early = EarlyExit(deep(), 0.0, at="all")
+        with pytest.raises(LayersimError, match="tokenizer"):
+            generate_from_layers(early, PROMPTS, max_new_tokens=2, top_p=0.9, seed=0)

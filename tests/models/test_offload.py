@@ -1,0 +1,125 @@
+"""Models with weights offloaded to a disk or to the CPU: each number is that of the plain model, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import worst
+
+# Where accelerate keeps each part. Blocks 0 and 2, and the final norm in one of them, stay in memory.
+MIXED = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+MIXED |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
+ALL = dict.fromkeys(MIXED, "disk") | {"model.rotary_emb": "cpu"}
+TOKENS = random_tokens(8, 11)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama().save_pretrained(folder / "float32")
+    tiny_llama().bfloat16().save_pretrained(folder / "bfloat16")
+    return folder
+
+
+def offloaded(folder, device_map, dtype="float32"):
+    options = {"device_map": device_map, "offload_folder": folder / "offload", "dtype": dtype}
+    return AutoModelForCausalLM.from_pretrained(folder / dtype, **options).eval()
+
+
+@pytest.fixture(params=[MIXED, ALL], ids=["some blocks on the disk", "all on the disk"])
+def model(folder, request):
+    return offloaded(folder, request.param)
+
+
+def test_every_analyzer_gives_the_numbers_of_the_plain_model(model):
+    analyzers = [cls() for name, cls in lsim.find_analyzers().items() if name not in ("block_coupling", "task_metrics")]
+    here, plain = (lsim.analyze(one, TOKENS, analyzers, batch_size=4) for one in (model, tiny_llama()))
+    for name in plain:
+        assert worst(here[name], plain[name]) == 0, name
+    # Not all weights can be read without loading them.
+    assert here["cka"].provenance.weights_hash == ""
+
+
+@pytest.mark.parametrize("family", ["attn_out", "z", "mlp_post", "ln_final"])
+def test_sites_inside_blocks(folder, family):
+    model = offloaded(folder, MIXED)
+    here, plain = (lsim.analyze(one, TOKENS, lsim.CKA(minibatch=8), at=family)["cka"] for one in (model, tiny_llama()))
+    assert worst(here, plain) == 0
+
+
+@pytest.mark.parametrize("method", ["dense", "finite-difference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_jacobians_of_offloaded_blocks_are_computed_in_float32(folder, method, dtype):
+    model, plain = offloaded(folder, ALL, dtype), AutoModelForCausalLM.from_pretrained(folder / dtype, dtype=dtype).eval()
+    here, there = (lsim.block_jacobians(one, TOKENS[0], method=method) for one in (model, plain))
+    assert worst(here, there) == 0
+    assert all(parameter.is_meta for name, parameter in model.named_parameters() if ".layers." in name)
+    torch.testing.assert_close(model(TOKENS).logits, plain(TOKENS).logits, rtol=0, atol=0)
+
+
+def test_a_block_is_loaded_once_for_all_products_with_its_jacobian(folder, monkeypatch):
+    from accelerate.hooks import AlignDevicesHook
+
+    model, loads = offloaded(folder, ALL), []
+    load = AlignDevicesHook.pre_forward
+
+    def counted(hook, module, *args, **kwargs):
+        if hook.offload and type(module) is torch.nn.Linear:
+            loads.append(module)
+        return load(hook, module, *args, **kwargs)
+
+    monkeypatch.setattr(AlignDevicesHook, "pre_forward", counted)
+    lsim.block_jacobians(model, TOKENS[0], layers=[1])
+    # A forward pass of three blocks with seven matrices each and the head, one more check, and block 1 once.
+    assert len(loads) <= 2 * (3 * 7 + 1) + 7
+
+
+def test_attach_compare_stitch_and_figures(folder):
+    model, plain = offloaded(folder, ALL), tiny_llama()
+    found = []
+    for one in (model, plain):
+        with torch.no_grad(), lsim.attach(one, [lsim.LogitLens(), lsim.Cosine(center="none")]) as probe:
+            one(TOKENS)
+        stitched = (
+            lsim.stitch(one, plain, TOKENS, at=(2, 2), fit="lstsq"),
+            lsim.stitch(plain, one, TOKENS, at=(2, 2), fit="lstsq"),
+        )
+        found.append([*probe.results().values(), *stitched, lsim.prediction_grid(one, TOKENS[0])])
+        found[-1].append(lsim.compare(one, plain, TOKENS, lsim.CKA(minibatch=8)))
+        found[-1] += lsim.evaluate_layers(one, plain, TOKENS).values()
+    for here, there in zip(*found, strict=True):
+        assert worst(here, there) == 0
+
+
+@pytest.mark.parametrize("call", [lsim.EarlyExit, lambda model: lsim.truncate(model, 1)], ids=["EarlyExit", "truncate"])
+def test_early_exit_and_truncate_are_refused(folder, call):
+    model = offloaded(folder, MIXED)
+    with pytest.raises(lsim.LayersimError, match=r"must be on one device(.|\n)*device_map"):
+        call(model)
+
+
+def test_training_is_refused(folder):
+    model = offloaded(folder, MIXED)
+    calls = [
+        lambda: lsim.finetune_aligned(model, TOKENS, lsim.AlignedTraining(steps=1)),
+        lambda: lsim.aligned_loss(model, TOKENS),
+    ]
+    for call in calls:
+        with pytest.raises(lsim.LayersimError, match=r"offloaded weights, which cannot be trained(.|\n)*without device_map"):
+            call()
+
+
+def test_a_run_that_fails_unloads_the_weights(folder, monkeypatch):
+    from tl_layersim.jacobians import jacobian
+
+    model = offloaded(folder, ALL)
+    monkeypatch.setattr(jacobian, "lengthening", lambda _x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lsim.block_jacobians(model, TOKENS[0], layers=[1])
+    assert all(parameter.is_meta for name, parameter in model.named_parameters() if ".layers." in name)
+    torch.testing.assert_close(model(TOKENS).logits, tiny_llama()(TOKENS).logits, rtol=0, atol=0)

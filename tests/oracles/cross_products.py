@@ -1,0 +1,109 @@
+"""Naive float64 NumPy of Procrustes, CCA and linear predictivity, from samples, never from covariances of batches.
+
+`batches` is a list of `layer token d_model`; `others` are those of a second model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .common import no_null
+from .linear_probe import ROWS_OF, held_out_rows
+
+
+def together(batches: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(batches, axis=1).astype(np.float64)
+
+
+def of_all_pairs(x: np.ndarray, y: np.ndarray, number: Callable[[np.ndarray, np.ndarray], float]) -> np.ndarray:
+    return np.array([[number(a, b) for b in y] for a in x])
+
+
+def procrustes_similarity(x: np.ndarray, y: np.ndarray) -> float:
+    """Nuclear norm of X'Y, for centred matrices of Frobenius norm 1."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    return float(np.linalg.svd((x / np.linalg.norm(x)).T @ (y / np.linalg.norm(y)), compute_uv=False).sum())
+
+
+def oracle_procrustes(batches: list[np.ndarray], others: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    x = together(batches)
+    y = x if others is None else together(others)
+    values = np.minimum(of_all_pairs(x, y, procrustes_similarity), 1)
+    if others is None:
+        np.fill_diagonal(values, 1)
+    return {"values": values, "squared_distance": 2 - 2 * values, "angle": np.arccos(values)} | no_null(len(x), len(y))
+
+
+def principal(x: np.ndarray, fraction: float = 1.0) -> np.ndarray:
+    """The centred samples along the principal directions that explain a fraction of the variance, those of norm 0 left out."""
+    u, s, _ = np.linalg.svd(x - x.mean(0), full_matrices=False)
+    keep = s > 1e-6 * s[0]
+    u, s = u[:, keep], s[keep]
+    count = next(k for k in range(1, len(s) + 1) if (s[:k] ** 2).sum() >= fraction * (s**2).sum() - 1e-12)
+    return u[:, :count] * s[:count]
+
+
+def canonical(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Canonical correlations, and the canonical variates `sample variate` of x, by QR (Bjorck and Golub 1973)."""
+    q, _ = np.linalg.qr(x)
+    p, _ = np.linalg.qr(y)
+    u, rho, _ = np.linalg.svd(q.T @ p, full_matrices=False)
+    return np.minimum(rho, 1), q @ u
+
+
+def pwcca(x: np.ndarray, y: np.ndarray) -> float:
+    """Morcos et al. 2018, equation 2: weights by the first argument."""
+    x = x - x.mean(0)
+    rho, variates = canonical(principal(x), principal(y))
+    alpha = [sum(abs(h @ column) for column in x.T) for h in variates.T]
+    return float(np.dot(alpha, rho) / np.sum(alpha))
+
+
+def oracle_cca(
+    batches: list[np.ndarray], others: list[np.ndarray] | None = None, variance: float = 0.99
+) -> dict[str, np.ndarray]:
+    x = together(batches)
+    y = x if others is None else together(others)
+    sizes = [[principal(site, f).shape[1] for site in side] for f in (1.0, variance) for side in (x, y)]
+    return {
+        "values": of_all_pairs(x, y, lambda a, b: canonical(principal(a), principal(b))[0].mean()),
+        "squared": of_all_pairs(x, y, lambda a, b: (canonical(principal(a), principal(b))[0] ** 2).mean()),
+        "svcca": of_all_pairs(x, y, lambda a, b: canonical(principal(a, variance), principal(b, variance))[0].mean()),
+        "pwcca": of_all_pairs(x, y, pwcca),
+        "column_pwcca": of_all_pairs(x, y, lambda a, b: pwcca(b, a)),
+        "dimensions": np.array(sizes[0]),
+        "column_dimensions": np.array(sizes[1]),
+        "directions": np.array(sizes[2]),
+        "column_directions": np.array(sizes[3]),
+    } | no_null(len(x), len(y))
+
+
+def ridge_r2(x: np.ndarray, y: np.ndarray, test: np.ndarray, ridge: float) -> float:
+    """R2 of y on the samples of `test`, predicted from x by ridge regression on the other samples."""
+    away, answers = x[~test] - x[~test].mean(0), y[~test] - y[~test].mean(0)
+    covariance = away.T @ away / len(away)
+    penalty = ridge * np.trace(covariance) / x.shape[1]
+    weight = np.linalg.solve(covariance + penalty * np.eye(x.shape[1]), away.T @ answers / len(away))
+    predicted = (x[test] - x[~test].mean(0)) @ weight + y[~test].mean(0)
+    return float(1 - ((y[test] - predicted) ** 2).sum() / ((y[test] - y[test].mean(0)) ** 2).sum())
+
+
+def oracle_linear_predictivity(
+    batches: list[np.ndarray],
+    others: list[np.ndarray] | None = None,
+    ridge: float = 0.01,
+    rows: list[int] | None = None,
+    fraction: float = 0.2,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    x = together(batches)
+    y = x if others is None else together(others)
+    rows = rows or [t // ROWS_OF for batch in batches for t in range(batch.shape[1])]
+    out = held_out_rows(max(rows) + 1, fraction, seed)
+    test = np.array([out[row] for row in rows])
+    return {
+        "values": of_all_pairs(x, y, lambda a, b: ridge_r2(a, b, test, ridge)),
+        "reverse": of_all_pairs(x, y, lambda a, b: ridge_r2(b, a, test, ridge)),
+    } | no_null(len(x), len(y))

@@ -1,0 +1,78 @@
+"""Naive float64 NumPy of RSA and of mutual nearest neighbours, sample by sample and pair by pair."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .common import no_null
+
+
+def apart(a: np.ndarray, b: np.ndarray, kind: str) -> float:
+    if kind == "euclidean":
+        return float(np.sqrt(np.sum((a - b) ** 2)))
+    if kind == "correlation":
+        a, b = a - a.mean(), b - b.mean()
+    return 1 - float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
+def condensed(x: np.ndarray, kind: str) -> np.ndarray:
+    """Dissimilarities of the pairs of samples `sample d_model`; those that differ by rounding alone are ties."""
+    pairs = [apart(x[i], x[j], kind) for i in range(len(x)) for j in range(i + 1, len(x))]
+    return np.array(pairs).astype(np.float32).astype(np.float64)
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    return np.array([np.sum(values < one) + (np.sum(values == one) + 1) / 2 for one in values])
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
+def oracle_rsa(
+    batches: list[np.ndarray],
+    others: list[np.ndarray] | None = None,
+    kind: str = "correlation",
+    ranked: bool = True,
+) -> dict[str, np.ndarray]:
+    """Each batch is one minibatch; correlations are averaged with the number of pairs as weight."""
+    others = batches if others is None else others
+    values, weights = 0.0, 0.0
+    for one, other in zip(batches, others, strict=True):
+        both = [[condensed(layer, kind) for layer in x] for x in (one, other)]
+        if ranked:
+            both = [[ranks(layer) for layer in layers] for layers in both]
+        weight = len(both[0][0])
+        values = values + weight * np.array([[correlation(a, b) for b in both[1]] for a in both[0]])
+        weights += weight
+    return {"values": values / weights} | no_null(len(batches[0]), len(others[0]))
+
+
+def neighbours(x: np.ndarray, k: int, kind: str) -> list[set[int]]:
+    """The k nearest other samples of each sample."""
+    found = []
+    for i in range(len(x)):
+        order = sorted((apart(x[i], x[j], kind), j) for j in range(len(x)) if j != i)
+        found.append({j for _, j in order[:k]})
+    return found
+
+
+def oracle_mutual_knn(
+    batches: list[np.ndarray], others: list[np.ndarray] | None = None, k: int = 10, kind: str = "cosine"
+) -> dict[str, np.ndarray]:
+    """Each batch of at least k + 2 samples is one minibatch."""
+    others = batches if others is None else others
+    rows, columns = len(batches[0]), len(others[0])
+    shared, samples, chance = np.zeros((rows, columns)), 0, 0.0
+    for one, other in zip(batches, others, strict=True):
+        n = one.shape[1]
+        if n < k + 2:
+            continue
+        of_x, of_y = ([neighbours(layer, k, kind) for layer in x] for x in (one, other))
+        for a in range(rows):
+            for b in range(columns):
+                shared[a, b] += sum(len(of_x[a][i] & of_y[b][i]) / k for i in range(n))
+        samples += n
+        chance += n * k / (n - 1)
+    return {"values": shared / samples, "chance": np.array(chance / samples)} | no_null(rows, columns)

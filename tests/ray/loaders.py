@@ -1,0 +1,99 @@
+"""Functions that load models in other processes, which import them by name, and the data of these tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+from ..tiny_models import VOCABULARY, random_tokens, tiny_llama, tiny_tokenizer
+
+
+def load():
+    model = tiny_llama()
+    model.tokenizer = tiny_tokenizer()
+    return model
+
+
+class Plain(torch.nn.Module):
+    """A model whose processes need not import transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.norm, self.head = (
+            torch.nn.Embedding(VOCABULARY, 16),
+            torch.nn.LayerNorm(16),
+            torch.nn.Linear(16, VOCABULARY),
+        )
+        self.part = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for part in self.part:
+            x = part(x)
+        return self.head(self.norm(x))
+
+
+PLAIN_PARTS = {"layers": [f"part.{i}" for i in range(3)], "unembed": ["norm", "head"]}
+
+
+def load_plain():
+    return Plain().eval()
+
+
+def load_plain_nan():
+    model = load_plain()
+    model.part[1][1].weight.data[0, 0] = float("nan")
+    return model
+
+
+def load_mortal(flag: Path, passes: int):
+    """A model whose process is killed before it has run so many forward passes, as long as the file exists."""
+    model, left = load_plain(), [passes]
+
+    def count(*_):
+        left[0] -= 1
+        if left[0] == 0 and flag.exists():
+            flag.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.register_forward_pre_hook(count)
+    return model
+
+
+def load_drawn():
+    """Another model in each process."""
+    return tiny_llama(seed=os.getpid())
+
+
+def load_missing():
+    raise FileNotFoundError("no such checkpoint")
+
+
+def load_nan():
+    model = load()
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    return model
+
+
+def texts(rows: int = 70):
+    lengths = torch.randint(4, 24, (rows,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = random_tokens(rows, 24).tolist()
+    return [" ".join(f"w{token}" for token in row[:length]) for row, length in zip(tokens, lengths, strict=True)]
+
+
+def assert_same(a, b, unlike=("seconds",)):
+    """Equal to the last bit, with intervals and provenance."""
+    assert list(a) == list(b)
+    for name, one in a.items():
+        for field in ("values", "cross_entropy", "std", "to_last"):
+            if hasattr(one, field):
+                assert torch.equal(getattr(one, field), getattr(b[name], field)), (name, field)
+                mine, theirs = one.interval(field), b[name].interval(field)
+                assert torch.equal(mine.low, theirs.low), (name, field)
+                assert torch.equal(mine.high, theirs.high), (name, field)
+        records = [{k: v for k, v in vars(result.provenance).items() if k not in unlike} for result in (one, b[name])]
+        assert records[0] == records[1]

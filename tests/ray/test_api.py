@@ -1,0 +1,70 @@
+"""Runs with workers that are lost, fail or are interrupted, with a stand-in for Ray."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.core.errors import LayersimError
+
+from .loaders import assert_same, load, load_missing, load_nan, texts
+
+ANALYZERS = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.LogitLens()]
+OPTIONS = {"batch_size": 2, "intervals": True, "max_tokens": 700}
+pytestmark = pytest.mark.filterwarnings("ignore:Intervals of")
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return lsim.analyze(load(), texts(), ANALYZERS, **OPTIONS)
+
+
+@pytest.fixture
+def on_ray(small_ray):
+    """A run with two workers, all of which are ended after it, whatever happens."""
+    from tl_layersim.ray import analyze_on_ray
+
+    yield partial(analyze_on_ray, dataset=texts(), analyzers=ANALYZERS, num_workers=2, **OPTIONS)
+    assert small_ray.actors
+    assert all(actor.instance is None for actor in small_ray.actors)
+
+
+def test_batches_of_lost_workers_are_run_again(small_ray, on_ray, whole):
+    small_ray.lost = {3, 7, 8}
+    assert_same(whole, on_ray(load))
+
+
+def test_batches_with_which_four_workers_are_lost_end_the_run(small_ray, on_ray):
+    small_ray.lost = {1, 2, 3, 4}
+    with pytest.raises(LayersimError, match="Workers were lost 4 times with the same batches"):
+        on_ray(load, dataset=texts(2))
+
+
+def test_errors_of_workers_reach_the_caller_as_they_are(on_ray):
+    with pytest.raises(FileNotFoundError, match="no such checkpoint") as missing:
+        on_ray(load_missing)
+    assert any("in load_missing" in note for note in missing.value.__notes__)
+    with pytest.raises(LayersimError, match="NaN or infinite") as refused:
+        on_ray(load_nan)
+    assert type(refused.value) is LayersimError
+
+
+def test_an_interrupted_run_continues_from_its_checkpoint(small_ray, on_ray, whole, tmp_path):
+    def interrupt():
+        if small_ray.calls.count("sums") >= 20:
+            raise KeyboardInterrupt
+
+    small_ray.on_wait = interrupt
+    # In the first pass, and in the second one.
+    for _ in range(2):
+        small_ray.calls = []
+        with pytest.raises(KeyboardInterrupt):
+            on_ray(load, checkpoint=tmp_path / "run.ckpt")
+        assert all(actor.instance is None for actor in small_ray.actors)
+    small_ray.calls, small_ray.on_wait = [], lambda: None
+    assert_same(whole, on_ray(load, checkpoint=tmp_path / "run.ckpt"))
+    done, small_ray.calls = small_ray.calls.count("sums"), []
+    on_ray(load)
+    assert 0 < done < small_ray.calls.count("sums") / 2

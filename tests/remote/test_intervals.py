@@ -1,0 +1,62 @@
+"""Intervals of runs on a server: a request carries a block at most, and blocks do not depend on requests."""
+
+from __future__ import annotations
+
+import pytest
+
+import tl_layersim as lsim
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import worst
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
+
+
+def equal_to_the_last_bit(a, b) -> bool:
+    pairs = zip((a, *a.replicates), (b, *b.replicates), strict=True)
+    return a.block_tokens == b.block_tokens and all(worst(one, other) == 0 for one, other in pairs)
+
+
+def test_blocks_are_those_of_this_process_and_do_not_depend_on_requests(small):
+    """Forty batches: blocks of two, so requests of one or two batches."""
+    data, analyzers = list(random_tokens(40, 6)), [lsim.LogitLens(), lsim.Cosine()]
+    here = lsim.analyze(tiny_llama(), data, analyzers, batch_size=1, intervals=True)
+    reports = [
+        lsim.analyze(small.model(), data, analyzers, batch_size=1, remote=small.url, intervals=True, tokens_per_request=tokens)
+        for tokens in (6, 1000)
+    ]
+    requests = [report["cosine"].provenance.options["remote"][0]["requests"] for report in reports]
+    # Two passes over the data: the first keeps no blocks of its own, but its sums have the same order.
+    assert requests[0] > requests[1] >= 20
+    for name in here:
+        assert equal_to_the_last_bit(reports[0][name], reports[1][name])
+        assert here[name].block_tokens == (12,) * 20 == reports[0][name].block_tokens
+        for one, other in zip(here[name].replicates, reports[0][name].replicates, strict=True):
+            assert worst(one, other) < 1e-5
+
+
+def test_a_run_that_is_collected_later_has_the_same_intervals(small, tmp_path):
+    data = list(random_tokens(34, 6))
+    waited = lsim.analyze(small.model(), data, [lsim.LogitLens()], batch_size=1, remote=small.url, intervals=True)
+    run = lsim.analyze(small.model(), data, [lsim.LogitLens()], batch_size=1, remote=small.url, intervals=True, blocking=False)
+    path = tmp_path / "lens.run"
+    run.save(path)
+    collected = lsim.load_run(path).result(timeout=120)
+    assert equal_to_the_last_bit(waited["logit_lens"], collected["logit_lens"])
+    assert len(collected["logit_lens"].block_tokens) == 17
+
+
+def test_a_stream_of_unknown_length_begins_with_blocks_of_one_batch(small):
+    rows = random_tokens(34, 6)
+    report = lsim.analyze(
+        small.model(), (row for row in rows), [lsim.LogitLens()], batch_size=1, remote=small.url, intervals=True
+    )
+    assert report["logit_lens"].block_tokens == (12,) * 17
+
+
+def test_two_models_of_which_one_is_on_a_server_have_intervals(small):
+    data, cka = list(random_tokens(32, 8)), lsim.CKA(minibatch=8)
+    here = lsim.compare(tiny_llama(), tiny_llama(seed=1), data, cka, batch_size=2, intervals=True)
+    there = lsim.compare(small.model(), tiny_llama(seed=1), data, cka, batch_size=2, intervals=True, remote=(small.url, False))
+    assert here.block_tokens == there.block_tokens == (16,) * 16
+    assert float((here.interval().low - there.interval().low).abs().max()) < 1e-4

@@ -1,0 +1,223 @@
+"""CostEstimate: FLOPs, memory, traffic and time of a run, from the workload of one batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..core.argument_checks import named
+from ..core.blocks import first_block_size
+from ..core.errors import LayersimError, in_words
+from ..core.sum_tree import most_nodes
+from ..core.wording import duration_in_words
+from ..remote.request_sizes import MOST_BATCHES
+from .device_speeds import Devices, devices_of
+from .submitted_run import TOKENS_PER_REQUEST
+from .workload import Workload
+
+# Measured with an NDIF server on one machine, see docs/performance.md and docs/ndif.md.
+SECONDS_OF_REQUEST = 0.15
+BYTES_OF_CODE = 25_000
+BYTES_OF_TOKEN = 5
+
+
+@named
+@dataclass(frozen=True)
+class Traffic:
+    """Requests to a server and what they carry.
+
+    Attributes:
+        requests: number of requests.
+        bytes_up: sent: the code of the kernels, token ids, and sums of a first pass.
+        bytes_down: returned, before they are packed: the sums of each request.
+    """
+
+    requests: int
+    bytes_up: int
+    bytes_down: int
+
+
+@named
+@dataclass(frozen=True)
+class CostEstimate:
+    """FLOPs, memory, traffic and time that a run is expected to take.
+
+    Attributes:
+        model: name of the model.
+        tokens: number of counted tokens.
+        batches: number of batches.
+        sites: number of sites that are read.
+        passes: number of passes over the data in which the model runs.
+        flops: of all passes: "forward" for the blocks, "head" for logits in kernels, and by analyzer; matrix products,
+            convolutions and attention, a multiplication and an addition counted as two.
+        sums_bytes: bytes of sums that are held at most, by analyzer. Batches are added in pairs, so the sums of up to log2 of
+            the number of batches plus one wait; with `intervals=True` those of all blocks are held beside the pairs of a block.
+            Sums of a first pass are included.
+        weights_bytes: bytes of parameters and buffers.
+        activations_bytes: most bytes beside the weights that are alive at once on a batch: activations of the model, the sites
+            that are read, and intermediate values of kernels.
+        traffic: with a server; None where the model is not remote.
+        seconds: wall time; infinite where the devices do not hold the model, None where no speed is known.
+        basis: where `seconds` comes from.
+        devices: whose stated speed is used; None where time was measured.
+        workload: of one batch.
+        remote: whether the model is on a server.
+        intervals: whether sums of blocks are kept.
+        tokens_per_request: positions in a request.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> cost = lsim.estimate(config, [lsim.CKA()], tokens=100_000, devices="1xH100")
+        >>> cost.sites, cost.scaled(tokens=200_000).flops["forward"] / cost.flops["forward"]
+        (3, 2.0)
+    """
+
+    model: str
+    tokens: int
+    batches: int
+    sites: int
+    passes: int
+    flops: Mapping[str, float]
+    sums_bytes: Mapping[str, int]
+    weights_bytes: int
+    activations_bytes: int
+    traffic: Traffic | None
+    seconds: float | None
+    basis: str
+    devices: Devices | None
+    workload: Workload = field(repr=False)
+    remote: bool = False
+    intervals: bool = False
+    tokens_per_request: int | None = None
+
+    def scaled(self, *, tokens: int | None = None, devices: str | Devices | None = None) -> CostEstimate:
+        """The estimate of the same run on more or fewer tokens, or on other devices, without metering a batch again.
+
+        Args:
+            tokens: number of tokens; the same where it is left out.
+            devices: as in `estimate`; the same where they are left out.
+        """
+        given = self.devices if devices is None else devices_of(devices)
+        return assemble(
+            self.workload,
+            self.tokens if tokens is None else tokens,
+            given,
+            self.remote,
+            self.intervals,
+            self.tokens_per_request,
+        )
+
+    def __repr__(self) -> str:
+        rows, positions = self.workload.shape
+        lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
+        lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
+        blocks = f", {_blocks(self.batches)} blocks" if self.intervals else ""
+        lines += [("sums", f"at most {in_words(sum(self.sums_bytes.values()))}{blocks}")]
+        lines += [(f"  {name}", in_words(size)) for name, size in self.sums_bytes.items()]
+        lines += [("weights", f"{in_words(self.weights_bytes)}, {self.workload.parameters:,} parameters")]
+        lines += [("activations", f"{in_words(self.activations_bytes)} for a batch of {rows} x {positions}")]
+        if self.traffic is not None:
+            sent, back = in_words(self.traffic.bytes_up), in_words(self.traffic.bytes_down)
+            lines += [("traffic", f"{self.traffic.requests:,} requests, {sent} up, at most {back} down")]
+        time = "not known" if self.seconds is None else "never" if math.isinf(self.seconds) else _long(self.seconds)
+        lines += [("time", f"{time} ({self.basis})")]
+        width = max(len(name) for name, _ in lines)
+        passes = f", {self.passes} passes" if self.passes > 1 else ""
+        title = f"{self.model}: {self.tokens:,} tokens in {self.batches:,} batches{passes}, {self.sites} sites"
+        return "\n".join([title, *(f"{name:<{width}}  {text}" for name, text in lines)])
+
+
+def _blocks(batches: int) -> int:
+    """Number of blocks that a run with intervals keeps."""
+    return math.ceil(batches / first_block_size(batches))
+
+
+def _long(seconds: float) -> str:
+    """A duration in seconds or minutes or, from two hours on, in hours."""
+    return duration_in_words(seconds) if seconds < 7200 else f"{seconds / 3600:.1f} hours"
+
+
+def assemble(
+    workload: Workload,
+    tokens: int,
+    devices: Devices | None,
+    remote: bool,
+    intervals: bool,
+    tokens_per_request: int | None,
+) -> CostEstimate:
+    """The estimate of a run from the workload of one of its batches.
+
+    Args:
+        workload: of one batch.
+        tokens: number of counted tokens.
+        devices: whose stated speed is used; None for the measured time.
+        remote: whether the model is on a server.
+        intervals: whether sums of blocks are kept.
+        tokens_per_request: positions in a request to a server.
+
+    Raises:
+        LayersimError: there are no tokens.
+    """
+    if tokens < 1:
+        raise LayersimError("`tokens` must be at least 1.", given=tokens, expected="1 or more", do="tokens=1_000_000")
+    share = tokens / workload.samples
+    batches = math.ceil(share)
+    counts = {operation: count * share for operation, count in workload.counts.items()}
+    parts = ["forward", "head", *workload.sums]
+    nodes, first_nodes = most_nodes(batches, intervals), most_nodes(batches, False)
+    traffic = _traffic(workload, batches, tokens_per_request) if remote else None
+    compute = workload.compute_seconds * ((1 + _blocks(batches)) if intervals else 1)
+    seconds, basis = None, "neither weights nor devices are given"
+    size = workload.weights + workload.activations
+    if devices is not None:
+        seconds = devices.seconds(counts, size) + compute
+        basis = _basis(devices, size)
+    elif workload.batch_seconds is not None:
+        seconds, basis = workload.batch_seconds * share + compute, "measured on one batch in this process"
+    if traffic is not None and seconds is not None:
+        seconds += traffic.requests * SECONDS_OF_REQUEST
+    return CostEstimate(
+        model=workload.model.name,
+        tokens=tokens,
+        batches=batches,
+        sites=workload.sites,
+        passes=workload.passes,
+        flops={part: flops * share for part in parts if (flops := workload.flops(part))},
+        sums_bytes={
+            name: nodes * size + first_nodes * workload.first_sums.get(name, 0) for name, size in workload.sums.items()
+        },
+        weights_bytes=workload.weights,
+        activations_bytes=workload.activations,
+        traffic=traffic,
+        seconds=seconds,
+        basis=basis,
+        devices=devices,
+        workload=workload,
+        remote=remote,
+        intervals=intervals,
+        tokens_per_request=tokens_per_request,
+    )
+
+
+def _basis(devices: Devices, size: float) -> str:
+    copies, each = devices.copies(size), devices.per_copy(size)
+    if not copies:
+        return f"{devices} hold {in_words(devices.count * devices.memory)}, and one copy takes {in_words(size)}"
+    split = f" split by {devices.split}" if each > 1 else ""
+    held = f"{copies} {'copy' if copies == 1 else 'copies'} on {each} device{'s' if each > 1 else ''} each{split}"
+    reached = f"{devices.flops_reached:.0%} of the FLOP/s and {devices.bandwidth_reached:.0%} of the bandwidth"
+    return f"{devices}, {held}; stated speed, {reached} assumed"
+
+
+def _traffic(workload: Workload, batches: int, tokens_per_request: int | None) -> Traffic:
+    positions = workload.shape[0] * workload.shape[1]
+    fit = max(1, (tokens_per_request or TOKENS_PER_REQUEST) // positions)
+    # A request holds a power of two of batches.
+    each = min(MOST_BATCHES, 1 << (fit.bit_length() - 1))
+    requests = workload.passes * math.ceil(batches / each)
+    main, first = math.ceil(batches / each), sum(workload.first_sums.values())
+    up = requests * BYTES_OF_CODE + workload.passes * batches * positions * BYTES_OF_TOKEN + main * first
+    down = main * sum(workload.sums.values()) + (requests - main) * first
+    return Traffic(requests, up, down)

@@ -1,0 +1,152 @@
+"""`estimate`: the cost of a run before it starts, for a model in this process or from a configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError
+from ..data.batches import Batch, Batches
+from ..data.options import DataOptions
+from ..models.open import is_nnsight
+from ..models.source import Source
+from ..models.without_weights import WeightlessSource, has_no_weights, model_without_weights
+from ..remote.open import open_source
+from .cost_estimate import CostEstimate, assemble
+from .device_speeds import Devices, devices_of
+from .site_plan import DEFAULT, AtArgument, plan_sites
+from .validation import AnalyzersArgument, choose_analyzers
+from .workload import meter
+
+
+@typed
+def estimate(
+    model_or_config: Any,
+    analyzers: AnalyzersArgument,
+    *,
+    tokens: int = 1_000_000,
+    at: AtArgument = DEFAULT,
+    per_head: bool = False,
+    batch_size: int = 16,
+    seq_len: int = 256,
+    intervals: bool = False,
+    devices: str | Devices | None = None,
+    remote: bool = False,
+    tokens_per_request: int | None = None,
+) -> CostEstimate:
+    """Estimate FLOPs, memory, traffic and time of `analyze` on a model, before the run.
+
+    One batch of random tokens runs through the forward pass and the kernels of the analyzers. For a model in this process the
+    batch is also timed, for ten seconds. From a configuration alone it runs on the meta device, where tensors have shapes and
+    no values, so that models of any size cost a few seconds and no memory; results of comparisons are then assumed to be
+    typical, and time follows from the stated speed of `devices`.
+
+    Args:
+        model_or_config: a model as in `analyze`; or a configuration of transformers, its fields as a dict with `model_type`,
+            or the folder or hub name of a model, of which only the configuration is read.
+        analyzers: as in `analyze`.
+        tokens: number of counted tokens of the run.
+        at: the sites to read, see `analyze`.
+        per_head: see `analyze`.
+        batch_size: rows in a forward pass.
+        seq_len: tokens in a row, all of which are counted.
+        intervals: whether the run keeps sums of blocks for confidence intervals.
+        devices: number and name of GPUs, such as "8xH100", or `Devices`: time follows from their stated speed, in place of a
+            measurement.
+        remote: whether the model is on an NDIF server: requests and traffic are counted. The server is not asked.
+        tokens_per_request: see `analyze`. Default: 8,192; a run chooses requests by their time.
+
+    Returns:
+        The estimate, whose `repr` is a table.
+
+    Raises:
+        LayersimError: an analyzer refuses the model, as in `analyze`; or the model cannot run on the meta device.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> cost = lsim.estimate(lsim.demo_model(), [lsim.Cosine(center="none")], tokens=1_000_000, batch_size=2, seq_len=32)
+        >>> cost.sites, cost.seconds > 0
+        (9, True)
+    """
+    for name, value in (
+        ("tokens", tokens),
+        ("batch_size", batch_size),
+        ("seq_len", seq_len),
+        ("tokens_per_request", tokens_per_request),
+    ):
+        if value is not None and value < 1:
+            raise LayersimError(f"`{name}` must be at least 1.", given=value, expected="1 or more", do=f"leave out {name}=")
+    chosen = choose_analyzers(analyzers)
+    devices = None if devices is None else devices_of(devices)
+    source, module = _opened(model_or_config, at)
+    plan = plan_sites([source], chosen, at, per_head)
+    chosen = plan.settled(chosen, source, None)
+    for name, models in plan.models_by_analyzer([source.model], [source]).items():
+        chosen[name].check_sites(*models)
+        chosen[name].check(*models)
+    labelled = any(analyzer.label_source == "data" for analyzer in chosen.values())
+    batch = _random_batch(source, batch_size, seq_len, labelled)
+    for analyzer in chosen.values():
+        analyzer.check_batch(batch, source.model)
+    weightless = isinstance(source, WeightlessSource)
+    try:
+        workload = meter(source, module, batch, chosen, plan, timed=devices is None and not weightless and not remote)
+    except LayersimError:
+        raise
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if not weightless:
+            raise
+        raise LayersimError(
+            "`model_or_config` or a kernel cannot run without weights, because its course depends on values.",
+            given=f"{source.model.name} with {', '.join(chosen)}: {type(error).__name__}: {str(error)[:160]}",
+            expected="a model with weights, or other analyzers",
+            do="lsim.estimate(AutoModelForCausalLM.from_pretrained(name), ...), or a smaller model of the same architecture",
+        ) from error
+    return assemble(workload, tokens, devices, remote, intervals, tokens_per_request)
+
+
+def _opened(model: Any, at: AtArgument) -> tuple[Source, torch.nn.Module]:
+    """The source of a model or of a configuration, and the module that it runs."""
+    if isinstance(model, Source):
+        raise LayersimError(
+            "`model_or_config` is a Source, whose weights and memory are not known.",
+            given=type(model).__name__,
+            expected="a model, or a configuration",
+            do="lsim.estimate(model, analyzers) with the model that the source runs",
+        )
+    module = model._module if is_nnsight(model) else model
+    if not isinstance(module, torch.nn.Module):
+        module = model_without_weights(dict(module) if isinstance(module, Mapping) else module)
+    if has_no_weights(module):
+        return WeightlessSource(module, None, None), module
+    return open_source(module, either_stack=True, at=at), module
+
+
+def _random_batch(source: Source, rows: int, length: int, labelled: bool) -> Batch:
+    """A batch of random tokens.
+
+    Raises:
+        LayersimError: the model does not read tokens, or not as many.
+    """
+    described = source.model
+    if described.main_input not in ("input_ids", "decoder_input_ids", "input") or described.vocabulary is None:
+        raise LayersimError(
+            "`model_or_config` does not read tokens, so no batch can be made for it.",
+            given=f"{described.name}, which reads `{described.main_input}`",
+            expected="a model of tokens with a known vocabulary",
+            do="time lsim.analyze(model, data, analyzers) on a few batches of your data",
+        )
+    if described.context is not None and length > described.context:
+        raise LayersimError(
+            "`seq_len` is longer than the longest row that the model takes.",
+            given=f"seq_len={length} with a context of {described.context}",
+            expected=f"at most {described.context}",
+            do=f"seq_len={described.context}",
+        )
+    tokens = torch.randint(described.vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+    data: Any = {"input_ids": tokens, "label": torch.arange(rows) % 2} if labelled else {"input_ids": tokens}
+    data["attention_mask"] = torch.ones_like(tokens)
+    return next(iter(Batches(data, described, DataOptions(batch_size=rows), labelled, source.count_positions)))

@@ -1,0 +1,110 @@
+"""LongRunNotice: one line on time and memory, printed at the first batches of a run that takes more than a minute."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from ..core.data_pass_progress import Tally
+from ..core.distributed import rank_and_size
+from ..core.errors import in_words
+from ..core.wording import duration_in_words
+from ..models.source import Source
+
+# Seconds from which on a run is announced, and of measuring after the first batch, which warms up.
+LONG = 60.0
+MEASURED = 2.0
+
+
+class LongRunNotice:
+    """Measures the speed of a pass by its own first batches, and prints its expected time once if it is long.
+
+    Args:
+        total: number of tokens in the data, or the most that are read; None where it is not known.
+        rows: number of rows in the data, from which and from the tokens of the first rows the total is estimated; None where
+            it is not known. Nothing is printed where neither is.
+        sources: the models.
+        clock: seconds, for tests.
+
+    Examples:
+        >>> seconds = iter([0.0, 4.0])
+        >>> notice = LongRunNotice(100_000, None, [], lambda: next(seconds))
+        >>> notice.words(Tally(tokens=1000)), notice.words(Tally(tokens=2000))
+        ('', 'This pass takes about 7 minutes for 100,000 tokens (250 tokens/s).')
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        rows: int | None,
+        sources: Sequence[Source],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total, self.rows, self.sources, self.clock = total, rows, sources, clock
+        self._start: tuple[float, int] | None = None
+        self._ended = (total is None and rows is None) or rank_and_size()[0] != 0
+
+    def note(self, tally: Tally) -> None:
+        """Print the line if it is due.
+
+        Args:
+            tally: of the pass so far.
+        """
+        if words := self.words(tally):
+            tqdm.write(words, file=sys.stderr)
+
+    def words(self, tally: Tally) -> str:
+        """The line, "" where it is not due, not known or the run is short.
+
+        Args:
+            tally: of the pass so far.
+        """
+        if self._ended:
+            return ""
+        now = self.clock()
+        if self._start is None:
+            self._start = (now, tally.tokens)
+        before, tokens = self._start
+        if now - before < MEASURED or tally.tokens == tokens:
+            return ""
+        self._ended = True
+        speed = (tally.tokens - tokens) / (now - before)
+        # Rows that are not read yet are taken to be as long as those that are.
+        by_rows = tally.tokens if self.rows is None else round(tally.tokens * self.rows / max(1, tally.sequences))
+        total = by_rows if self.total is None else self.total if self.rows is None else min(self.total, by_rows)
+        seconds = total / speed
+        if seconds < LONG:
+            return ""
+        line = f"This pass takes about {duration_in_words(seconds)} for {total:,} tokens ({speed:,.0f} tokens/s)."
+        held = self._memory(tally)
+        return f"{line} It holds {held}." if held else line
+
+    def _memory(self, tally: Tally) -> str:
+        """Memory of the sums, and of the sites of an average batch."""
+        kept = [value for node in tally.tree.nodes for sums in node.sums.values() for value in sums.fields.values()]
+        size = sum(value.numel() * value.element_size() for value in kept)
+        widths = [max(source.widths, default=0) or source.model.d_model or 0 for source in self.sources]
+        samples = tally.tokens / max(1, tally.tree.batches)
+        read = sum(4 * len(source.sites) * samples * width for source, width in zip(self.sources, widths, strict=True))
+        parts = ([f"{in_words(size)} of sums"] if size else []) + ([f"{in_words(read)} of sites"] if read else [])
+        return " and ".join(parts)
+
+
+def rows_in_data(data: Any, pack: bool) -> int | None:
+    """Number of rows in data that has a length; None for other data and where rows are joined.
+
+    Args:
+        data: as a user passes it.
+        pack: whether rows are joined.
+
+    Examples:
+        >>> rows_in_data(["one", "two"], False), rows_in_data({"input_ids": [[1], [2], [3]]}, False)
+        (2, 3)
+    """
+    if isinstance(data, Mapping):
+        data = next(iter(data.values()), None)
+    return len(data) if isinstance(data, Sized) and not pack else None

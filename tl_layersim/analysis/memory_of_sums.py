@@ -1,0 +1,67 @@
+"""Memory that the sums of a run take, checked with the sums of its first batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import psutil
+from tqdm.auto import tqdm
+
+from ..core.blocks import MOST_BLOCKS
+from ..core.errors import LayersimError, in_words, warn
+from ..core.sum_tree import most_nodes
+from ..core.sums import Sums
+
+# Bytes of all blocks above which their size is printed.
+LARGE_BLOCKS = 1e9
+# Copies of the sums that are held beside the nodes of the tree while two nodes are added.
+ADDED = 2
+
+
+def refuse_large_blocks(sums: Mapping[str, Sums]) -> None:
+    """Refuse intervals whose blocks do not fit into memory; announce large ones.
+
+    Args:
+        sums: of one batch, by analyzer.
+
+    Raises:
+        LayersimError: names the analyzer with the largest sums.
+    """
+    free = float(psutil.virtual_memory().available)
+    sizes = _bytes_of(sums)
+    need = MOST_BLOCKS * sum(sizes.values())
+    if need > free / 2:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise LayersimError(
+            "Intervals need more memory than half of what is free: they keep the sums of up to 32 blocks of the data.",
+            given=f"{MOST_BLOCKS} x {in_words(sum(sizes.values()))}, of which {largest!r} {in_words(sizes[largest])}; "
+            f"{in_words(free)} are free",
+            expected="blocks that fit into half of the free memory",
+            do=f"leave {largest!r} to a run of its own without intervals=True, or read fewer sites with at=[...]",
+        )
+    if need > LARGE_BLOCKS:
+        tqdm.write(f"Intervals keep the sums of up to {MOST_BLOCKS} blocks of the data: {in_words(need)}.", file=sys.stderr)
+
+
+def warn_of_large_sums(sums: Mapping[str, Sums], batches: int) -> None:
+    """Warn where the sums of a run may not fit into memory: they are added in pairs, so several of them are held at once.
+
+    Args:
+        sums: of one batch, by analyzer.
+        batches: number of batches, or an upper limit.
+    """
+    sizes = _bytes_of(sums)
+    copies = most_nodes(batches, False) + ADDED
+    free = float(psutil.virtual_memory().available)
+    if copies * sum(sizes.values()) > free:
+        largest = max(sizes, key=lambda name: sizes[name])
+        warn(
+            f"The sums of this run may not fit into memory: {in_words(sum(sizes.values()))}, held up to {copies} times, and "
+            f"{in_words(free)} are free. Most of them are those of {largest!r}. Read fewer sites with at=[...]."
+        )
+
+
+def _bytes_of(sums: Mapping[str, Sums]) -> dict[str, int]:
+    """Bytes of the sums of each analyzer."""
+    return {name: sum(t.numel() * t.element_size() for t in own.fields.values()) for name, own in sums.items()}

@@ -1,0 +1,254 @@
+"""`merge`: the report of all shards of a run, equal to that of one process over all data."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ..core.argument_checks import typed
+from ..core.data_pass_progress import Tally
+from ..core.errors import LayersimError
+from ..core.results import Report
+from ..core.sum_tree import SumTree
+from ..core.sums import Sums
+from .report_assembly import make_report
+from .saved_runs import model_of, models_read, restored_analyzers
+from .shard_files import FIRST, MAIN, DataCounts, ShardPart, read_part
+from .shards import FilesArgument, listed
+from .validation import AnalyzersArgument
+
+SECOND = 'analyze(..., shard=(i, n), first=[files of the first stage], save_to="part-i.safetensors"), then merge those'
+
+
+@typed
+def merge(files: FilesArgument, *, analyzers: AnalyzersArgument | None = None) -> Report:
+    """Add the sums of all shards of a run, and compute the report.
+
+    Batches are added in one order that depends on their number alone, so every number equals that of one process over all data
+    to the last bit, intervals included. Only `seconds` differs: it is the sum over all shards. Memory holds the sums of one
+    shard beside the total.
+
+    Args:
+        files: the files that `analyze(..., shard=(i, n), save_to=path)` wrote, in any order: paths, a folder with them alone,
+            or a pattern such as "parts/*.safetensors".
+        analyzers: as they were given to `analyze`; needed where they are not those of this package or hold tensors.
+
+    Returns:
+        The results by analyzer name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        LayersimError: a shard is missing, given twice, not finished, damaged, of another run or of a first stage; files are
+            named.
+
+    Examples:
+        >>> import os, tempfile
+        >>> import tl_layersim as lsim
+        >>> folder = tempfile.mkdtemp()
+        >>> model, texts = lsim.demo_model(), lsim.demo_text()[:8]
+        >>> for i in range(2):
+        ...     path = os.path.join(folder, f"part-{i}.safetensors")
+        ...     _ = lsim.analyze(model, texts, ["cka"], batch_size=2, shard=(i, 2), save_to=path)
+        >>> merged = lsim.merge(folder)
+        >>> bool((merged["cka"].values == lsim.analyze(model, texts, ["cka"], batch_size=2)["cka"].values).all())
+        True
+    """
+    parts = _in_order([_without_sums(read_part(path)) for path in listed(files, "files")], MAIN)
+    # Read one by one, so that memory holds the sums of one shard beside the total.
+    return _report(parts, _tree_of_shards(read_part(part.path) for part in parts), analyzers)
+
+
+def merged_report(parts: Sequence[ShardPart], analyzers: AnalyzersArgument | None = None) -> Report:
+    """The report of all shards of a run whose sums are in memory.
+
+    Args:
+        parts: in any order.
+        analyzers: see `merge`.
+
+    Raises:
+        LayersimError: as `merge`.
+    """
+    ordered = _in_order(parts, MAIN)
+    return _report(ordered, _tree_of_shards(ordered), analyzers)
+
+
+def merged_first(paths: Sequence[Path], identity: Mapping[str, Any]) -> tuple[dict[str, Sums], float, DataCounts]:
+    """The sums of a first pass over all data, by analyzer; the seconds that it took, and the counts of the data.
+
+    Args:
+        paths: files of the first stage.
+        identity: of the run that continues from them.
+
+    Raises:
+        LayersimError: a file is missing, given twice, not finished, or of another run.
+    """
+    parts = _in_order([_without_sums(read_part(path)) for path in paths], FIRST)
+    own = json.loads(json.dumps({**identity, "first": ""}, default=str))
+    if parts[0].identity != own:
+        raise LayersimError(
+            f"`first` holds the first stage of another run, with {_difference(own, parts[0].identity)}.",
+            given=", ".join(str(path) for path in paths[:3]) + (" ..." if len(paths) > 3 else ""),
+            expected="a first stage with the same model, analyzers and options",
+            do="make the same call as for the first stage, with first= and another save_to=",
+        )
+    total = _tree_of_shards(read_part(part.path) for part in parts).total().sums
+    assert parts[0].counts is not None
+    names = [name for name in own["analyzers"] if name in total]
+    return {name: total[name] for name in names}, sum(part.tally.seconds for part in parts), parts[0].counts
+
+
+def _without_sums(part: ShardPart) -> ShardPart:
+    """The part without the tensors of its sums."""
+    tallies = {label: replace(tally, tree=SumTree(tally.tree.size, tally.tree.start)) for label, tally in part.tallies.items()}
+    return replace(part, tallies=tallies)
+
+
+def _tree_of_shards(parts: Iterable[ShardPart]) -> SumTree:
+    """The sums of all batches, from all shards in their order."""
+    total: SumTree | None = None
+    for part in parts:
+        tree = part.tally.tree
+        total = tree if total is None else total.join(tree)
+    assert total is not None
+    return total
+
+
+def _report(parts: Sequence[ShardPart], tree: SumTree, analyzers: AnalyzersArgument | None) -> Report:
+    """The report of all shards, in their order."""
+    head, counts = parts[0], parts[0].counts
+    assert counts is not None
+    notes = head.notes
+    chosen = restored_analyzers(notes["analyzers"], analyzers, "lsim.merge(files, analyzers=[...])")
+    # A first pass without a model is a part of each shard; one with a model has files of its own.
+    seconds = sum(tally.seconds for part in parts for tally in part.tallies.values()) + notes["first_seconds"]
+    tally = Tally(counts.batches, counts.sequences, counts.tokens, counts.digest, seconds, True, tree)
+    places = [place for part in parts for place in part.notes["places"]]
+    settings = notes["settings"] | ({"remote": places} if places else {})
+    models = {name: [model] for name, model in models_read(notes, model_of(notes["model"])).items()}
+    blocks = None if tree.size is None else dict.fromkeys(chosen, tree.blocks())
+    return make_report(chosen, models, tally, tally.sums(chosen), head.first, settings, blocks)
+
+
+def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
+    """The shards by their numbers.
+
+    Raises:
+        LayersimError: they are not all shards of one finished run, each once.
+    """
+    _refuse_other_stages(parts, stage)
+    here = version("tl_layersim")
+    if others := [part for part in parts if part.identity["version"] != here]:
+        then = others[0].identity["version"]
+        raise LayersimError(
+            "Shards were written by another version of tl_layersim, whose sums may have another meaning.",
+            given=f"tl_layersim {here}; {_shard_names(others)} of {then}",
+            expected=f"tl_layersim {then}",
+            do=f"pip install tl_layersim=={then}",
+        )
+    run = _most_common(parts, lambda part: [part.identity, part.of])
+    for part in parts:
+        if [part.identity, part.of] != run:
+            raise _foreign(parts, run)
+    if unfinished := [part for part in parts if not part.is_done]:
+        raise LayersimError(
+            "Shards are not finished.",
+            given=_shard_names(unfinished),
+            expected="files of shards that were measured to their end",
+            do=f"repeat the call with shard=({unfinished[0].number}, {unfinished[0].of}), which continues from its file",
+        )
+    counts = _most_common(parts, lambda part: part.counts)
+    if others := [part for part in parts if part.counts != counts]:
+        raise LayersimError(
+            "Shards are of other data than the rest.",
+            given=f"{_shard_names(others)}: {others[0].counts.tokens if others[0].counts else 0} tokens in other rows",
+            expected=f"the data of all other files, {counts.tokens} tokens in {counts.sequences} rows",
+            do="measure these shards again on the same data in the same order, with other paths",
+        )
+    return _each_once(parts)
+
+
+def _each_once(parts: Sequence[ShardPart]) -> list[ShardPart]:
+    """The shards by their numbers, if each is there once."""
+    of = parts[0].of
+    times = Counter(part.number for part in parts)
+    if twice := sorted(number for number, count in times.items() if count > 1):
+        raise LayersimError(
+            "A shard is given more than once, and its batches would be counted more than once.",
+            given=_shard_names([part for part in parts if part.number in twice]),
+            expected=f"one file for each of {of} shards",
+            do="leave out all but one of the files of each shard",
+        )
+    if missing := [number for number in range(of) if number not in times]:
+        words = ", ".join(map(str, missing[:20])) + (" ..." if len(missing) > 20 else "")
+        raise LayersimError(
+            f"{len(missing)} of {of} shards {'is' if len(missing) == 1 else 'are'} missing: {words}.",
+            given=f"{len(parts)} file{'s' * (len(parts) != 1)}: {_shard_names(parts)}",
+            expected=f"the files of shards 0 to {of - 1}",
+            do=f"measure them with shard=({missing[0]}, {of}){' without first=' if parts[0].stage == FIRST else ''}, "
+            "or pass their files too",
+        )
+    return sorted(parts, key=lambda part: part.number)
+
+
+def _refuse_other_stages(parts: Sequence[ShardPart], stage: str) -> None:
+    """Refuse files of a first stage where those of a main pass are needed, and the other way round."""
+    others = [part for part in parts if part.stage != stage]
+    if others and stage == MAIN:
+        raise LayersimError(
+            "Files of a first stage hold what the main pass starts from, and are no part of a report.",
+            given=_shard_names(others),
+            expected="files of the second stage",
+            do=SECOND,
+        )
+    if others:
+        raise LayersimError(
+            "`first` must name files of a first stage.",
+            given=f"{_shard_names(others)}, of the main pass",
+            expected="the files that the call without first= wrote",
+            do=SECOND,
+        )
+
+
+def _foreign(parts: Sequence[ShardPart], run: list[Any]) -> LayersimError:
+    """The refusal of shards of another run than that of most files."""
+    identity, of = run
+    others = [part for part in parts if [part.identity, part.of] != run]
+    first = others[0]
+    words = _difference(identity, first.identity) if first.identity != identity else f"{first.of} shards, not {of}"
+    return LayersimError(
+        f"Shards belong to another run than the other files, with {words}.",
+        given=_shard_names(others),
+        expected="files of one run: the same model, analyzers, options, code and number of shards",
+        do="leave these files out, or measure their shards again with the call of the others",
+    )
+
+
+def _difference(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+    """The entries in which two runs differ, in words."""
+    names = {"models": "model", "code": "code of the analyzers", "first": "first stage", "version": "version of tl_layersim"}
+    words = []
+    for key in sorted(now.keys() | then.keys()):
+        mine, other = now.get(key), then.get(key)
+        if mine != other and key == "data" and isinstance(mine, dict) and isinstance(other, dict):
+            options = sorted(name for name in mine.keys() | other.keys() if mine.get(name) != other.get(name))
+            words.append("other options " + ", ".join(f"{name}={other.get(name)!r}" for name in options))
+        elif mine != other:
+            words.append(f"other {names.get(key, key)}")
+    return " and ".join(words)
+
+
+def _most_common(parts: Sequence[ShardPart], key: Callable[[ShardPart], Any]) -> Any:
+    """The value that most parts share; the first of them where several are as common."""
+    values = [key(part) for part in parts]
+    return max(values, key=lambda value: sum(value == other for other in values))
+
+
+def _shard_names(parts: Sequence[ShardPart]) -> str:
+    """Paths and numbers of parts, the first of them where there are many."""
+    words = [f"{part.path} (shard {part.number})" for part in parts[:10]]
+    return ", ".join(words) + (f" and {len(parts) - 10} more" if len(parts) > 10 else "")

@@ -1,0 +1,179 @@
+"""Shards: contiguous parts of the data, which separate processes measure and `merge` adds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+
+from ..core.distributed import rank_and_size
+from ..core.errors import LayersimError
+from ..core.storage import refuse_unwritable
+from ..data.batches import Batches
+from ..data.digest import fingerprint, new_digest
+from .shard_files import DataCounts
+
+# A folder, a pattern or a path; or several paths.
+FilesArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of several shards of a run, and the file of its sums.
+
+    Attributes:
+        number: of the shard, from 0.
+        of: number of shards.
+        save_to: path of its file.
+        first: files of the first stage; None where they were not given.
+    """
+
+    number: int
+    of: int
+    save_to: Path
+    first: tuple[Path, ...] | None = None
+
+    def takes(self, measured: int) -> range:
+        """Numbers of the batches that this shard takes.
+
+        Args:
+            measured: number of batches with a counted position in all data.
+
+        Examples:
+            >>> [list(Shard(number, 3, Path("part")).takes(7)) for number in range(3)]
+            [[0, 1], [2, 3], [4, 5, 6]]
+        """
+        return range(measured * self.number // self.of, measured * (self.number + 1) // self.of)
+
+
+def chosen_shard(
+    shard: tuple[int, int] | None,
+    save_to: str | os.PathLike[str] | None,
+    first: FilesArgument | None,
+    checkpoint: str | os.PathLike[str] | None,
+    blocking: bool,
+) -> Shard | None:
+    """The shard that the arguments of `analyze` name; None for a run over all data.
+
+    Args:
+        shard: its number and the number of shards.
+        save_to: path of its file.
+        first: files of the first stage.
+        checkpoint: which a shard does not have.
+        blocking: which a shard is.
+
+    Raises:
+        LayersimError: the arguments contradict each other, or no file can be written at `save_to`.
+    """
+    if shard is None:
+        for name, value in (("save_to", save_to), ("first", first)):
+            if value is not None:
+                raise LayersimError(
+                    f"`{name}` belongs to a shard, and `shard` is not given.",
+                    given=f"{name}={value!r} without shard=",
+                    expected="shard= with it",
+                    do='analyze(..., shard=(0, 64), save_to="part-0.safetensors"); report.save(path) writes a whole report',
+                )
+        return None
+    number, of = shard
+    if not 0 <= number < of:
+        raise LayersimError(
+            "`shard` must be the number of a shard, from 0, and the number of shards.",
+            given=f"shard=({number}, {of})",
+            expected=f"shard=(0, {of}) to shard=({of - 1}, {of})" if of > 0 else "at least one shard",
+            do=f"shard=({of - 1}, {of}) for the last one" if of > 0 else "shard=(0, 1)",
+        )
+    if save_to is None:
+        raise LayersimError(
+            "`shard` needs `save_to`: the sums of a shard are a file, which lsim.merge reads.",
+            given=f"shard=({number}, {of}) without save_to=",
+            expected="a path for the file of this shard",
+            do=f'analyze(..., shard=({number}, {of}), save_to="part-{number}.safetensors")',
+        )
+    idle = {"checkpoint": "save_to= alone: the file of a shard is its checkpoint", "blocking": "a call that waits"}
+    for name, wrong in (("checkpoint", checkpoint is not None), ("blocking", not blocking)):
+        if wrong:
+            raise LayersimError(
+                f"`{name}` cannot be combined with `shard`.",
+                given=f"checkpoint={checkpoint!r} with shard=" if name == "checkpoint" else "blocking=False with shard=",
+                expected=idle[name],
+                do=f"leave out {name}=",
+            )
+    if rank_and_size()[1] > 1:
+        raise LayersimError(
+            "`shard` cannot be used in a torch.distributed group, whose ranks divide the data among them already.",
+            given=f"shard=({number}, {of}) in a group of {rank_and_size()[1]} processes",
+            expected="one process for each shard, or a group without shard=",
+            do="start the processes without torchrun or accelerate launch, each with its own shard=",
+        )
+    refuse_unwritable(save_to, "save_to")
+    return Shard(number, of, Path(save_to), None if first is None else listed(first, "first"))
+
+
+def listed(files: FilesArgument, argument: str) -> tuple[Path, ...]:
+    """The paths of files: those in a folder, those that a pattern matches, or those that were given.
+
+    Args:
+        files: a folder, a pattern or a path; or several paths.
+        argument: that holds them, for messages.
+
+    Raises:
+        LayersimError: there is none.
+    """
+    if isinstance(files, (str, os.PathLike)):
+        path = Path(files)
+        if path.is_dir():
+            found = sorted(path.glob("*.safetensors"))
+        elif not path.exists() and any(mark in path.name for mark in "*?["):
+            found = sorted(path.parent.glob(path.name))
+        else:
+            found = [path]
+    else:
+        found = [Path(file) for file in files]
+    if not found:
+        raise LayersimError(
+            f"`{argument}` names no file.",
+            given=repr(files),
+            expected="the files of all shards",
+            do=f'{argument}=[f"part-{{i}}.safetensors" for i in range(64)], a folder, or "parts/*.safetensors"',
+        )
+    return tuple(found)
+
+
+def refuse_one_shot(batches: Batches) -> None:
+    """Refuse data that can be read only once: a shard reads it all to count its batches, and then runs on its own.
+
+    Args:
+        batches: the data.
+    """
+    if batches.one_shot:
+        raise LayersimError(
+            "`data` can be read only once, and a shard reads it twice: to count its batches, and to run on its own part.",
+            given=type(batches.data).__name__,
+            expected="data that can be iterated over again: a list, a tensor, a datasets.Dataset or IterableDataset",
+            do="list(data), or datasets.Dataset.from_generator(...)",
+        )
+
+
+def count_data(batches: Batches) -> DataCounts:
+    """Read and tokenise all data once, and count its batches, rows and tokens.
+
+    Args:
+        batches: the data.
+    """
+    digest, marked = new_digest(), batches.options.selection.marked
+    number = measured = rows = tokens = 0
+    bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
+    with bar:
+        for batch in batches:
+            fingerprint(digest, batch, marked)
+            counted = int(batch.counted.sum())
+            number += 1
+            measured, rows, tokens = measured + (counted > 0), rows + len(batch.tokens), tokens + counted
+            bar.update(counted)
+    # As a pass over the data counts: no row, no digest.
+    return DataCounts(number, measured, rows, tokens, digest.hexdigest() if number else "")

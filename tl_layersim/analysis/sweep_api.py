@@ -1,0 +1,189 @@
+"""`sweep`: one analysis of many models or checkpoints, which are loaded, measured and freed in turn."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any, Unpack
+
+from torch.nn import Module
+from tqdm.auto import tqdm
+
+from ..analyzers.base import Analyzer
+from ..core.argument_checks import typed
+from ..core.argument_names import unknown_keyword
+from ..core.distributed import rank_and_size
+from ..core.errors import LayersimError, warn
+from ..core.results import Report
+from ..core.wording import brief, counted
+from ..models.open import is_nnsight
+from ..models.out_of_memory import release_memory
+from .api import OneModelOptions, analyze
+from .sweep_folder import SweepFolder
+from .sweep_results import Sweep, SweepError, sweep_keys
+from .validation import AnalyzersArgument, DataArgument, choose_analyzers
+
+
+@typed
+def sweep(
+    models: Any,
+    data: DataArgument,
+    analyzers: AnalyzersArgument,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    **options: Unpack[OneModelOptions],
+) -> Sweep:
+    """Run the same analysis on many models or checkpoints, one after another: a training run, model sizes, fine-tunes.
+
+    A model may be given as a function that loads it. It is loaded when its turn comes and freed before the next one is
+    loaded, so that memory holds one model. A model that is given loaded is used as it is.
+
+    Args:
+        models: a mapping from training steps, model sizes or names to models, or to functions without arguments that load one,
+            such as `functools.partial(load, step)`. In a loop, write no `lambda: load(step)`: each would load the last step.
+        data: as in `analyze`; it is read once for each model, so that a generator must be made a list.
+        analyzers: as in `analyze`.
+        checkpoint: a folder for the report of each model that was measured, as a file that `load_report` reads. The same call
+            continues with the next model, within a model from its partial sums. Models may be added. The model behind a key is
+            taken to be the same.
+        **options: of `analyze`, for all models: `seq_len`, `max_tokens`, `batch_size`, `at`, `intervals`, ...
+
+    Returns:
+        A `Sweep`: a mapping from keys to reports, with `to_frame`, `numbers`, `headlines` and `save`.
+
+    Raises:
+        LayersimError: `models` is no such mapping, the folder belongs to another sweep, or `data` can be read only once.
+        SweepError: a model could not be loaded or measured; `error.sweep` holds the reports of those before it.
+
+    Warns:
+        LayersimWarning: two functions load models with the same weights.
+
+    Examples:
+        >>> from functools import partial
+        >>> import tl_layersim as lsim
+        >>> loaders = {"plain": partial(lsim.demo_model, False), "aligned": partial(lsim.demo_model, True)}
+        >>> found = lsim.sweep(loaders, lsim.demo_text()[:4], lsim.LogitLens(), seq_len=32)
+        >>> losses = found.numbers("logit_lens", "cross_entropy", layer=0)
+        >>> bool(losses["aligned"] < losses["plain"])
+        True
+    """
+    _refuse_foreign_options(options)
+    chosen = choose_analyzers(analyzers)
+    keys = sweep_keys(models, "models")
+    if not keys:
+        raise LayersimError("`models` is empty.", given="{}", expected="one model or more", do="{0: model_a, 1000: model_b}")
+    for key, model in models.items():
+        _refuse_path(key, model)
+    if iter(data) is data:
+        raise LayersimError(
+            "`data` can be read only once, and a sweep reads it for each model.",
+            given=brief(data),
+            expected="data that can be iterated over again",
+            do="list(data)",
+        )
+    folder = SweepFolder(checkpoint, chosen, data, options)
+    reports = {key: report for key in keys if (report := folder.report(key)) is not None}
+    _announce_sweep(keys, reports, chosen, folder)
+    bar = tqdm(keys, desc="models", unit="model", disable=None if rank_and_size()[0] == 0 else True)
+    for key, model in zip(bar, models.values(), strict=True):
+        bar.set_postfix_str(str(key))
+        if key in reports:
+            continue
+        try:
+            reports[key] = _measure_model(model, data, list(chosen.values()), folder.partial(key), options)
+            folder.keep(key, reports[key])
+        except BaseException as error:
+            where = f" in {folder.path}; the same call continues from there" if folder.path else ""
+            kept = f"Model {key!r} is number {keys.index(key) + 1} of {len(keys)}. Reports of {len(reports)} are kept{where}."
+            if not isinstance(error, Exception):
+                error.add_note(kept if folder.path else f"Model {key!r} was not finished. checkpoint= keeps finished models.")
+                raise
+            raise _failed(key, error, Sweep({k: reports[k] for k in keys if k in reports}), kept) from error
+    found = Sweep({key: reports[key] for key in keys})
+    _warn_of_same_weights(found, [key for key, model in zip(keys, models.values(), strict=True) if is_loader(model)])
+    return found
+
+
+def is_loader(model: Any) -> bool:
+    """Whether a value of `models` is a function that loads a model, and not a model, which can be called too.
+
+    Args:
+        model: the value.
+    """
+    return callable(model) and not isinstance(model, Module) and not is_nnsight(model)
+
+
+def _measure_model(model: Any, data: Any, analyzers: list[Analyzer], partial: Any, options: Mapping[str, Any]) -> Report:
+    """Load a model where it is not loaded, and measure it; one that was loaded here is freed at the end."""
+    loads = is_loader(model)
+    if loads:
+        model = model()
+    report: Report = analyze(model, data, analyzers, checkpoint=partial, **options)
+    if loads:
+        # Models are in reference cycles, which plain counting does not free.
+        del model
+        release_memory()
+    return report
+
+
+def _announce_sweep(
+    keys: list[int | float | str], reports: Mapping[Any, Report], analyzers: Mapping[str, Analyzer], folder: SweepFolder
+) -> None:
+    """Print how many models will be measured with what."""
+    if rank_and_size()[0] == 0:
+        known = f"; {len(reports)} of them were measured before, see {folder.path}" if reports else ""
+        tqdm.write(f"sweep: {counted(len(keys), 'model')}, each with {', '.join(analyzers)}{known}", file=sys.stderr)
+
+
+def _failed(key: Any, error: Exception, measured: Sweep, kept: str) -> SweepError:
+    if isinstance(error, LayersimError):
+        what, given, expected, do = error.what, error.given, error.expected, error.do
+    else:
+        what, given = f"{type(error).__name__}: {error}", brief(error)
+        expected, do = "a model that can be loaded and analyzed", "see the error above"
+    failed = SweepError(
+        f"Model {key!r} of the sweep could not be measured: {what}",
+        given=given,
+        expected=expected,
+        do=f"{do}. {kept}" + (" They are in error.sweep." if len(measured) else ""),
+    )
+    failed.sweep = measured
+    return failed
+
+
+def _refuse_path(key: Any, model: Any) -> None:
+    if isinstance(model, str | os.PathLike):
+        raise LayersimError(
+            "`models` must hold models, or functions that load one.",
+            given=f"{key!r}: {brief(model)}",
+            expected="a loaded model, or a function without arguments",
+            do=f"{{{key!r}: functools.partial(AutoModelForCausalLM.from_pretrained, {os.fspath(model)!r}), ...}}",
+        )
+
+
+def _refuse_foreign_options(options: Mapping[str, Any]) -> None:
+    """Refuse keywords that `analyze` does not take; a sweep has its own `models`, and waits for each of them."""
+    known = dict.fromkeys([*signature(sweep).parameters, *signature(analyze).parameters])
+    known = {name: None for name in known if name not in ("model", "blocking")}
+    for keyword, value in options.items():
+        if keyword not in known:
+            raise unknown_keyword("sweep", keyword, value, known)
+
+
+def _warn_of_same_weights(found: Sweep, loaded: list[Any]) -> None:
+    """Warn of functions that load the same weights, as those of a loop do that share a variable."""
+    by_weights = defaultdict(list)
+    for key in loaded:
+        provenance = next(iter(found[key].values())).provenance
+        if provenance.weights_hash:
+            by_weights[provenance.weights_hash].append(key)
+    for keys in by_weights.values():
+        if len(keys) > 1:
+            shown = ", ".join(map(repr, keys[:4])) + (", ..." if len(keys) > 4 else "")
+            warn(
+                f"The models {shown} of the sweep have the same weights. Functions that are made in a loop share its variable: "
+                "write functools.partial(load, step) in place of lambda: load(step)."
+            )

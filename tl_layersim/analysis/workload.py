@@ -1,0 +1,233 @@
+"""Workload: the operations, sums and memory of one batch of a run, metered by running it once, with or without weights."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..analyzers.base import Analyzer
+from ..core.operation_meter import Operation, OperationMeter, TooManyOperations
+from ..core.sums import Sums
+from ..data.batches import Batch
+from ..models.hooks import kernels_alone
+from ..models.model_info import Model
+from ..models.source import Source
+from ..models.view import Kernel, View, tokens_alone
+from ..models.without_weights import WeightlessSource, without_values
+from .site_plan import SitePlan
+
+# Without weights, kernels that run more operations on a batch loop over samples: they are metered on a short row, and scaled.
+MOST_OPERATIONS = 5_000
+# A calibration ends after so many seconds, or so many repeats.
+CALIBRATION = 10.0
+TIMED_BATCHES = 9
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one batch of a run costs.
+
+    Attributes:
+        model: the description of the model.
+        shape: rows and positions of a batch.
+        samples: number of counted positions of a batch.
+        sites: number of sites that are read.
+        passes: number of passes over the data in which the model runs.
+        counts: how often each operation runs in all passes over one batch.
+        sums: bytes of the sums of each analyzer.
+        first_sums: bytes of the sums of each analyzer with a first pass, which its main pass reads.
+        weights: bytes of the parameters and buffers.
+        parameters: number of parameters.
+        activations: most bytes beside the weights that are alive at once.
+        compute_seconds: of the computation of all results from their sums.
+        batch_seconds: of all passes over one batch, measured; None without weights.
+    """
+
+    model: Model
+    shape: tuple[int, int]
+    samples: int
+    sites: int
+    passes: int
+    counts: Mapping[Operation, float]
+    sums: Mapping[str, int]
+    first_sums: Mapping[str, int]
+    weights: int
+    parameters: int
+    activations: int
+    compute_seconds: float
+    batch_seconds: float | None
+
+    def flops(self, part: str) -> float:
+        """FLOPs of a part for one batch."""
+        return sum(count * operation.flops for operation, count in self.counts.items() if operation.part == part)
+
+
+def meter(
+    source: Source, module: torch.nn.Module, batch: Batch, analyzers: Mapping[str, Analyzer], plan: SitePlan, timed: bool
+) -> Workload:
+    """Run analyzers on one batch, and meter what they cost.
+
+    Args:
+        source: runs the model; a `WeightlessSource` for one on the meta device.
+        module: the model.
+        batch: of the size of the run's batches.
+        analyzers: by name.
+        plan: the sites that each analyzer reads.
+        timed: measure the time of the batch, for `CALIBRATION` seconds.
+    """
+    run = _MeteredRun(source, module, batch, analyzers, plan)
+    with ExitStack() as stack:
+        stack.enter_context(source.evaluating())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        if any(analyzer.needs_calls for analyzer in analyzers.values()):
+            stack.enter_context(source.with_calls())
+        run.all_passes()
+        seconds = run.calibrate() if timed else None
+    models = plan.models_by_analyzer([source.model], [source])
+    tensors = [*module.parameters(), *module.buffers()]
+    return Workload(
+        model=source.model,
+        shape=(batch.tokens.shape[0], batch.tokens.shape[1]),
+        samples=run.samples,
+        sites=len(source.sites),
+        passes=run.passes,
+        counts=run.counts,
+        sums=run.sums,
+        first_sums={name: _size(sums) for name, sums in run.first.items()},
+        weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        activations=run.peak,
+        compute_seconds=sum(analyzer.compute_seconds(models[name][0]) for name, analyzer in analyzers.items()),
+        batch_seconds=seconds,
+    )
+
+
+class _MeteredRun:
+    """One batch through the passes of a run, with and without a meter.
+
+    Attributes:
+        counts: how often each operation ran.
+        sums: bytes of the sums of each analyzer.
+        first: sums of the first pass.
+        passes: number of passes in which the model runs.
+        peak: most bytes beside the weights that were alive at once.
+        samples: number of samples of the batch.
+    """
+
+    def __init__(
+        self, source: Source, module: torch.nn.Module, batch: Batch, analyzers: Mapping[str, Analyzer], plan: SitePlan
+    ) -> None:
+        self.source, self.module, self.batch, self.analyzers, self.plan = source, module, batch, analyzers, plan
+        self.counts: Counter[Operation] = Counter()
+        self.sums: dict[str, int] = {}
+        self.first: dict[str, Sums] = {}
+        self.passes, self.peak, self.samples = 1, 0, 0
+        head = source.model.head
+        paths = [] if head is None else head.modules
+        self.head = [weight for path in paths for weight in module.get_submodule(path).parameters()]
+        self.weightless = isinstance(source, WeightlessSource)
+        kernels = {name: kernel for name, a in analyzers.items() if (kernel := a.first_kernel()) is not None}
+        # Counting tokens or labels needs no model.
+        self.alone = {name: kernel for name, kernel in kernels.items() if analyzers[name].first_without_model}
+        self.first_kernels = {name: plan.kernel(name, kernel) for name, kernel in kernels.items() if name not in self.alone}
+
+    def all_passes(self) -> None:
+        """Meter the first pass, if an analyzer needs one, and the main pass."""
+        self.first = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
+        if self.first_kernels:
+            self.first |= {name: self._widened(out) for name, out in self._pass(self.first_kernels).items()}
+            self.passes = 2
+        with without_values() if self.weightless else nullcontext():
+            kernels = self._main_kernels()
+        outputs = self._pass(kernels)
+        self.sums = {name: _size(self._widened(out)) for name, out in outputs.items()}
+
+    def _main_kernels(self) -> dict[str, Kernel]:
+        return {name: self.plan.kernel(name, a.kernel(self.first.get(name, Sums()))) for name, a in self.analyzers.items()}
+
+    def _pass(self, kernels: Mapping[str, Kernel]) -> dict[str, dict[str, Tensor]]:
+        """Run kernels on the batch, count their operations, and return their outputs."""
+        outputs: dict[str, dict[str, Tensor]] = {}
+        with self._metered() as meter:
+            with meter.counting("forward"):
+                view = self.source.collect(self.batch)
+            self.samples = view.activations.shape[1]
+            for name, kernel in kernels.items():
+                counts = meter.counts.copy()
+                try:
+                    with meter.counting(name, MOST_OPERATIONS if self.weightless else None), kernels_alone():
+                        outputs[name] = kernel(view)
+                except TooManyOperations:
+                    meter.counts = counts
+            held = meter.live
+        self.counts.update(meter.counts)
+        self.peak = max(self.peak, meter.peak)
+        looping = {name: kernel for name, kernel in kernels.items() if name not in outputs}
+        return (outputs | self._on_short_row(looping, held)) if looping else outputs
+
+    def _on_short_row(self, kernels: Mapping[str, Kernel], held: int) -> dict[str, dict[str, Tensor]]:
+        """The outputs of kernels that loop over samples; their operations on a short row, scaled, are counted.
+
+        Args:
+            kernels: by name.
+            held: bytes that are alive while kernels run on the whole batch.
+        """
+        outputs = {}
+        with self._metered() as meter:
+            view: View = self.source.collect(self.batch.short_row)
+            meter.counts.clear()
+            live = meter.live
+            meter.peak = live
+            for name, kernel in kernels.items():
+                with meter.counting(name), kernels_alone():
+                    outputs[name] = kernel(view)
+        factor = self.samples / view.activations.shape[1]
+        scaled: Any = {operation: count * factor for operation, count in meter.counts.items()}
+        self.counts.update(scaled)
+        self.peak = max(self.peak, held + meter.peak - live)
+        return outputs
+
+    @contextmanager
+    def _metered(self) -> Iterator[OperationMeter]:
+        """A context with a meter, in which a model without weights runs."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        with OperationMeter(tensors, self.head) as meter, ExitStack() as stack:
+            if self.weightless:
+                stack.enter_context(without_values())
+            yield meter
+
+    def _widened(self, out: Mapping[str, Tensor]) -> Sums:
+        """Sums of a kernel's output; those that have no values stay on the meta device."""
+        kinds = {name: torch.float64 if value.dtype.is_floating_point else torch.int64 for name, value in out.items()}
+        known = Sums.of({name: value for name, value in out.items() if not value.is_meta}).fields
+        shapes = {
+            name: torch.empty(value.shape, dtype=kinds[name], device="meta") for name, value in out.items() if value.is_meta
+        }
+        return Sums({**known, **shapes})
+
+    def calibrate(self) -> float:
+        """Seconds of all passes over the batch: the median of runs within `CALIBRATION` seconds, after one to warm up."""
+        steps = [kernels for kernels in (self.first_kernels, self._main_kernels()) if kernels]
+        taken: list[float] = []
+        start = time.perf_counter()
+        while not taken or (len(taken) <= TIMED_BATCHES and time.perf_counter() - start < CALIBRATION):
+            before = time.perf_counter()
+            for kernels in steps:
+                for out in self.source.run(self.batch, kernels)[1].values():
+                    Sums.of(out)
+            taken.append(time.perf_counter() - before)
+        return statistics.median(taken[1:] or taken)
+
+
+def _size(sums: Sums) -> int:
+    """Bytes of sums."""
+    return sum(value.numel() * value.element_size() for value in sums.fields.values())

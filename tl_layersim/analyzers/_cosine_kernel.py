@@ -1,0 +1,134 @@
+"""Kernels of `Cosine`: means of layers, and sums over tokens of the cosines between all layers.
+
+Plain functions of torch: they are serialised by value and also run on a server.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..models.view import View
+from ._hsic import beyond_rounding
+
+
+def mean_kernel(view: View) -> dict[str, Tensor]:
+    """Sum of the residual over tokens, and the number of tokens.
+
+    Args:
+        view: activations of one batch.
+    """
+    refuse_unequal_widths(view)
+    return {
+        # Layer by layer, because a sum in another dtype first copies all its terms.
+        "total": torch.stack([layer.sum(0, dtype=torch.float64) for layer in view.activations]),
+        "count": torch.tensor(view.activations.shape[1]),
+    }
+
+
+def refuse_unequal_widths(view: View) -> None:
+    """Refuse sites of different widths, which a view pads with zeros."""
+    odd = [number for number, width in enumerate(view.widths) if width != view.widths[0]]
+    if odd:
+        raise LayersimError(
+            "Cosine needs sites of equal width: a cosine between vectors of different widths is not defined.",
+            given=f"{view.sites[0]} of width {view.widths[0]} and {view.sites[odd[0]]} of width {view.widths[odd[0]]}",
+            expected="sites of one width",
+            do="one call for each width; CKA takes sites of any widths",
+        )
+
+
+def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Tensor]:
+    """Sums over tokens of the cosines between all layers, of their squares, signs and histograms.
+
+    Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
+
+    Args:
+        view: activations of one batch.
+        mean: `residual d_model` to subtract, None for no centring.
+        bins: of each histogram.
+    """
+    refuse_unequal_widths(view)
+    x = view.activations
+    layers, tokens, _ = x.shape
+    device = x.device
+    out = {
+        "count": torch.tensor(tokens),
+        "whole": torch.tensor(0, device=device),
+        "pairs": torch.zeros(layers, layers, dtype=torch.int64, device=device),
+        "sum": torch.zeros(layers, layers, dtype=torch.float64, device=device),
+        "square": torch.zeros(layers, layers, dtype=torch.float64, device=device),
+        "negative": torch.zeros(layers, layers, dtype=torch.int64, device=device),
+        "to_last": torch.zeros(layers, bins, dtype=torch.int64, device=device),
+        "adjacent": torch.zeros(layers - 1, bins, dtype=torch.int64, device=device),
+        "norm_ratio": torch.zeros(layers - 1, dtype=torch.float64, device=device),
+        "monotone": torch.tensor(0, device=device),
+        "raw_pairs": torch.zeros(layers, layers, dtype=torch.int64, device=device),
+        "angle": torch.zeros(layers, layers, dtype=torch.float64, device=device),
+        "raw_adjacent": torch.zeros(layers - 1, dtype=torch.float64, device=device),
+    }
+    offset = None if mean is None else mean.to(x)[:, None]
+    for start in range(0, tokens, 256):
+        chunk = x[:, start : start + 256]
+        norm = chunk.norm(dim=-1)
+        ratio = norm[:-1] / (chunk[1:] - chunk[:-1]).norm(dim=-1)
+        out["norm_ratio"] += ratio.sum(1, dtype=torch.float64)
+        if offset is None:
+            known = _not_zero(chunk, norm).T
+            cosine = _cosines(chunk, norm, known)
+        else:
+            centred = chunk - offset
+            known = beyond_rounding(centred, offset).T
+            cosine = _cosines(centred, centred.norm(dim=-1), known)
+        counted = known.double()
+        out["pairs"] += (counted.T @ counted).long()
+        out["whole"] += known.all(1).sum()
+        out["sum"] += cosine.sum(0, dtype=torch.float64)
+        # Squared in float64: near 1, rounding of float32 squares would exceed the spread.
+        out["square"] += cosine.double().square().sum(0)
+        out["negative"] += (cosine < 0).sum(0)
+        last = cosine[:, :, -1]
+        out["monotone"] += ((last[:, 1:] > last[:, :-1]).all(1) & known.all(1)).sum()
+        out["to_last"] += _histogram(last, known & known[:, -1:], bins)
+        out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1], bins)
+        if mean is not None:
+            known = (norm > 0).T
+            cosine = _cosines(chunk, norm, known)
+            counted = known.double()
+        out["raw_pairs"] += (counted.T @ counted).long()
+        out["raw_adjacent"] += cosine.diagonal(offset=1, dim1=1, dim2=2).sum(0, dtype=torch.float64)
+        angle = cosine.arccos()
+        if not bool(known.all()):
+            angle = angle * (known[:, :, None] & known[:, None, :])
+        out["angle"] += angle.sum(0, dtype=torch.float64)
+    return out
+
+
+def _not_zero(x: Tensor, norm: Tensor) -> Tensor:
+    """Whether vectors differ from zero, `layer token`; the square of a small number is 0, so these are read once more."""
+    known = norm > 0
+    if not bool(known.all()):
+        known[~known] = (x[~known] != 0).any(-1)
+    return known
+
+
+def _cosines(x: Tensor, norm: Tensor, known: Tensor) -> Tensor:
+    """Cosines between the layers of each token, `token layer layer`; 0 where one is not known, which adds nothing to sums.
+
+    Args:
+        x: `layer token d_model`.
+        norm: `layer token`, of x.
+        known: `token layer`, whether the vector has a direction.
+    """
+    unit = (x / norm[..., None].clamp(min=torch.finfo(x.dtype).tiny)).transpose(0, 1)
+    cosine = torch.bmm(unit, unit.transpose(1, 2)).clamp(-1, 1)
+    return cosine if bool(known.all()) else cosine * (known[:, :, None] & known[:, None, :])
+
+
+def _histogram(values: Tensor, known: Tensor, bins: int) -> Tensor:
+    """Histograms over [-1, 1] of the known values in each column of `values`, `token series`; returns `series bin`."""
+    index = ((values + 1) * (bins / 2)).long().clamp(0, bins - 1)
+    series = values.shape[1]
+    index = index + bins * torch.arange(series, device=values.device)
+    return torch.bincount(index[known], minlength=series * bins).reshape(series, bins)

@@ -1,0 +1,394 @@
+"""Permutation nulls of similarities: draws of permutations, and the statistics of observed values beside null values.
+
+The functions that draw are plain torch: they are serialised by value with the kernels that call them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError
+from ..core.histogram_quantiles import QUANTILES
+from ..core.results import LayerMatrix, Picture, axes
+from ..models.model_info import Model
+
+# Level of the test behind the threshold of a calibrated value.
+ALPHA = 0.05
+# With fewer permutations the threshold at ALPHA is the largest value itself, and no value exceeds it.
+LEAST_PERMUTATIONS = math.ceil(1 / ALPHA) - 1
+# The fields of one number for each pair of layers, and those of the maximum over pairs.
+PAIR_FIELDS = ("calibrated", "p_values", "null_mean", "null_threshold")
+NOT_MEASURED = torch.tensor(math.nan, dtype=torch.float64)
+# Equal similarities differ by rounding: of Fourier transforms, which give the null, or of decompositions. Few samples and
+# measures that count, such as shared neighbours, have many equal ones.
+EQUAL_WITHIN = 1e-10
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CalibratedMatrix(LayerMatrix):
+    """A similarity for each pair of layers, beside its distribution when samples are paired at random.
+
+    Without permutations, `permutations` is 0 and the numbers of the null are NaN.
+
+    Attributes:
+        values: `row column`, the observed similarities, at most 1.
+        permutations: number of random pairings of samples in the null; 0 without a null.
+        calibrated: `row column`, max(0, (value - threshold) / (1 - threshold)): 0 for a similarity that random pairings reach,
+            1 for equal layers.
+        p_values: `row column`, (1 + number of null values >= the value) / (1 + permutations).
+        null_mean: `row column`, mean of the null.
+        null_quantiles: `quantile row column`, quantiles of the null.
+        null_threshold: `row column`, the 95 % quantile of the null values together with the observed value.
+        max_value: the largest similarity over pairs of layers; within one model over pairs of different layers.
+        max_p_value: its p-value, against the maximum over the same pairs in each permutation. It accounts for the search of the
+            best pair, which the p-value of a single pair does not.
+        max_threshold: the threshold of the maximum, as `null_threshold`.
+        max_calibrated: the calibrated maximum, as `calibrated`.
+        max_null: `draw`, the maximum over pairs in each permutation.
+        quantiles: levels of `null_quantiles`.
+
+    Source:
+        Algorithms 1 and 2 of the package calibrated-similarity; p-values of Phipson and Smyth 2010.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> tokens = lsim.demo_text()[:4]
+        >>> cka = lsim.analyze(lsim.demo_model(), tokens, [lsim.CKA(minibatch=64)])["cka"]
+        >>> cka.permutations, bool(cka.calibrated.isnan().all())
+        (0, True)
+    """
+
+    permutations: int = 0
+    calibrated: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(0, 1))
+    p_values: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=None)
+    null_mean: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
+    null_quantiles: Float64[Tensor, "quantile row column"] = axes(
+        "quantile", "row", "column", default=NOT_MEASURED, within=(-math.inf, 1)
+    )
+    null_threshold: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
+    max_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=(-math.inf, 1))
+    max_p_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
+    max_threshold: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=(-math.inf, 1))
+    max_calibrated: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=(0, 1))
+    max_null: Float64[Tensor, " draw"] = axes("draw", default=NOT_MEASURED, within=None)
+    quantiles: tuple[float, ...] = QUANTILES
+
+    similarity_name: ClassVar[str] = "Similarity"
+
+    def __post_init__(self) -> None:
+        if not self.permutations:
+            for name, names in self.tensor_fields().items():
+                if getattr(self, name) is NOT_MEASURED:
+                    sizes = [len(self.coordinates(axis)) for axis in names]
+                    object.__setattr__(self, name, torch.full(sizes, math.nan, dtype=torch.float64))
+            # A report shows no empty figures.
+            shown = tuple(picture for picture in self.pictures if picture.field not in PAIR_FIELDS)
+            object.__setattr__(self, "pictures", shown)
+        super().__post_init__()
+
+    @property
+    def draws(self) -> tuple[int, ...]:
+        """Labels of the `draw` axis: numbers of the permutations."""
+        return tuple(range(self.permutations))
+
+    def to_frame(self, field: str = "values") -> Any:
+        table = super().to_frame(field)
+        asked = {field, self.values_name}
+        empty = {f"{name}{end}" for name in PAIR_FIELDS for end in ("", "_low", "_high") if name not in asked}
+        return table if self.permutations else table.drop(columns=[name for name in table if name in empty])
+
+    def plot(self, field: str = "values") -> Any:
+        if not self.permutations and field.startswith(("null_", "max_", "calibrated", "p_values")):
+            raise LayersimError(
+                f"`{field}` was not measured: the run had no permutations.",
+                given="permutations=0",
+                expected="a run with permutations",
+                do=f"{type(self).__name__.removesuffix('Result')}(permutations=200)",
+            )
+        return super().plot(field)
+
+    def transposed(self) -> Any:
+        """The comparison of the two models in the other order: rows become columns in every field."""
+        other = {"row": "column", "column": "row"}
+        sides = {"residual": "column", "column": "residual"}
+        swapped: dict[str, Any] = {}
+        for name, names in self.tensor_fields().items():
+            if {"row", "column"} <= set(names):
+                order = [names.index(other.get(axis, axis)) for axis in names]
+                swapped[name] = getattr(self, name).permute(order).contiguous()
+            elif len(names) == 1 and names[0] in sides:
+                partner = name.removeprefix("column_") if names[0] == "column" else f"column_{name}"
+                swapped[name] = getattr(self, partner)
+        own: dict[str, Any] = {"layers": self.column_layers, "column_layers": self.layers}
+        own |= {"provenance": self.provenance.swapped(), "replicates": tuple(one.transposed() for one in self.replicates)}
+        return replace(self, **swapped, **own)
+
+    def to_last_headline(self, measure: str) -> dict[str, float]:
+        """Values between some layers and the last one, for a summary table.
+
+        Args:
+            measure: its name.
+        """
+        to_last = self.values[:, -1]
+        two = " | " in self.provenance.model
+        if len(to_last) == 1:
+            return {f"{measure} of the two models": float(to_last[0])} if two else {}
+        name = f"{measure}(first model's {{}}, second's last)" if two else f"{measure}({{}}, last)"
+        return {
+            name.format(self.first_layer()): float(to_last[0]),
+            name.format("middle layer"): float(to_last[len(to_last) // 2]),
+            name.format("last but one"): float(to_last[-2]),
+        }
+
+    def null_headline(self) -> dict[str, float]:
+        """The calibrated maximum over pairs of layers and its p-value, for a summary table; nothing without permutations."""
+        if not self.permutations:
+            return {}
+        return {
+            "calibrated maximum over pairs of layers": float(self.max_calibrated),
+            "p-value of the maximum over pairs of layers": float(self.max_p_value),
+        }
+
+
+def null_pictures(measure: str) -> tuple[Picture, ...]:
+    """The figures of the null of a measure.
+
+    Args:
+        measure: its name in the titles.
+    """
+    return (
+        Picture(
+            "calibrated",
+            f"Calibrated {measure} between layers",
+            "Similarity above the threshold that 5 % of random pairings of samples exceed, as a fraction of what is left up to "
+            "1. It is 0 where random pairings are as similar (Phipson and Smyth 2010; permutation test of Fisher 1935).",
+        ),
+        Picture(
+            "p_values",
+            f"p-values of {measure} between layers",
+            "Fraction of random pairings of samples that are at least as similar, with the observed pairing counted once "
+            "(Phipson and Smyth 2010). The smallest possible value is 1 / (permutations + 1).",
+        ),
+        Picture(
+            "null_mean",
+            f"Mean {measure} of randomly paired samples",
+            "The similarity that width and number of samples alone produce: samples of a layer are paired with random samples "
+            "of the other (permutation test of Fisher 1935).",
+        ),
+        Picture(
+            "null_threshold",
+            f"Threshold of {measure} at 5 %",
+            "The value that 5 % of random pairings of samples exceed (permutation test of Fisher 1935).",
+        ),
+    )
+
+
+def sample_key(tokens: Tensor, seed: int) -> int:
+    """A seed that depends on the tokens of a batch and on the user's seed, and not on the number of the batch.
+
+    Args:
+        tokens: ids of the counted tokens of the batch.
+        seed: of the user.
+    """
+    tokens = tokens.cpu()
+    weight = torch.arange(1, 2 * len(tokens), 2) * 0x9E3779B1
+    return (seed * 0x9E3779B1 + (int(((tokens + 1) * weight).sum()) & 0x7FFFFFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
+
+
+def draw_orders(count: int, samples: int, key: int) -> Tensor:
+    """Draw the random orders whose cyclic shifts are the permutations, `order sample`; as many as `count` permutations need.
+
+    Args:
+        count: number of permutations.
+        samples: number of samples.
+        key: seed of the draw, such as `sample_key`.
+    """
+    generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+    drawn = [torch.randperm(samples, generator=generator) for _ in range(-(-count // samples))]
+    return torch.stack(drawn) if drawn else torch.zeros(0, samples, dtype=torch.int64)
+
+
+def draw_permutations(count: int, samples: int, key: int) -> Tensor:
+    """Draw permutations of the samples of a minibatch, `permutation sample`: the cyclic shifts of random orders.
+
+    Each permutation is uniformly distributed. Those of one order send a sample to different places, and the similarities of
+    all of them follow from one Fourier transform. The first permutations of a larger count are those of a smaller one.
+
+    Args:
+        count: number of permutations.
+        samples: number of samples.
+        key: seed of the draw, such as `sample_key`.
+
+    Examples:
+        >>> draw_permutations(3, 4, key=0)
+        tensor([[0, 1, 3, 2],
+                [1, 3, 2, 0],
+                [3, 2, 0, 1]])
+    """
+    orders = draw_orders(count, samples, key)
+    place = torch.arange(samples)
+    shifted = orders[:, (place[:, None] + place) % samples]
+    return shifted.flatten(0, 1)[:count]
+
+
+def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: bool = True) -> dict[str, Any]:
+    """The fields of a `CalibratedMatrix` that describe the null.
+
+    Args:
+        values: `row column`, observed similarities, at most 1; NaN where they are not defined.
+        null: `permutation row column`, the similarities of permuted samples. An empty null leaves the fields out.
+        one_model: whether rows and columns are the layers of one model. A layer and itself are then no pair, and two layers
+            have one null in either order, in which samples of the later layer are permuted.
+        symmetric: whether two layers of one model have one value in either order. If not, each order is a pair of its own.
+
+    Returns:
+        By name of the field; nothing without permutations.
+    """
+    if not len(null):
+        return {}
+    undefined = values.isnan()
+    pairs = ~undefined
+    if one_model and not symmetric:
+        pairs = pairs & ~torch.eye(*values.shape, dtype=torch.bool)
+    elif one_model:
+        null = null.triu() + null.triu(1).transpose(1, 2)
+        pairs = pairs.triu(1)
+    some = bool(pairs.any())
+    largest = values[pairs].max() if some else NOT_MEASURED.clone()
+    max_null = null[:, pairs].amax(1) if some else null.new_full((len(null),), math.nan)
+    thresholds = null_threshold(values, null).masked_fill(undefined, math.nan)
+    max_threshold = null_threshold(largest, max_null)
+    levels = torch.tensor(QUANTILES, dtype=torch.float64)
+    return {
+        "permutations": len(null),
+        "calibrated": calibrated_values(values, thresholds),
+        "p_values": p_values(values, null),
+        "null_mean": null.mean(0).masked_fill(undefined, math.nan),
+        "null_quantiles": torch.quantile(null, levels, dim=0).masked_fill(undefined, math.nan),
+        "null_threshold": thresholds,
+        "max_value": largest,
+        "max_p_value": p_values(largest, max_null),
+        "max_threshold": max_threshold,
+        "max_calibrated": calibrated_values(largest, max_threshold),
+        "max_null": max_null,
+    }
+
+
+def p_values(values: Tensor, null: Tensor) -> Tensor:
+    """Right-tailed permutation p-values, (1 + #{null >= value}) / (1 + permutations); NaN for a value that is NaN.
+
+    Null values that are below the observed one by rounding alone count as equal.
+
+    Args:
+        values: observed, of any shape.
+        null: `permutation` before the axes of `values`.
+
+    Source:
+        Phipson and Smyth 2010.
+
+    Examples:
+        >>> p_values(torch.tensor(0.5), torch.tensor([0.1, 0.5, 0.7]))
+        tensor(0.7500, dtype=torch.float64)
+    """
+    reached = null >= values - EQUAL_WITHIN * values.abs().clamp(min=1)
+    return ((1 + reached.sum(0).double()) / (1 + len(null))).masked_fill(values.isnan(), math.nan)
+
+
+def null_threshold(values: Tensor, null: Tensor, alpha: float = ALPHA) -> Tensor:
+    """The (1 - alpha) quantile of the null values together with the observed value, an order statistic.
+
+    Args:
+        values: observed, of any shape.
+        null: `permutation` before the axes of `values`.
+        alpha: level of the test.
+
+    Examples:
+        >>> null_threshold(torch.tensor(9.0), torch.arange(19.0))
+        tensor(17.)
+    """
+    pooled = torch.cat([values[None], null]).sort(0).values
+    return pooled[math.ceil((1 - alpha) * len(pooled)) - 1]
+
+
+def calibrated_values(values: Tensor, threshold: Tensor) -> Tensor:
+    """Similarities above their threshold, max(0, (value - threshold) / (1 - threshold)).
+
+    Args:
+        values: observed, at most 1.
+        threshold: of the same shape.
+
+    Examples:
+        >>> calibrated_values(torch.tensor([0.2, 0.6, 1.0]), torch.tensor([0.4, 0.2, 0.4]))
+        tensor([0.0000, 0.5000, 1.0000])
+    """
+    above = values - threshold
+    above = above.where((above > EQUAL_WITHIN) | above.isnan(), 0)
+    # Where random pairings reach 1, no value can exceed them.
+    return (above / (1 - threshold).clamp(min=EQUAL_WITHIN)).clamp(0, 1)
+
+
+def check_permutations(permutations: int, analyzer: str) -> None:
+    """Refuse a number of permutations with which no value can exceed its threshold.
+
+    Args:
+        permutations: as the user gave it.
+        analyzer: name of its class, for the message.
+
+    Raises:
+        LayersimError: the number is negative, or between 1 and 18.
+    """
+    if permutations < 0 or 0 < permutations < LEAST_PERMUTATIONS:
+        raise LayersimError(
+            f"`permutations` must be 0, or at least {LEAST_PERMUTATIONS}: with fewer, no p-value can be {ALPHA} or less.",
+            given=f"permutations={permutations}",
+            expected=f"0 for no null, or {LEAST_PERMUTATIONS} or more",
+            do=f"{analyzer}(permutations=200)",
+        )
+
+
+def check_null_memory(permutations: int, models: Sequence[Model], limit_gb: float, analyzer: str) -> None:
+    """Refuse a null whose sums need more memory than the user allows.
+
+    Args:
+        permutations: as the user gave it.
+        models: one model, two that are compared, or more of which all pairs are.
+        limit_gb: `max_memory_gb` of the analyzer.
+        analyzer: name of its class, for the message.
+
+    Raises:
+        LayersimError: names the number of permutations that fits.
+    """
+    layers = [len(model.layers) for model in models]
+    # More than two models are each compared with themselves too.
+    pairs = list(combinations_with_replacement(layers, 2)) if len(models) > 2 else [(layers[0], layers[-1])]
+    # The sums of the batch, the running sum, and the new sum while the two are added.
+    each = 3 * 8 * sum(row * column for row, column in pairs) / 1e9
+    if permutations and not each * permutations <= limit_gb:
+        fitting = math.floor(limit_gb / each)
+        fewer = f"{analyzer}(permutations={fitting}), or " if fitting >= LEAST_PERMUTATIONS else ""
+        raise LayersimError(
+            "The null needs more memory than `max_memory_gb`.",
+            given=f"{permutations} permutations of {sum(row * column for row, column in pairs)} pairs of layers: "
+            f"{each * permutations:.3g} GB",
+            expected=f"at most max_memory_gb={limit_gb:g}",
+            do=f"{fewer}{analyzer}(permutations={permutations}, max_memory_gb={math.ceil(each * permutations)})",
+        )
+
+
+def is_one_model(models: Sequence[Model]) -> bool:
+    """Whether the models of a run are one model, possibly compared with itself in a grid.
+
+    Args:
+        models: as in `Run`.
+    """
+    return len({id(model) for model in models}) < 2

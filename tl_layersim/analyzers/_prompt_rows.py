@@ -1,0 +1,76 @@
+"""Values by row of the data: the rows, which a first pass without the model counts, and sums over the samples of each.
+
+Kernels are plain functions of torch: they are serialised by value and also run on a server.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+from ..core.sums import Sums
+from ..models.view import View
+
+# Rows of the data that can be counted.
+COUNTED_ROWS = 2**19
+
+
+def row_counts_kernel(view: View) -> dict[str, Tensor]:
+    """Number of counted positions of each row of the data, as far as they are known without the model.
+
+    Args:
+        view: of one batch.
+    """
+    assert view.row is not None
+    if len(view.row) and int(view.row.max()) >= COUNTED_ROWS:
+        raise LayersimError(
+            "`per_prompt` must be False for so many rows.",
+            given=f"row {int(view.row.max())} of the data",
+            expected=f"at most {COUNTED_ROWS} rows",
+            do="per_prompt=False, or one call for each part of the data",
+        )
+    return {"rows": torch.bincount(view.row, minlength=COUNTED_ROWS)}
+
+
+def counted_rows(first: Sums) -> Tensor:
+    """Numbers of the rows of the data that have counted positions, ascending.
+
+    Args:
+        first: sums of `row_counts_kernel`; empty without values by row.
+    """
+    return first["rows"].nonzero()[:, 0] if first else torch.zeros(0, dtype=torch.int64)
+
+
+def sums_by_row(values: Tensor, row: Tensor, rows: Tensor) -> Tensor:
+    """Sum of the values of each row of the data, `row`, float64.
+
+    Args:
+        values: `sample`.
+        row: `sample`, number of the row of each sample.
+        rows: numbers of all rows, ascending.
+    """
+    index = torch.searchsorted(rows.to(row.device), row).to(values.device)
+    return torch.zeros(len(rows), dtype=torch.float64, device=values.device).index_add(0, index, values.double())
+
+
+def defined_by_row(values: Tensor, rows: tuple[int, ...], analyzer: str) -> dict[str, float]:
+    """Values by row of the data, without undefined ones, by names such as "row 3".
+
+    Args:
+        values: `row`.
+        rows: numbers of the rows; none if values by row were not measured.
+        analyzer: its name, for the message.
+
+    Raises:
+        LayersimError: values by row were not measured.
+    """
+    if not rows:
+        raise LayersimError(
+            "This result has no values by prompt.",
+            given="per_prompt=False, the default",
+            expected="a run with per_prompt=True",
+            do=f"{analyzer}(per_prompt=True)",
+        )
+    known = (~values.isnan()).tolist()
+    return {f"row {row}": value for row, value, one in zip(rows, values.tolist(), known, strict=True) if one}

@@ -1,0 +1,119 @@
+"""Sums over tokens of the shapes of their trajectories: the kernel of `Trajectory`.
+
+It is serialised by value and runs on servers too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..models.view import View
+from ._prompt_rows import sums_by_row
+
+# Range of the logarithmic histograms of unbounded quantities, in decades.
+DECADES = (-6.0, 8.0)
+
+
+def trajectory_kernel(view: View, *, window: int, rows: Tensor | None = None) -> dict[str, Tensor]:
+    """Sums over tokens of the quantities of their trajectories and of their squares, and logarithmic histograms.
+
+    Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
+
+    Args:
+        view: activations of one batch.
+        window: steps of the windowed LSS, 0 for none.
+        rows: numbers of all rows of the data, for sums by row; None for no such sums.
+    """
+    x = view.activations
+    tokens = x.shape[1]
+    columns: dict[str, list[Tensor]] = {}
+    for start in range(0, tokens, 256):
+        for name, value in _paths(x[:, start : start + 256], window).items():
+            columns.setdefault(name, []).append(value)
+    of = {name: torch.cat(parts, -1) for name, parts in columns.items()}
+    of["curvature"] = _angles(view)
+    out = {
+        "count": torch.tensor(tokens),
+        "zero_residual": (of["norm"] == 0).sum(-1),
+        "zero_update": (of["update"] == 0).sum(-1),
+        "flat": (of["growth"].mean(0) == 0).sum(),
+        "turns": torch.tensor(of["curvature"].shape[1]),
+    }
+    for name in ("norm", "update", "growth", "lss", "expodistance", "equidistance", "windowed", "curvature"):
+        known = ~of[name].isnan()
+        values = of[name].where(known, 0)
+        out |= {name: values.sum(-1), f"{name}^2": values.square().sum(-1), f"{name} known": known.sum(-1)}
+        if name not in ("growth", "windowed", "curvature"):
+            out[f"{name} bins"] = _log_histogram(of[name], known)
+    if rows is not None:
+        assert view.row is not None
+        known = ~of["lss"].isnan()
+        out["prompt lss"] = sums_by_row(of["lss"].where(known, 0), view.row, rows)
+        out["prompt lss known"] = sums_by_row(known, view.row, rows)
+        out["prompt tokens"] = sums_by_row(torch.ones(tokens, device=x.device), view.row, rows)
+    return out
+
+
+def _angles(view: View) -> Tensor:
+    """Angles between consecutive steps from token to token, float64, `layer triple`.
+
+    A triple is three consecutive positions of a row. NaN where two neighbours are equal: their step has no direction.
+    """
+    x, row, position = view.activations, view.sequence, view.position
+    triples = (row[2:] == row[:-2]) & (position.diff()[1:] == 1) & (position.diff()[:-1] == 1)
+    parts = [torch.zeros(len(x), 0, dtype=torch.float64, device=x.device)]
+    for start in range(0, len(triples), 256):
+        inside = triples[start : start + 256].to(x.device)
+        step = x[:, start : start + len(inside) + 2].diff(dim=1)
+        length = step.norm(dim=-1, keepdim=True)
+        unit = step / length.where(length > 0, torch.nan)
+        before, after = unit[:, :-1][:, inside], unit[:, 1:][:, inside]
+        # Exact at small angles too, where an arccos is not.
+        parts.append(2 * torch.atan2((after - before).double().norm(dim=-1), (after + before).double().norm(dim=-1)))
+    return torch.cat(parts, 1)
+
+
+def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
+    """Quantities of each token's trajectory, float64, `layer token` or `token`, from residuals `layer token d_model`."""
+    step = x[1:] - x[:-1]
+    update = step.double().norm(dim=-1)
+    # NaN for a step of zero, which has no direction.
+    unit = step / update.where(update > 0, torch.nan).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)[..., None]
+    norm = torch.stack([layer.double().norm(dim=-1) for layer in x])
+    growth = (norm[1:] / norm[:-1]).log()
+    growth = growth.where(growth.isfinite(), torch.nan)
+    # Cumulative sums of unit steps in float64: the sum over any segment is the difference of two of them.
+    travelled = torch.zeros(len(x), *x.shape[1:], dtype=torch.float64, device=x.device)
+    torch.cumsum(unit.double().nan_to_num(0), 0, out=travelled[1:])
+    still = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+    torch.cumsum(update == 0, 0, out=still[1:])
+    blocks = len(step)
+
+    def score(steps: int) -> Tensor:
+        """LSS of each segment of `steps` steps, NaN if a step is zero."""
+        distance = (travelled[steps:] - travelled[: len(x) - steps]).norm(dim=-1)
+        # At least 1 by the triangle inequality; rounding of unit steps can leave a straight path just below.
+        lss: Tensor = (steps / distance).clamp(min=1).where(still[steps:] == still[: len(x) - steps], torch.nan)
+        return lss
+
+    return {
+        "norm": norm,
+        "update": update,
+        "growth": growth,
+        "lss": score(blocks)[0],
+        "expodistance": growth.var(0, correction=0) / growth.mean(0).where(growth.mean(0) != 0, torch.nan).square(),
+        "equidistance": update.std(0, correction=0) / update.mean(0),
+        "windowed": score(window) if window else norm[:0],
+    }
+
+
+def _log_histogram(values: Tensor, known: Tensor) -> Tensor:
+    """Histograms of the known values of `... token` in bins of a hundredth of a decade, `... bin`."""
+    low, high = DECADES
+    bins = int((high - low) * 100)
+    flat = values.reshape(-1, values.shape[-1])
+    index = ((flat.clamp(min=10**low).log10().nan_to_num(low, posinf=high) - low) * 100).long().clamp(0, bins - 1)
+    offset = bins * torch.arange(len(flat), device=values.device)[:, None]
+    counts = torch.bincount((index + offset)[known.reshape(flat.shape)], minlength=bins * len(flat))
+    return counts.reshape(*values.shape[:-1], bins)

@@ -1,0 +1,289 @@
+"""Canonical correlation analysis (CCA) between sites: mean CCA, SVCCA and projection-weighted CCA."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError, as_fraction, warn
+from ..core.results import Picture, axes
+from ..core.sums import Sums
+from ..models.model_info import Model
+from ._arccos_distance import arccos_distance
+from ._covariances import Covariances, are_defined, check_defined, cost_in_words, seconds_of_pairs
+from ._cross_product_analyzer import CrossProductAnalyzer
+from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
+from .base import Run, need_tokens
+
+# Principal directions whose variance is below this fraction of the largest one are left out: float32 does not resolve them.
+SMALLEST_EIGENVALUE = 1e-12
+# Below this number of samples for each dimension, a warning states what unrelated sites would read.
+FEW_SAMPLES_PER_DIMENSION = 10
+
+
+class WhitenedSite(NamedTuple):
+    """The principal directions of a site, scaled.
+
+    Attributes:
+        whiten: `width dimension`, maps centred samples to uncorrelated ones of variance 1.
+        spread: `width dimension`, covariance of the site's dimensions with the whitened ones.
+        directions: number of leading ones that SVCCA compares.
+    """
+
+    whiten: Tensor
+    spread: Tensor
+    directions: int
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CCAResult(CalibratedMatrix):
+    """Summaries of the canonical correlations between sites, float64; NaN where all samples of a site are equal.
+
+    Attributes:
+        values: `row column`, mean canonical correlation, over as many correlations as the site with fewer dimensions has.
+        squared: `row column`, mean squared canonical correlation (R2_CCA of Kornblith et al. 2019).
+        svcca: `row column`, mean canonical correlation of the leading principal directions of both sites.
+        pwcca: `row column`, projection-weighted CCA: mean with weights by how much of the row site each canonical direction
+            accounts for. Not symmetric.
+        column_pwcca: `row column`, the same with weights by the column site.
+        dimensions: `residual`, number of principal directions with a variance above rounding, which CCA compares.
+        column_dimensions: `column`, the same of the second model, or of the first again.
+        directions: `residual`, number of leading principal directions that SVCCA compares.
+        column_directions: `column`, the same of the second model, or of the first again.
+        samples: number of tokens (or sequences).
+    """
+
+    values: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    squared: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    svcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    pwcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    column_pwcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    dimensions: Float64[Tensor, " row"] = axes("residual", within=(0, math.inf))
+    column_dimensions: Float64[Tensor, " column"] = axes("column", within=(0, math.inf))
+    directions: Float64[Tensor, " row"] = axes("residual", within=(0, math.inf))
+    column_directions: Float64[Tensor, " column"] = axes("column", within=(0, math.inf))
+    samples: int
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "values",
+            "Mean canonical correlation of sites",
+            "Mean correlation of the best matching linear functions of two sites: 1 if each site is a linear function of the "
+            "other. Directions of small variance count as much as others (Raghu et al. 2017).",
+        ),
+        Picture(
+            "svcca",
+            "SVCCA of sites",
+            "Mean canonical correlation of the leading principal directions of both sites (Raghu et al. 2017).",
+        ),
+        Picture(
+            "pwcca",
+            "Projection-weighted CCA of sites",
+            "Canonical correlations weighted by how much of the row site they account for (Morcos et al. 2018).",
+        ),
+        *null_pictures("mean canonical correlation"),
+    )
+
+    distance_name: ClassVar[str] = "CCA distance (radians)"
+    similarity_name: ClassVar[str] = "Mean canonical correlation"
+
+    def distance(self) -> float:
+        r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.
+
+        $$\sqrt{\sum_{l=1}^{L} \arccos(\bar\rho(H_l, H'_l))^2}$$
+
+        with the mean canonical correlation of each pair of equal layers. The angle of sites with equally many dimensions is
+        the Procrustes angle of the whitened sites, which is a metric.
+
+        Raises:
+            LayersimError: the models have different numbers of sites.
+
+        Source:
+            Williams et al. 2021, for the angle; summed over layers as in Brown et al. 2023, appendix C.2, equation 2.
+        """
+        return arccos_distance(self)
+
+    def transposed(self) -> CCAResult:
+        """The comparison of the two models in the other order."""
+        other = super().transposed()
+        object.__setattr__(other, "pwcca", self.column_pwcca.T.contiguous())
+        object.__setattr__(other, "column_pwcca", self.pwcca.T.contiguous())
+        return other  # type: ignore[no-any-return]  # of this class
+
+    def headline(self) -> dict[str, float]:
+        return self.to_last_headline("CCA") | {"samples": self.samples} | self.null_headline()
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class CCA(CrossProductAnalyzer):
+    r"""Canonical correlations between all pairs of sites, within a model or between two: mean CCA, SVCCA and PWCCA.
+
+    $$\rho_i = \sigma_i(\Sigma_X^{-1/2} \Sigma_{XY} \Sigma_Y^{-1/2}), \qquad \bar\rho = \frac{1}{r} \sum_{i=1}^{r} \rho_i, \quad
+    \bar\rho_{\mathrm{PW}} = \frac{\sum_i \alpha_i \rho_i}{\sum_i \alpha_i}, \quad
+    \alpha_i = \sum_j |\langle h_i, x_j \rangle|$$
+
+    with the covariances over all samples, the singular values $\sigma_i$, the smaller number r of dimensions of the two sites,
+    the canonical variates $h_i$ of X and the columns $x_j$ of X. SVCCA is $\bar\rho$ of the leading principal directions of
+    both sites. Mean CCA is invariant to all invertible linear maps of either site. SVCCA is invariant to rotation
+    and isotropic scale only, PWCCA to isotropic scale of the site that gives the weights and to linear maps of the other.
+
+    Covariances are exact sums in float64 over all samples. Principal directions whose variance is below 1e-12 of the largest
+    one, or below the rounding error of the sums, have no defined inverse and are left out; `dimensions` counts the others.
+    Unrelated sites of d dimensions have a mean squared correlation of about d / n at n samples, and of 1 at n <= d: a warning
+    is issued below ten samples for each dimension, and `permutations` measures this baseline.
+
+    Args:
+        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
+        permutations: number of random pairings of the samples of a forward batch, for the null distribution of mean CCA. Each
+            has cross-products of its own, so memory and time grow by this factor: select a few sites with `at=`.
+        seed: of the random pairings.
+        max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
+            needs 24 L (L + 1) / 2 d^2 bytes.
+        variance: fraction of the variance of a site that the principal directions of SVCCA explain together.
+
+    Source:
+        Hotelling 1936; Raghu et al. 2017 (arXiv 1706.05806) for SVCCA; Morcos, Raghu and Bengio 2018 (arXiv 1806.05759)
+        for PWCCA, whose code weights by the site with fewer dimensions; here by the row site in `pwcca` and by
+        the column site in `column_pwcca`.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> cca = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:40], [lsim.CCA()])["cca"]
+        >>> cca.values.shape, float(cca.values[4, 4]), bool(cca.svcca[0, 8] < 1)
+        (torch.Size([9, 9]), 1.0, True)
+    """
+
+    name: ClassVar[str] = "cca"
+
+    variance: int | float = 0.99
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.variance <= 1:
+            raise LayersimError(
+                "`variance` must be above 0 and at most 1.",
+                given=f"variance={self.variance}",
+                expected="the fraction of the variance that SVCCA keeps",
+                do=as_fraction("variance", self.variance) or "CCA(variance=0.99)",
+            )
+
+    def cost(self, model: Model) -> str:
+        return cost_in_words(model, "CCA", self.compute_seconds(model), self.permutations)
+
+    def compute_seconds(self, model: Model) -> float:
+        return seconds_of_pairs(model, 0.2, self.permutations)
+
+    def compute(self, sums: Sums, run: Run) -> CCAResult:
+        count = int(sums["samples"])
+        need_tokens(count, 2, "CCA", self.unit)
+        products = Covariances(sums)
+        power = [products.row_power()] + ([products.column_power()] if products.two_models else [])
+        defined = [are_defined(one) for one in power]
+        check_defined(zip((run.layers, run.column_layers), defined, strict=False), "CCA", f"{count} {self.unit}")
+        squares = [square for square, _ in power]
+        rows = [self._whitened(products.of_row(i), squares[0][i], one, count) for i, one in enumerate(defined[0])]
+        columns = rows
+        if products.two_models:
+            columns = [self._whitened(products.of_column(i), squares[1][i], one, count) for i, one in enumerate(defined[1])]
+        largest = max(site.whiten.shape[1] for site in (*rows, *columns))
+        _warn_of_few_per_dimension(count, self.unit, largest)
+        known = defined[0][:, None] & defined[-1]
+        fields: dict[str, Any] = {name: one.where(known, math.nan) for name, one in _summaries(products, rows, columns).items()}
+        null = [_means(products.permuted(i), rows, columns) for i in range(products.permutations)]
+        return CCAResult(
+            **fields,
+            **(null_fields(fields["values"], torch.stack(null), one_model=is_one_model(run.models)) if null else {}),
+            dimensions=_dimension_counts([site.whiten.shape[1] for site in rows], defined[0]),
+            column_dimensions=_dimension_counts([site.whiten.shape[1] for site in columns], defined[-1]),
+            directions=_dimension_counts([site.directions for site in rows], defined[0]),
+            column_directions=_dimension_counts([site.directions for site in columns], defined[-1]),
+            samples=count,
+            layers=run.layers,
+            column_layers=run.column_layers,
+            provenance=run.provenance,
+        )
+
+    def _whitened(self, covariance: Tensor, square: Tensor, defined: Tensor, count: int) -> WhitenedSite:
+        """The principal directions of a site, those of the largest variance first.
+
+        Args:
+            covariance: of the site.
+            square: mean squared norm of the samples.
+            defined: whether the samples differ.
+            count: number of samples.
+        """
+        eigenvalues, vectors = torch.linalg.eigh(covariance)
+        eigenvalues, vectors = eigenvalues.flip(0), vectors.flip(1)
+        floor = max(SMALLEST_EIGENVALUE * float(eigenvalues[0]), 100 * torch.finfo(torch.float64).eps * float(square))
+        # n samples span n - 1 dimensions about their mean.
+        kept = min(int((eigenvalues > floor).sum()), count - 1) if defined else 0
+        eigenvalues, vectors = eigenvalues[:kept], vectors[:, :kept]
+        explained = eigenvalues.cumsum(0) / eigenvalues.sum()
+        # As many directions as are needed for the fraction; a rounding error below it is none.
+        directions = min(int((explained < self.variance - 1e-12).sum()) + 1, kept)
+        return WhitenedSite(vectors / eigenvalues.sqrt(), vectors * eigenvalues.sqrt(), directions)
+
+
+def _dimension_counts(numbers: list[int], defined: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64).where(defined, math.nan)
+
+
+def _whitened_covariances(
+    products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite], *, itself: bool
+) -> dict[tuple[int, int], Tensor]:
+    """Covariances of the whitened samples of each pair of sites with dimensions."""
+    return {
+        (row, column): rows[row].whiten.T @ covariance @ columns[column].whiten
+        for row, others in products.pairs(itself=itself)
+        for column, covariance in zip(others, products.between(row, others), strict=True)
+        if rows[row].directions and columns[column].directions
+    }
+
+
+def _summaries(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> dict[str, Tensor]:
+    """Every summary of all pairs, `row column`; 1 of a site of one model with itself."""
+    out = {
+        name: torch.eye(len(rows), len(columns), dtype=torch.float64)
+        for name in ("values", "squared", "svcca", "pwcca", "column_pwcca")
+    }
+    for (row, column), matrix in _whitened_covariances(products, rows, columns, itself=False).items():
+        left, rho, right = torch.linalg.svd(matrix, full_matrices=False)
+        # Rounding can yield correlations above 1.
+        rho = rho.clamp(max=1)
+        leading = torch.linalg.svdvals(matrix[: rows[row].directions, : columns[column].directions]).clamp(max=1)
+        pairs = [(row, column)] if products.two_models else [(row, column), (column, row)]
+        weights = (rows[row].spread @ left).abs().sum(0), (columns[column].spread @ right.T).abs().sum(0)
+        for (a, b), (own, other) in zip(pairs, (weights, weights[::-1]), strict=False):
+            out["values"][a, b], out["squared"][a, b], out["svcca"][a, b] = rho.mean(), rho.square().mean(), leading.mean()
+            out["pwcca"][a, b], out["column_pwcca"][a, b] = own @ rho / own.sum(), other @ rho / other.sum()
+    return out
+
+
+def _means(products: Covariances, rows: list[WhitenedSite], columns: list[WhitenedSite]) -> Tensor:
+    """Mean canonical correlation of all pairs, `row column`."""
+    out = torch.full((len(rows), len(columns)), math.nan, dtype=torch.float64)
+    for (row, column), matrix in _whitened_covariances(products, rows, columns, itself=True).items():
+        out[row, column] = torch.linalg.svdvals(matrix).clamp(max=1).mean()
+        if not products.two_models:
+            out[column, row] = out[row, column]
+    return out
+
+
+def _warn_of_few_per_dimension(count: int, unit: str, dimensions: int) -> None:
+    """Warn of values that the number of samples alone produces."""
+    if count - 1 < FEW_SAMPLES_PER_DIMENSION * dimensions:
+        share = min(dimensions / (count - 1), 1)
+        trivial = " Every value of such sites is 1 by construction." if share == 1 else ""
+        warn(
+            f"CCA rests on {count} {unit} of up to {dimensions} dimensions: unrelated sites would have a mean squared "
+            f"correlation of about {share:.2f}.{trivial} Pass more data, or measure this with permutations=200 at a few sites."
+        )

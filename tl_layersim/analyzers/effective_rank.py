@@ -1,0 +1,275 @@
+"""Effective rank: the number of directions that the samples of a site fill, from the spectrum of their covariance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError, warn
+from ..core.results import Picture, Result, axes
+from ..core.sums import Sums
+from ..models.model_info import Model
+from ..models.view import Kernel, View
+from ._ridge_probe import samples_differ
+from ._sample_vectors import samples
+from .base import Analyzer, Run, need_tokens
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class EffectiveRankResult(Result):
+    """Spectrum of the covariance of each site's samples, and ranks that follow from it. All tensors are float64.
+
+    With the eigenvalues lambda of the covariance, in descending order, and the singular values sqrt(n lambda) of the matrix of
+    the n centred samples. Every rank is at least 1, and at most the width of the site and n - 1. All are NaN at a site whose
+    samples are equal; a `LayersimWarning` names such sites.
+
+    Attributes:
+        values: `residual`, the same as `effective_rank`: exp of the entropy of the singular values divided by their sum.
+        eigenvalue_rank: `residual`, exp of the entropy of the eigenvalues divided by their sum; lower than `effective_rank`.
+        participation_ratio: `residual`, (sum lambda)^2 / sum lambda^2; lower than `eigenvalue_rank`.
+        stable_rank: `residual`, sum lambda / lambda_1, the squared Frobenius norm of the sample matrix over its squared
+            spectral norm.
+        directions_90: `residual`, smallest number of eigenvalues that add up to 90 % of the variance.
+        spectrum: `residual direction`, the largest eigenvalues as fractions of their sum, that is of the variance. 0 after the
+            width of the site.
+        samples: number n of tokens (or sequences).
+        widths: width of each site.
+    """
+
+    values_name: ClassVar[str] = "effective_rank"
+    values: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
+    eigenvalue_rank: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
+    participation_ratio: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
+    stable_rank: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
+    directions_90: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
+    spectrum: Float64[Tensor, "residual direction"] = axes("residual", "direction", within=(0, 1))
+    samples: int
+    widths: tuple[int, ...]
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "effective_rank",
+            "Effective rank of each layer",
+            "Number of directions that the samples fill: exp of the entropy of the normalised singular values of the sample "
+            "matrix, 1 for samples on a line, the width for equal variance in all directions (Roy and Vetterli 2007).",
+        ),
+        Picture(
+            "participation_ratio",
+            "Participation ratio of each layer",
+            "Squared sum of the eigenvalues of the covariance over the sum of their squares. Directions of large variance "
+            "decide it, so a few massive activations lower it (Gao et al. 2017).",
+        ),
+        Picture(
+            "spectrum",
+            "Spectrum of the covariance",
+            "Fraction of the variance in some of the principal directions, by depth (Roy and Vetterli 2007).",
+        ),
+    )
+
+    @property
+    def effective_rank(self) -> Tensor:
+        """Effective rank of each site, `residual`; the same as `values`."""
+        return self.values
+
+    @property
+    def directions(self) -> tuple[int, ...]:
+        """Labels of the `direction` axis: numbers of the eigenvalues, from 1."""
+        return tuple(range(1, self.spectrum.shape[1] + 1))
+
+    def headline(self) -> dict[str, float]:
+        known = ~self.values.isnan()
+        if not bool(known.any()):
+            return {}
+        names = [name for name, one in zip(self.layers, known, strict=True) if one]
+        values, widths = self.values[known], torch.tensor(self.widths)[known]
+        low, last = int(values.argmin()), len(values) - 1
+        return {
+            f"lowest effective rank, at {names[low]} (width {int(widths[low])})": float(values[low]),
+            f"effective rank at {names[last]} (width {int(widths[last])})": float(values[last]),
+            f"participation ratio at {names[last]}": float(self.participation_ratio[known][last]),
+            "samples": float(self.samples),
+        }
+
+
+@typed
+@dataclass(frozen=True)
+class EffectiveRank(Analyzer):
+    r"""Effective rank of the samples of each site: how many directions they fill, with the spectrum of their covariance.
+
+    $$\mathrm{erank} = \exp\Big(-\sum_k p_k \ln p_k\Big), \qquad p_k = \frac{\sigma_k}{\sum_j \sigma_j}$$
+
+    with the singular values of the matrix of centred samples. The result also has the same of eigenvalues
+    $\lambda_k = \sigma_k^2 / n$, the participation ratio $(\sum_k \lambda_k)^2 / \sum_k \lambda_k^2$, the stable rank and the
+    number of directions with 90 % of the variance. All follow from sums over samples, so no activation is kept.
+
+    Args:
+        center: "dataset" subtracts the mean of all samples, so that ranks describe variance; "none" subtracts nothing, as in
+            the papers: a mean that is large beside the spread then counts as a direction and lowers the rank.
+        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
+        top: number of eigenvalues in `spectrum`; all of them count in the ranks.
+        max_memory_gb: limit for the sums, sites x width^2 numbers; a larger requirement is refused before the run.
+
+    Source:
+        Roy and Vetterli 2007, The effective rank, definition 1, on singular values; so is RankMe (Garrido et al. 2023,
+        arXiv 2210.02885), which equals `center="none"`. Entropy of eigenvalues: Skean et al. 2025 (arXiv
+        2502.02013), with `center="none"`. Participation ratio: Gao et al. 2017.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> rank = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:40], lsim.EffectiveRank())["effective_rank"]
+        >>> rank.values.shape, bool((rank.effective_rank < rank.widths[0]).all())
+        (torch.Size([9]), True)
+    """
+
+    name: ClassVar[str] = "effective_rank"
+
+    center: Literal["dataset", "none"] = "dataset"
+    level: Literal["token", "sequence"] = "token"
+    pool: Literal["mean", "last", "first"] = "mean"
+    top: int = 64
+    max_memory_gb: int | float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.top < 1:
+            raise LayersimError("`top` must be at least 1.", given=f"top={self.top}", expected="1 or more", do="top=64")
+
+    @property
+    def whole_rows(self) -> bool:
+        return self.level == "sequence"
+
+    def check_sites(self, *models: Model) -> None:
+        super().check_sites(*models)
+        model = models[0]
+        if model.widest is None:
+            return
+        # The batch's second moments, the running sum, and the new sum while the two are added.
+        need = 3 * 8 * len(model.layers) * model.widest**2 / 1e9
+        if not need <= self.max_memory_gb:
+            raise LayersimError(
+                "The second moments of all sites need more memory than `max_memory_gb`.",
+                given=f"{len(model.layers)} sites x {model.widest}^2 numbers: {need:.1f} GB",
+                expected=f"at most max_memory_gb={self.max_memory_gb:g}",
+                do=f"fewer sites, at=['blocks.0.hook_resid_post', ...]; or EffectiveRank(max_memory_gb={math.ceil(need)})",
+            )
+
+    def compute_seconds(self, model: Model) -> float:
+        # The eigenvalues of one site of width 576 take about 0.03 seconds.
+        return len(model.layers) * 0.03 * ((model.widest or 0) / 576) ** 3
+
+    def kernel(self, first: Sums) -> Kernel:
+        return partial(second_moments_kernel, level=self.level, pool=self.pool)
+
+    def compute(self, sums: Sums, run: Run) -> EffectiveRankResult:
+        unit = "tokens" if self.level == "token" else "sequences"
+        n, centred = int(sums["samples"]), self.center == "dataset"
+        need_tokens(n, 2 if centred else 1, "EffectiveRank", unit)
+        widths = tuple((sums["width"] // n).tolist())
+        self._warn_of_few(n, widths, unit)
+        top = min(self.top, sums["second"].shape[-1])
+        by_site = []
+        for second, total in zip(sums["second"] / n, sums["total"] / n, strict=True):
+            by_site.append(_ranks(spectrum_of(second, total if centred else torch.zeros_like(total)), top))
+        ranks: dict[str, Any] = {name: torch.stack([one[name] for one in by_site]) for name in by_site[0]}
+        self._undefined(ranks["values"].isnan(), run, f"{n} {unit}")
+        return EffectiveRankResult(samples=n, widths=widths, layers=run.layers, provenance=run.provenance, **ranks)
+
+    def _warn_of_few(self, n: int, widths: tuple[int, ...], unit: str) -> None:
+        most = n - (self.center == "dataset")
+        if most < max(widths):
+            warn(
+                f"Effective ranks rest on {n} {unit}, fewer than the width of {max(widths)}: no rank can exceed {most}, and "
+                "all are biased downwards. Pass more data."
+            )
+
+    def _undefined(self, undefined: Tensor, run: Run, count: str) -> None:
+        """Warn of sites without a spectrum; refuse a run in which no site has one."""
+        names = [name for name, one in zip(run.layers, undefined, strict=True) if one]
+        if len(names) == len(run.layers):
+            raise LayersimError(
+                "The effective rank is not defined at any site: the samples do not differ, or their mean is so large that the "
+                "sums lose their differences to rounding.",
+                given=f"{count}, all equal at {', '.join(names[:4])}",
+                expected="activations that differ from sample to sample",
+                do="pass more varied data",
+            )
+        if names:
+            warn(
+                f"The effective rank is not defined at {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}, and "
+                f"NaN there: all of {count} are equal up to rounding, as first tokens or [CLS] tokens are before the first "
+                "attention."
+            )
+
+
+def spectrum_of(second: Tensor, mean: Tensor) -> Tensor | None:
+    """Eigenvalues of second moments about a mean, in descending order; None where the samples do not differ from the mean.
+
+    Eigenvalues within the rounding error of the moments are 0.
+
+    Args:
+        second: `width width`, mean of x x' over the samples.
+        mean: `width`, to subtract.
+    """
+    if not samples_differ(second, mean):
+        return None
+    values: Tensor = torch.linalg.eigvalsh(second - torch.outer(mean, mean)).flip(0)
+    floor = len(values) * torch.finfo(torch.float64).eps * second.diagonal().sum()
+    return values.where(values > floor, 0)
+
+
+def _ranks(values: Tensor | None, top: int) -> dict[str, Tensor]:
+    """The tensor fields of the result for one site, from its eigenvalues in descending order."""
+    if values is None:
+        undefined = torch.tensor(math.nan, dtype=torch.float64)
+        ranks = dict.fromkeys(("values", "eigenvalue_rank", "participation_ratio", "stable_rank", "directions_90"), undefined)
+        return ranks | {"spectrum": undefined.expand(top)}
+    total = values.sum()
+    share = values / total
+    return {
+        "values": _exp_entropy(values.sqrt()),
+        "eigenvalue_rank": _exp_entropy(values),
+        "participation_ratio": 1 / share.square().sum(),
+        "stable_rank": 1 / share[0],
+        # Rounding of the sum must not add a direction.
+        "directions_90": (share.cumsum(0) < 0.9 - 1e-12).sum().double() + 1,
+        "spectrum": share[:top],
+    }
+
+
+def _exp_entropy(values: Tensor) -> Tensor:
+    """Exp of the entropy of values divided by their sum."""
+    p = values / values.sum()
+    rank: Tensor = torch.special.entr(p).sum().exp()
+    return rank
+
+
+def second_moments_kernel(view: View, *, level: str, pool: str) -> dict[str, Tensor]:
+    """Sums over samples of the samples and of their second moments, float64.
+
+    Args:
+        view: activations of one batch.
+        level: "token" or "sequence".
+        pool: for "sequence", "mean", "last" or "first".
+    """
+    x = samples(view, level=level, pool=pool)
+    total, second = [], []
+    for site in x:
+        rows = site.double()
+        total.append(rows.sum(0))
+        second.append(rows.T @ rows)
+    count = x.shape[1]
+    return {
+        "samples": torch.tensor(count),
+        "total": torch.stack(total),
+        "second": torch.stack(second),
+        # A site that is narrower than the widest one is padded with zeros: its width is this sum over the samples.
+        "width": torch.tensor(view.widths or [x.shape[-1]] * len(x)) * count,
+    }

@@ -1,0 +1,253 @@
+"""Linear predictivity: how well the activations at one site predict those at another by ridge regression, on held-out rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError, as_fraction
+from ..core.results import Picture, axes
+from ..core.sums import Sums
+from ..data.batches import Batch
+from ..models.model_info import Model
+from ..models.view import Kernel
+from ._covariances import Covariances, are_defined, check_defined, check_sums_fit, cost_in_words, seconds_of_pairs
+from ._cross_product_analyzer import CrossProductAnalyzer
+from ._cross_products import split_cross_product_kernel
+from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
+from ._sample_vectors import samples
+from .base import Run, need_whole_rows
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LinearPredictivityResult(CalibratedMatrix):
+    """R2 of linear predictions between sites, on rows that the regressions were not fitted on. All tensors are float64.
+
+    Attributes:
+        values: `row column`, R2 of the column site predicted from the row site: 1 for a perfect prediction, 0 for predictions
+            as good as the mean of the held-out samples, below 0 for worse ones. NaN where all samples of a site are equal.
+        reverse: `row column`, R2 of the row site predicted from the column site. Of one model, the transposed `values`.
+        samples: number of tokens (or sequences) that the regressions are fitted on.
+        held_out_samples: number of those that are predicted.
+    """
+
+    values: Float64[Tensor, "row column"] = axes("row", "column", within=(-math.inf, 1))
+    reverse: Float64[Tensor, "row column"] = axes("row", "column", within=(-math.inf, 1))
+    samples: int
+    held_out_samples: int
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "values",
+            "Linear predictivity of the column site from the row site",
+            "Fraction of the variance on held-out rows that a ridge regression from the row site explains (Yamins et al. 2014; "
+            "Kornblith et al. 2019, table 1).",
+        ),
+        Picture(
+            "reverse",
+            "Linear predictivity of the row site from the column site",
+            "Fraction of the variance on held-out rows that a ridge regression in the other direction explains (Yamins et al. "
+            "2014; Kornblith et al. 2019, table 1).",
+        ),
+        *null_pictures("linear predictivity"),
+    )
+
+    similarity_name: ClassVar[str] = "Linear predictivity (R2)"
+
+    def transposed(self) -> LinearPredictivityResult:
+        """The comparison of the two models in the other order.
+
+        Raises:
+            LayersimError: the result has a null, which is that of predictions from rows to columns.
+        """
+        if self.permutations:
+            raise LayersimError(
+                "The null of linear predictivity is that of one direction.",
+                given=f"a result with {self.permutations} permutations",
+                expected="permutations=0",
+                do="lsim.compare(b, a, data, LinearPredictivity(permutations=...))",
+            )
+        other = super().transposed()
+        object.__setattr__(other, "values", self.reverse.T.contiguous())
+        object.__setattr__(other, "reverse", self.values.T.contiguous())
+        return other  # type: ignore[no-any-return]  # of this class
+
+    def headline(self) -> dict[str, float]:
+        counts = {"samples": self.samples, "held-out samples": self.held_out_samples}
+        return self.to_last_headline("R2") | counts | self.null_headline()
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class LinearPredictivity(CrossProductAnalyzer):
+    r"""R2 of predicting the activations at one site from those at another by ridge regression, in both directions.
+
+    $$R^2 = 1 - \frac{\sum_i \lVert y_i - \bar y - \hat W'(x_i - \bar x) \rVert^2}{\sum_i \lVert y_i - \bar y_{\mathrm{held}}
+    \rVert^2}, \qquad \hat W = (\Sigma_X + \lambda I)^{-1} \Sigma_{XY}, \quad \lambda = \mathrm{ridge} \,
+    \frac{\mathrm{tr}\, \Sigma_X}{d}$$
+
+    with covariances and means of the training samples, sums over held-out samples, the width d of the predicting site, and the
+    mean $\bar y_{\mathrm{held}}$ of the held-out samples. The intercept is not penalised. Squared errors and variances are
+    added over the dimensions of y before they are divided: a dimension counts by its variance.
+
+    Rows of the data are held out, never single positions of a row: positions of one row are not independent. The number of a
+    row decides alone, so the choice does not depend on batches. Held-out R2 follows exactly from the cross-products of the
+    held-out samples, in one pass and without keeping activations.
+
+    At a ridge near 0, the measure is invariant to invertible linear maps and translation of the predicting site, and to
+    rotation, scale and translation of the predicted site. At a larger ridge it is invariant to rotation, scale and translation.
+
+    Args:
+        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
+        permutations: number of random pairings of the samples of a forward batch, training samples with each other and held-out
+            samples with each other, for the null distribution of `values`. Each has cross-products of its own, so memory and
+            time grow by this factor: select a few sites with `at=`.
+        seed: of the choice of held-out rows and of the random pairings.
+        max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
+            needs 48 L (L + 1) / 2 d^2 bytes.
+        ridge: strength of the penalty relative to the mean eigenvalue of the covariance of the predicting site, above 0.
+        test_fraction: fraction of the rows that are held out, spread evenly over the data.
+        first_test_row: hold out this row of the data and all after it, in place of a fraction.
+
+    Source:
+        Yamins et al. 2014 and Schrimpf et al. 2018 for linear predictivity of neural responses; Kornblith et al. 2019, table 1,
+        for linear regression as a similarity of representations, in-sample and without a ridge there.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:40], [lsim.LinearPredictivity()])["linear_predictivity"]
+        >>> found.values.shape, bool(found.values[7, 8] > found.values[0, 8])
+        (torch.Size([9, 9]), True)
+    """
+
+    name: ClassVar[str] = "linear_predictivity"
+    symmetric: ClassVar[bool] = False
+    needs_rows: ClassVar[bool] = True
+
+    ridge: int | float = 0.01
+    test_fraction: int | float = 0.2
+    first_test_row: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.ridge < math.inf:
+            raise LayersimError(
+                "`ridge` must be above 0.", given=f"ridge={self.ridge}", expected="a finite number", do="ridge=0.01"
+            )
+        if not 0 < self.test_fraction < 1:
+            raise LayersimError(
+                "`test_fraction` must be between 0 and 1.",
+                given=f"test_fraction={self.test_fraction}",
+                expected="a fraction of the rows, above 0 and below 1",
+                do=as_fraction("test_fraction", self.test_fraction) or "test_fraction=0.2",
+            )
+
+    def check_sites(self, *models: Model) -> None:
+        super().check_sites(*models)
+        # Training and held-out samples have sums of their own.
+        check_sums_fit(models, self, self.max_memory_gb, self.permutations, parts=2)
+
+    def check_batch(self, batch: Batch, model: Model) -> None:
+        need_whole_rows(batch, "LinearPredictivity")
+
+    def cost(self, model: Model) -> str:
+        return cost_in_words(model, "LinearPredictivity", self.compute_seconds(model), self.permutations)
+
+    def compute_seconds(self, model: Model) -> float:
+        return seconds_of_pairs(model, 0.1, self.permutations)
+
+    def kernel(self, first: Sums) -> Kernel:
+        rows = partial(samples, level=self.level, pool=self.pool)
+        split = (float(self.test_fraction), self.seed, self.first_test_row)
+        return partial(split_cross_product_kernel, rows=rows, permutations=self.permutations, seed=self.seed, split=split)
+
+    def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
+        train, test = Covariances(sums, "train."), Covariances(sums, "test.")
+        count = train.samples + test.samples
+        self._need_samples(train.samples, test.samples)
+        sides = [are_defined(train.row_power()) & are_defined(test.row_power())]
+        widths = [sums["width.x"] // count]
+        if train.two_models:
+            sides.append(are_defined(train.column_power()) & are_defined(test.column_power()))
+            widths.append(sums["width.y"] // count)
+        check_defined(zip((run.layers, run.column_layers), sides, strict=False), "LinearPredictivity", f"{count} {self.unit}")
+        known = sides[0][:, None] & sides[-1]
+        values = self._r2(train, test, widths[0], sides[0]).where(known, math.nan)
+        reverse = values.T.contiguous()
+        if train.two_models:
+            reverse = self._r2(train.transposed(), test.transposed(), widths[1], sides[1]).T.where(known, math.nan).contiguous()
+        null = [
+            self._r2(train.permuted(i), test.permuted(i), widths[0], sides[0]).where(known, math.nan)
+            for i in range(train.permutations)
+        ]
+        one_model = is_one_model(run.models)
+        return LinearPredictivityResult(
+            values=values,
+            reverse=reverse,
+            samples=train.samples,
+            held_out_samples=test.samples,
+            **(null_fields(values, torch.stack(null), one_model=one_model, symmetric=False) if null else {}),
+            layers=run.layers,
+            column_layers=run.column_layers,
+            provenance=run.provenance,
+        )
+
+    def _need_samples(self, train: int, test: int) -> None:
+        if train < 2 or test < 2:
+            raise LayersimError(
+                "LinearPredictivity needs training rows and held-out rows.",
+                given=f"{train} training {self.unit} and {test} held-out {self.unit}",
+                expected="at least two of each",
+                do="pass more rows of data, a larger test_fraction=, or first_test_row=",
+            )
+
+    def _r2(self, train: Covariances, test: Covariances, widths: Tensor, defined: Tensor) -> Tensor:
+        """R2 on held-out samples of every column site, predicted from every row site, `row column`.
+
+        Args:
+            train: covariances of the training samples.
+            test: covariances of the held-out samples.
+            widths: of the row sites.
+            defined: whether each row site can predict.
+        """
+        out = torch.full((train.rows, train.columns), math.nan, dtype=torch.float64)
+        columns = list(range(train.columns))
+        total = test.column_power()[1]
+        shift_y = test.column_mean - train.column_mean
+        for row in defined.nonzero()[:, 0].tolist():
+            penalised = self._penalised(train.of_row(row), train.row_power()[0][row], int(widths[row]))
+            weight = torch.cholesky_solve(train.between(row, columns), torch.linalg.cholesky(penalised))
+            explained = 2 * (weight * test.between(row, columns)).sum((1, 2))
+            predicted = (weight * (test.of_row(row) @ weight)).sum((1, 2))
+            # The regression predicts the training mean at the training mean.
+            shift = shift_y - (test.row_mean[row] - train.row_mean[row]) @ weight
+            out[row] = 1 - (total - explained + predicted + shift.square().sum(1)) / total
+        return out
+
+    def _penalised(self, covariance: Tensor, square: Tensor, width: int) -> Tensor:
+        """A covariance with the penalty on its diagonal.
+
+        Args:
+            covariance: of the predicting site.
+            square: mean squared norm of its samples.
+            width: of the site; further columns are padding.
+        """
+        penalty = float(self.ridge) * covariance.diagonal().sum() / width
+        least = 100 * torch.finfo(torch.float64).eps * square
+        if penalty < least:
+            raise LayersimError(
+                "`ridge` is within the rounding error of the sums, because the mean of the activations is large.",
+                given=f"ridge={self.ridge:g}",
+                expected=f"at least {float(self.ridge * least / penalty):.1g}",
+                do=f"ridge={float(2 * self.ridge * least / penalty):.1g}",
+            )
+        return covariance + penalty * torch.eye(len(covariance), dtype=torch.float64)

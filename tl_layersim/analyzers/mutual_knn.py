@@ -1,0 +1,174 @@
+"""Mutual nearest neighbours between residual layers of one model or of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError
+from ..core.results import Picture, axes
+from ..core.sums import Sums
+from ._dissimilarities import dissimilarities
+from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
+from ._minibatch_pairs import Matrix, Relate
+from ._permutation_null import is_one_model, null_fields, null_pictures
+from .base import Run
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MutualKNNResult(MinibatchMatrix):
+    """Fraction of nearest neighbours that samples share at two layers, with its permutation null.
+
+    The fields of the null are those of `CalibratedMatrix`; they are NaN without `MutualKNN(permutations=...)`.
+
+    Attributes:
+        values: `residual residual`, or `residual_a residual_b` between two models, in [0, 1].
+        chance: expected value for neighbours at random, the mean over samples of k / (n - 1).
+        k: number of neighbours.
+        samples: number of tokens (or sequences).
+        minibatches: number of minibatches.
+    """
+
+    values: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    chance: Float64[Tensor, ""] = axes(within=(0, 1))
+    k: int
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "values",
+            "Mutual nearest neighbours of layers",
+            "Fraction of the k nearest neighbours of a token at one layer that are also among its k nearest at the other "
+            "(Huh et al. 2024). Neighbours at random share k / (n - 1), with n tokens in a minibatch.",
+        ),
+        *null_pictures("mutual nearest neighbours"),
+    )
+
+    similarity_name: ClassVar[str] = "Mutual nearest neighbours"
+
+    def headline(self) -> dict[str, float]:
+        about = {"expected for neighbours at random": float(self.chance), "samples in a minibatch": self.mean_minibatch}
+        return self.to_last_headline("shared neighbours") | self.null_headline() | about
+
+
+@typed
+@dataclass(frozen=True)
+class MutualKNN(MinibatchAnalyzer):
+    r"""Mutual nearest neighbours: the mean overlap of the k nearest neighbours of a sample, for all pairs of layers.
+
+    $$m_{\mathrm{NN}}(l, l') = \frac{1}{N} \sum_i \frac{|S_k^l(i) \cap S_k^{l'}(i)|}{k}$$
+
+    with the k nearest neighbours S of a sample within its minibatch, the sample itself left out. The samples of a forward batch
+    are shuffled into minibatches first, as for `CKA`. A larger minibatch is a harder test: `chance` is k / (n - 1).
+
+    Samples at equal distance, such as equal tokens before the first attention, share the places that are left among the k: of
+    m samples for p places, each is a neighbour by p / m. The value is then the expected overlap if each layer breaks ties at
+    random. The value of a layer with itself may therefore be below 1, and the order of samples changes nothing.
+
+    Args:
+        k: number of neighbours.
+        metric: "cosine" takes the neighbours of largest inner product of normalised vectors (Huh et al.), "euclidean" those of
+            smallest distance.
+        minibatch: n, at least k + 2. A forward batch of fewer samples is one smaller minibatch, of fewer than k + 2 none.
+        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token.
+        seed: of the shuffle and of the permutations.
+        max_memory_gb: limit for the sums of the null.
+        permutations: number of random pairings of the samples of each minibatch, for the null; 0 for no null.
+
+    Source:
+        Huh, Cheung, Wang and Isola 2024 (arXiv 2405.07987). The null is that of `CalibratedMatrix`.
+
+    Examples:
+        More neighbours are shared than neighbours at random would be.
+
+        >>> import tl_layersim as lsim
+        >>> knn = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.MutualKNN(k=5, minibatch=64)])["mutual_knn"]
+        >>> knn.values.shape, bool(knn.values[-2, -1] > 3 * knn.chance), round(float(knn.chance), 3)
+        (torch.Size([9, 9]), True, 0.079)
+    """
+
+    name: ClassVar[str] = "mutual_knn"
+
+    k: int = 10
+    metric: Literal["cosine", "euclidean"] = "cosine"
+    minibatch: int = 256
+    level: Literal["token", "sequence"] = "token"
+    pool: Literal["mean", "last", "first"] = "mean"
+    seed: int = 0
+    max_memory_gb: int | float = 4.0
+    permutations: int = 0
+
+    @property
+    def matrix(self) -> Matrix:
+        return partial(dissimilarities, kind=self.metric)
+
+    @property
+    def relate(self) -> Relate:
+        return partial(nearest_neighbours, k=self.k)
+
+    @property
+    def symmetric_relations(self) -> bool:
+        return False
+
+    @property
+    def least(self) -> int:
+        return max(4, self.k + 2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k < 1:
+            raise LayersimError(
+                "`k` must be at least 1.",
+                given=f"k={self.k}",
+                expected="1 or more",
+                do="MutualKNN(k=10)",
+            )
+        if self.minibatch < self.least:
+            raise LayersimError(
+                f"`minibatch` must be at least {self.least}: with n - 1 neighbours or more, all samples are neighbours.",
+                given=f"k={self.k}, minibatch={self.minibatch}",
+                expected="minibatch of at least 4, and of k + 2",
+                do=f"MutualKNN(k={self.k}, minibatch={max(256, 4 * self.k)})",
+            )
+
+    def compute(self, sums: Sums, run: Run) -> MutualKNNResult:
+        self.need_minibatch(sums, run)
+        places = self.k * int(sums["samples"])
+        # The average of many terms of 1 may be above 1 by rounding.
+        values = (sums["xy"] / places).clamp(0, 1)
+        null = sums["null xy"] / places if self.permutations else values.new_zeros(0, *values.shape)
+        return MutualKNNResult(
+            values=values,
+            chance=sums["chance_x"][0] / int(sums["samples"]),
+            k=self.k,
+            samples=int(sums["samples"]),
+            minibatches=int(sums["minibatches"]),
+            layers=run.layers,
+            column_layers=run.column_layers,
+            provenance=run.provenance,
+            **null_fields(values, null, one_model=is_one_model(run.models)),
+        )
+
+
+def nearest_neighbours(matrix: Tensor, *, k: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The graph of the k nearest neighbours of each sample, `layer (n n)`, and n k / (n - 1) by layer.
+
+    Args:
+        matrix: dissimilarities, `layer n n`.
+        k: number of neighbours.
+    """
+    layers, n = matrix.shape[:2]
+    apart = matrix.clone()
+    apart.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    furthest = apart.kthvalue(k, dim=-1, keepdim=True).values
+    nearer, tied = (apart < furthest).double(), (apart == furthest).double()
+    places = k - nearer.sum(-1, keepdim=True)
+    graph = nearer + tied * places / tied.sum(-1, keepdim=True)
+    return graph.flatten(1), {"chance_{}": graph.new_full((layers,), n * k / (n - 1))}

@@ -1,0 +1,173 @@
+"""Orthogonal Procrustes: similarity of sites up to rotation and scale, as an angle that is a metric."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ..core.argument_checks import typed
+from ..core.errors import warn
+from ..core.results import Picture, axes
+from ..core.sums import Sums
+from ..models.model_info import Model
+from ._arccos_distance import arccos_distance
+from ._covariances import Covariances, are_defined, check_defined, cost_in_words, seconds_of_pairs
+from ._cross_product_analyzer import CrossProductAnalyzer
+from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
+from .base import Run, need_tokens
+
+
+@typed
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ProcrustesResult(CalibratedMatrix):
+    """Normalised orthogonal Procrustes between sites. All tensors are float64, and NaN at sites whose samples are all equal.
+
+    Attributes:
+        values: `row column`, similarity, the nuclear norm of X'Y for centred X and Y of Frobenius norm 1: 1 if one site is a
+            rotation of the other, up to translation and scale; 0 if all dimensions are uncorrelated.
+        squared_distance: `row column`, 2 - 2 values: the smallest squared Frobenius distance of X and a rotated Y.
+        angle: `row column`, arccos of the similarity, in radians. It satisfies the triangle inequality.
+        samples: number of tokens (or sequences).
+    """
+
+    values: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
+    squared_distance: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 2))
+    angle: Float64[Tensor, "row column"] = axes("row", "column", within=(0, math.pi / 2))
+    samples: int
+
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "values",
+            "Procrustes similarity of sites",
+            "Similarity of the samples at two sites after the best rotation: 1 for equal shapes, 0 for uncorrelated dimensions "
+            "(Williams et al. 2021). It is above 0 for unrelated sites too, by about sqrt(d / n) at width d with n samples.",
+        ),
+        Picture(
+            "angle",
+            "Procrustes angle between sites",
+            "Angular distance arccos(similarity), which is a metric (Williams et al. 2021, Generalized Shape Metrics).",
+        ),
+        *null_pictures("Procrustes similarity"),
+    )
+
+    distance_name: ClassVar[str] = "Procrustes distance (radians)"
+    similarity_name: ClassVar[str] = "Procrustes similarity"
+
+    def distance(self) -> float:
+        r"""Distance between two models of equal depth, over the outputs of their blocks, or over other sites that were read.
+
+        $$\sqrt{\sum_{l=1}^{L} \theta(H_l, H'_l)^2}$$
+
+        with the angle of each pair of equal layers. It is a metric between models.
+
+        Raises:
+            LayersimError: the models have different numbers of sites.
+
+        Source:
+            Williams et al. 2021 for the angle; summed over layers as in Brown et al. 2023, appendix C.2, equation 2.
+        """
+        return arccos_distance(self)
+
+    def headline(self) -> dict[str, float]:
+        return self.to_last_headline("Procrustes") | {"samples": self.samples} | self.null_headline()
+
+
+@typed
+@dataclass(frozen=True, eq=False)
+class Procrustes(CrossProductAnalyzer):
+    r"""Normalised orthogonal Procrustes between all pairs of sites, within a model or between two models.
+
+    $$s(X, Y) = \max_{Q'Q = I} \mathrm{tr}(Q' X'Y) = \lVert X'Y \rVert_*, \qquad
+    \min_Q \lVert X - YQ' \rVert_F^2 = 2 - 2 s, \qquad \theta(X, Y) = \arccos s$$
+
+    for X and Y with centred columns and Frobenius norm 1. Widths may differ: the narrower site is padded with zeros, which does
+    not change the nuclear norm. The measure is invariant to rotation, translation and isotropic scale of either site, and not
+    to other linear maps. The angle is a metric.
+
+    Cross-products are summed in one pass, so that the value is that of all samples, whatever the batches are. Independent sites
+    of width d have a similarity of about 0.85 sqrt(d / n) at n samples, so values of different widths or numbers of samples
+    are not comparable; `permutations` measures this baseline.
+
+    Args:
+        level: "token" takes each token as a sample; "sequence" each row of tokens.
+        pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
+        permutations: number of random pairings of the samples of a forward batch, the same for all pairs of sites, for the
+            null distribution of each value and of the maximum over pairs. Each has cross-products of its own, so memory and
+            time grow by this factor: select a few sites with `at=`.
+        seed: of the random pairings.
+        max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
+            needs 24 L (L + 1) / 2 d^2 bytes.
+
+    Source:
+        Schoenemann 1966; Williams, Kunz, Kornblith and Linderman 2021 (arXiv 2110.14739).
+
+    Examples:
+        The similarity of a site with itself is 1.
+
+        >>> import tl_layersim as lsim
+        >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Procrustes()])["procrustes"]
+        >>> found.values.shape, float(found.values[4, 4]), float(found.angle[4, 4])
+        (torch.Size([9, 9]), 1.0, 0.0)
+    """
+
+    name: ClassVar[str] = "procrustes"
+
+    def cost(self, model: Model) -> str:
+        return cost_in_words(model, "Procrustes", self.compute_seconds(model), self.permutations)
+
+    def compute_seconds(self, model: Model) -> float:
+        return seconds_of_pairs(model, 0.07, self.permutations)
+
+    def compute(self, sums: Sums, run: Run) -> ProcrustesResult:
+        count = int(sums["samples"])
+        need_tokens(count, 2, "Procrustes", self.unit)
+        products = Covariances(sums)
+        power = products.row_power(), products.column_power()
+        defined = [are_defined(one) for one in power]
+        names = (run.layers, run.column_layers)
+        check_defined(zip(names, defined, strict=True), "Procrustes", f"{count} {self.unit}")
+        if count < sums["x"].shape[-1]:
+            warn(
+                f"Procrustes rests on {count} {self.unit} of {sums['x'].shape[-1]} dimensions: with fewer samples than "
+                "dimensions, unrelated sites are similar too. Pass more data, or measure this with permutations=200 at a few "
+                "sites."
+            )
+        scale = torch.outer(*(variance.clamp(min=0).sqrt() for _, variance in power))
+        known = defined[0][:, None] & defined[1]
+        values = _similarities(products, scale, itself=False).where(known, math.nan)
+        null = [_similarities(products.permuted(i), scale, itself=True) for i in range(products.permutations)]
+        return ProcrustesResult(
+            values=values,
+            squared_distance=2 - 2 * values,
+            angle=values.arccos(),
+            samples=count,
+            **(null_fields(values, torch.stack(null), one_model=is_one_model(run.models)) if null else {}),
+            layers=run.layers,
+            column_layers=run.column_layers,
+            provenance=run.provenance,
+        )
+
+
+def _similarities(products: Covariances, scale: Tensor, *, itself: bool) -> Tensor:
+    """Nuclear norms of the covariances of all pairs over `scale`, `row column`; 1 of a site of one model with itself.
+
+    Args:
+        products: covariances between sites.
+        scale: `row column`, product of the roots of the variances of both.
+        itself: whether a site of one model and itself are measured.
+    """
+    nuclear = torch.zeros_like(scale)
+    for row, columns in products.pairs(itself=itself):
+        nuclear[row, columns] = torch.linalg.svdvals(products.between(row, columns)).sum(-1)
+        if not products.two_models:
+            nuclear[columns, row] = nuclear[row, columns]
+    # Rounding can yield similarities above 1.
+    values = (nuclear / scale).clamp(max=1)
+    if not products.two_models and not itself:
+        values.fill_diagonal_(1)
+    return values

@@ -1,0 +1,267 @@
+"""Confidence intervals of results, from the same results without each block of the data."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .errors import LayersimError, as_fraction
+from .jackknife import ConfidenceInterval, standard_error, t_interval
+
+# A margin below this fraction of its number is rounding: the number does not depend on the blocks.
+MARGIN_ROUNDING = 1e-12
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+R = TypeVar("R", bound="DataclassInstance")
+
+
+def with_replicates(result: R, replicates: tuple[Any, ...], block_tokens: tuple[int, ...]) -> R:
+    """A result with its replicates; results of reports in its fields get theirs too.
+
+    Args:
+        result: of all data.
+        replicates: results without each block; none if there is one block only.
+        block_tokens: number of counted positions in each block.
+    """
+    nested = {
+        f.name: {
+            name: with_replicates(one, tuple(getattr(r, f.name)[name] for r in replicates), block_tokens)
+            for name, one in own.items()
+        }
+        for f in fields(result)
+        if isinstance(own := getattr(result, f.name), Mapping) and own and all(hasattr(v, "replicates") for v in own.values())
+    }
+    reports = {name: type(getattr(result, name))(own) for name, own in nested.items()}
+    return replace(result, replicates=replicates, block_tokens=block_tokens, **reports)
+
+
+def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> ConfidenceInterval:
+    """The interval of a field of a result, or of a function of it, see `Result.interval`."""
+    refuse_level(level)
+    refuse_no_blocks(result)
+    if isinstance(what, str):
+        field, within = bounded_field(result, what)
+        return t_interval_of(result, lambda one: aligned(one, result, field), level, within, total_of(result, field))
+    return t_interval_of(result, what, level)
+
+
+def refuse_level(level: float) -> None:
+    """Validate the level of an interval.
+
+    Args:
+        level: of confidence.
+    """
+    if not 0 < level < 1:
+        raise LayersimError(
+            "`level` must be between 0 and 1.",
+            given=f"level={level}",
+            expected="a fraction",
+            do=as_fraction("level", level) or "level=0.95 for 95 %",
+        )
+
+
+def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:
+    """The tensor field of this name, and the bounds that its values cannot exceed.
+
+    Args:
+        result: any.
+        name: of the field; the name of `values` in tables is one too.
+
+    Raises:
+        LayersimError: the result has no such field, or a field that the main pass holds fixed.
+    """
+    field = "values" if name == result.values_name else name
+    declared = bounds_of(result)
+    if field not in declared:
+        names = [result.values_name if own == "values" else own for own in declared]
+        near = difflib.get_close_matches(name, names, n=1)
+        raise LayersimError(
+            f"{type(result).__name__} has no tensor field {name!r}.",
+            given=name,
+            expected=f"one of {', '.join(names)}; or a function of the result",
+            do=f"did you mean {near[0]!r}?" if near else "interval(lambda result: ...), of a number that the fields give",
+        )
+    within = declared[field]
+    if within is None:
+        raise LayersimError(
+            f"{type(result).__name__}.{name} has no interval: it is a p-value, a draw of a null or a value of one "
+            "prompt, or the first pass over the data determines it and the main pass holds it fixed.",
+            given=name,
+            expected="a field that the main pass measures over many texts",
+            do='result.interval("values")',
+        )
+    return field, within
+
+
+def aligned(replicate: Any, result: Any, field: str) -> Tensor:
+    """A tensor field of a replicate over the labels of the result; NaN at a label that only the block left out has.
+
+    Args:
+        replicate: a result without one block, or the result itself.
+        result: of all data.
+        field: name of the attribute.
+    """
+    values: Tensor = getattr(replicate, field)
+    for dim, axis in enumerate(result.tensor_fields()[field]):
+        labels, own = result.coordinates(axis), replicate.coordinates(axis)
+        if labels != own:
+            undefined = values.new_full((*values.shape[:dim], 1, *values.shape[dim + 1 :]), math.nan)
+            place = torch.tensor([own.index(label) if label in own else len(own) for label in labels])
+            values = torch.cat([values, undefined], dim).index_select(dim, place)
+    return values
+
+
+def total_of(result: Any, field: str) -> str:
+    """The attribute whose sum the counts of a tensor field are counted out of; "" for a field of other numbers.
+
+    Args:
+        result: any.
+        field: name of the attribute that holds the field.
+    """
+    return str(next((f.metadata.get("out_of", "") for f in fields(result) if f.name == field), ""))
+
+
+def bounds_of(result: Any) -> dict[str, tuple[float, float] | None]:
+    """The bounds of each tensor field of a result, None for a field without interval."""
+    return {f.name: f.metadata["within"] for f in fields(result) if "within" in f.metadata}
+
+
+def t_interval_of(
+    result: Any,
+    function: Callable[[Any], Any],
+    level: float,
+    within: tuple[float, float] = (-math.inf, math.inf),
+    out_of: str = "",
+) -> ConfidenceInterval:
+    """The interval of a function of a result.
+
+    Args:
+        result: with its replicates.
+        function: takes a result and returns a number or a tensor.
+        level: of confidence.
+        within: bounds of what it returns.
+        out_of: for counts, the attribute whose sum they are counted out of, see `total_of`.
+
+    Raises:
+        LayersimError: it returns tensors of different shapes for different blocks, or something else.
+    """
+    value, replicates = with_and_without_blocks(result, function, out_of)
+    error = standard_error(value, replicates)
+    return t_interval(value, error, len(result.block_tokens), level, within)
+
+
+def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
+    """A function of a result, and the same of each replicate, `block ...`, in float64.
+
+    Args:
+        result: with its replicates.
+        function: takes a result and returns a number or a tensor.
+        out_of: for counts, the attribute whose sum they are counted out of. Those of a replicate are scaled to the sum of all
+            data: without a block there are fewer, however the blocks agree.
+
+    Raises:
+        LayersimError: it returns tensors of different shapes for different blocks, or something else.
+    """
+    value = _number(function(result))
+    replicates = _stacked_replicates(value, [_number(function(one)) for one in result.replicates])
+    if out_of:
+        total, *rest = (_number(getattr(one, out_of)).sum() for one in (result, *result.replicates))
+        replicates = (
+            torch.stack([one * (total / own) for one, own in zip(replicates, rest, strict=True)]) if rest else replicates
+        )
+    return value, replicates
+
+
+def headline_lines(result: Any) -> list[str]:
+    """The headline numbers of a result as lines of text, see `headline_texts`."""
+    return [f"{name} = {text}" for name, text in headline_texts(result).items()]
+
+
+def headline_texts(result: Any) -> dict[str, str]:
+    """The headline numbers of a result as text, each with half the width of its 95 % interval where it has one."""
+    margins = headline_margins(result)
+    return {
+        name: f"{value:.4g}" + (f" ± {margins[name]:.2g}" if margins.get(name, math.nan) > MARGIN_ROUNDING * abs(value) else "")
+        for name, value in result.headline().items()
+    }
+
+
+def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
+    """Half the width of the interval of each headline number, NaN where it has none; empty without intervals.
+
+    A number that is whole on all data and on every part of it is a count, such as of prompts, and has no interval. A p-value
+    has none either.
+
+    Args:
+        result: with or without replicates.
+        level: of confidence.
+    """
+    if not result.has_intervals:
+        return {}
+    value = result.headline()
+    each = [one.headline() for one in result.replicates]
+    margins = {}
+    for name in value:
+        own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
+        whole = torch.tensor(value[name], dtype=torch.float64)
+        error = standard_error(whole, own)
+        found = t_interval(whole, error, len(result.block_tokens), level)
+        none = is_p_value(name) or (float(whole).is_integer() and all(number.is_integer() for number in own.tolist()))
+        margins[name] = math.nan if none else float(found.high - found.low) / 2
+    return margins
+
+
+def is_p_value(headline: str) -> bool:
+    """Whether a headline number is a p-value, by its name.
+
+    Args:
+        headline: the name.
+    """
+    return headline.startswith("p-value")
+
+
+def refuse_no_blocks(result: Any) -> None:
+    """Refuse a result without blocks.
+
+    Args:
+        result: any.
+    """
+    if not result.has_intervals:
+        raise LayersimError(
+            f"{type(result).__name__} has no intervals: its run kept the sums of all data only.",
+            given="a result of a run without intervals=True",
+            expected="a run that keeps blocks of its sums",
+            do="lsim.analyze(model, data, analyzers, intervals=True)",
+        )
+
+
+def _number(value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayersimError(
+            "The function of `interval` must return a number or a tensor.",
+            given=f"{type(value).__name__}",
+            expected="a number, or a tensor of numbers",
+            do="result.interval(lambda result: result.values.mean())",
+        ) from error
+
+
+def _stacked_replicates(value: Tensor, replicates: list[Tensor]) -> Tensor:
+    if any(one.shape != value.shape for one in replicates):
+        other = next(one for one in replicates if one.shape != value.shape)
+        raise LayersimError(
+            "There is no interval of numbers whose shape depends on the data.",
+            given=f"{tuple(value.shape)} of all data, {tuple(other.shape)} without one of the blocks",
+            expected="as many numbers from every part of the data",
+            do="an interval of a field with fixed axes, or of a function that returns one number",
+        )
+    return torch.stack(replicates) if replicates else value.new_zeros(0, *value.shape)

@@ -1,0 +1,158 @@
+"""Results and reports as the header and the tensors of a file.
+
+The classes of results and reports are arguments here, because they themselves import this module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from .errors import LayersimError
+from .field_types import refuse_other_types
+from .intervals import with_replicates
+from .provenance import Provenance
+from .result_kinds import below, class_of, kind_of, sweep_class
+from .storage import by_first_name, read, reading
+
+# Fields that are stored apart from the others, or that replicates share with the result itself.
+APART = ("provenance", "replicates")
+
+
+def pack(result: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of a result.
+
+    Args:
+        result: a `Result`.
+    """
+    header, tensors = _pack_alone(result)
+    provenance = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
+    each = [_pack_alone(one, nested=False) for one in result.replicates]
+    for number, (_, own) in enumerate(each):
+        tensors |= {f"replicates/{number}/{name}": tensor for name, tensor in own.items()}
+    # Names of layers and the like are those of the result itself.
+    plain = header["fields"]
+    other = [{name: value for name, value in own["fields"].items() if value != plain[name]} for own, _ in each]
+    return header | {"provenance": provenance} | ({"replicates": other} if each else {}), tensors
+
+
+def _pack_alone(result: Any, nested: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of a result without provenance and replicates.
+
+    Args:
+        result: a `Result`.
+        nested: whether to include its reports. Those of a replicate are the replicates of the reports' own results.
+    """
+    values = {f.name: getattr(result, f.name) for f in fields(result) if f.name not in APART}
+    reports = {name: pack_report(value) for name, value in values.items() if isinstance(value, Mapping) and _is_report(value)}
+    tensors: dict[str, Tensor] = {name: values[name] for name in result.tensor_fields()}
+    plain = {name: value for name, value in values.items() if name not in tensors.keys() | reports.keys()}
+    header = {"class": kind_of(type(result)), "fields": plain}
+    if nested:
+        tensors |= {f"{name}/{key}": tensor for name, (_, own) in reports.items() for key, tensor in own.items()}
+    return header | ({"reports": {name: own for name, (own, _) in reports.items()}} if reports and nested else {}), tensors
+
+
+def _is_report(value: Mapping[str, Any]) -> bool:
+    return hasattr(value, "to_html")
+
+
+def pack_report(report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The headers of the results of a report, and their tensors.
+
+    Args:
+        report: a `Report`.
+    """
+    packed = {name: pack(result) for name, result in report.items()}
+    tensors = {f"{name}/{key}": tensor for name, (_, own) in packed.items() for key, tensor in own.items()}
+    return {name: header for name, (header, _) in packed.items()}, tensors
+
+
+def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[Any], report: type[Any]) -> Any:
+    """Read a result, a report or a sweep from a file.
+
+    Args:
+        path: of the file.
+        kinds: of files that are accepted: "result", "report" or "sweep".
+        base: the class `Result`.
+        report: the class `Report`.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        LayersimError: the file is damaged, of another kind, or of a newer version.
+    """
+    header, tensors = read(path, kinds)
+    with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
+        if header["kind"] == "result":
+            loaded = _unpack(path, header, tensors, base, report)
+        elif header["kind"] == "sweep":
+            parts = by_first_name(map(str, range(len(header["keys"]))), tensors)
+            each = zip(header["reports"], parts.values(), strict=True)
+            reports = [_unpack_report(path, own, part, base, report) for own, part in each]
+            loaded = sweep_class()(dict(zip(header["keys"], reports, strict=True)))
+        else:
+            loaded = _unpack_report(path, header["results"], tensors, base, report)
+        # Malformed values that pass the type check fail here, while the error can still name the file.
+        repr(loaded)
+        return loaded
+
+
+def _unpack(
+    path: str | os.PathLike[str], header: Mapping[str, Any], tensors: Mapping[str, Tensor], base: type[Any], report: type[Any]
+) -> Any:
+    # Format 1 names the module and the class.
+    kind = f"{header['module']}:{header['class']}" if "module" in header else str(header["class"])
+    cls = class_of(kind, base)
+    if cls is None:
+        # A class is never imported because a file names it.
+        module, _, name = kind.rpartition(":")
+        raise LayersimError(
+            f"{path} holds a {name}, a kind of result that no imported module defines.",
+            given=kind,
+            expected=f"one of {', '.join(sorted({sub.__qualname__ for sub in below(base)}))}",
+            do=f"import {module} first, if you trust it, then load again",
+        )
+    refuse_other_types(Provenance, header["provenance"])
+    provenance = Provenance(**header["provenance"])
+    names = header.get("reports", {})
+    apart = by_first_name([*names, "replicates"], tensors)
+    reports = {name: _unpack_report(path, own, apart[name], base, report) for name, own in names.items()}
+    own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in apart}
+    result = cls(**_plain_fields(cls, header["fields"]), **own, **reports, provenance=provenance)
+    each = by_first_name(map(str, range(len(header.get("replicates", ())))), apart["replicates"])
+    replicates = tuple(
+        cls(
+            **_plain_fields(cls, {**header["fields"], **plain}),
+            **each[str(number)],
+            **{name: _without_block(nested, number) for name, nested in reports.items()},
+            provenance=provenance,
+        )
+        for number, plain in enumerate(header.get("replicates", ()))
+    )
+    return with_replicates(result, replicates, result.block_tokens) if replicates else result
+
+
+def _without_block(report: Any, number: int) -> Any:
+    """A report of the results without one block of the data."""
+    return type(report)({name: result.replicates[number] for name, result in report.items()})
+
+
+def _plain_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: _as_tuple(value) for name, value in values.items()}
+    refuse_other_types(cls, plain)
+    return plain
+
+
+def _unpack_report(
+    path: str | os.PathLike[str], headers: Mapping[str, Any], tensors: Mapping[str, Tensor], base: type[Any], report: type[Any]
+) -> Any:
+    parts = by_first_name(headers, tensors)
+    return report({name: _unpack(path, own, parts[name], base, report) for name, own in headers.items()})
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,95 @@
+"""Quantised weights: the modules of a model that hold them, their stored tensors, and refusals of what needs plain weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+
+# Packed weights of GPTQ and AWQ, which are buffers.
+PACKED = "qweight"
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def is_plain(parameter: Tensor) -> bool:
+    """Whether a parameter is stored as the numbers that it stands for: not as integers, 8-bit floats or packed tensors.
+
+    Examples:
+        >>> import torch
+        >>> is_plain(torch.zeros(2, 2)), is_plain(torch.zeros(2, 2, dtype=torch.int8))
+        (True, False)
+    """
+    # Tensors that are sharded over processes are a subclass too.
+    packed = hasattr(parameter, "__tensor_flatten__") and not hasattr(parameter, "placements")
+    return parameter.is_floating_point() and parameter.dtype not in EIGHT_BIT_FLOATS and not packed
+
+
+def quantised_modules(module: torch.nn.Module) -> list[str]:
+    """Paths of the modules whose weights are quantised: by torchao, bitsandbytes, GPTQ, AWQ, HQQ, Quanto and similar packages.
+
+    Args:
+        module: the model.
+
+    Examples:
+        >>> import torch
+        >>> quantised_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        []
+    """
+    return [
+        path
+        for path, sub in module.named_modules()
+        if PACKED in sub._buffers or not all(map(is_plain, sub.parameters(recurse=False)))
+    ]
+
+
+def stored_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
+    """The tensors that determine a model's weights: its parameters; of a quantised module also scales and zero points.
+
+    Args:
+        module: the model.
+    """
+    packed = set(quantised_modules(module))
+    # The tensors themselves, because the address of one that is freed may be that of the next.
+    seen: dict[int, Tensor] = {}
+    for path, sub in module.named_modules():
+        # bitsandbytes and HQQ keep scales in objects of their own, which the state dict contains.
+        values = sub.state_dict().values() if path in packed else sub.parameters(recurse=False)
+        for value in values:
+            if isinstance(value, Tensor) and id(value) not in seen:
+                seen[id(value)] = value
+                yield from _inner(value)
+
+
+def _inner(value: Tensor) -> Iterator[Tensor]:
+    """The plain tensors of which a tensor subclass consists; the tensor itself where it is plain."""
+    if is_plain(value) or not hasattr(value, "__tensor_flatten__"):
+        yield value
+        return
+    names, _ = value.__tensor_flatten__()
+    for name in names:
+        yield from _inner(getattr(value, name))
+
+
+def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:
+    """Refuse a model with quantised weights for what needs plain ones.
+
+    Args:
+        module: the model.
+        what: the headline of the refusal.
+        do: the call to make.
+
+    Raises:
+        LayersimError: the model has quantised weights.
+    """
+    paths = quantised_modules(module)
+    if paths:
+        kinds = sorted({type(module.get_submodule(path)).__name__ for path in paths})
+        raise LayersimError(
+            what,
+            given=f"quantised weights in {len(paths)} modules ({', '.join(kinds)}), such as {paths[0]}",
+            expected="weights in float32 or bfloat16",
+            do=do,
+        )
