@@ -8,7 +8,8 @@ Other packages may import from these modules:
 * `model_groups`: `chosen_groups`, `group_labels`
 * `model_matrix`: `ModelMatrix`
 * `report_assembly`: `record`, the provenance of a run
-* `validation`: `shared_tokens`, `with_tokenizer`
+* `shards`: `listed`; `site_plan`: `DEFAULT`
+* `validation`: `choose_analyzers`, `shared_tokens`, `with_tokenizer`
 """
 
 from .attach import Probe

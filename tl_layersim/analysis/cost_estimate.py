@@ -109,7 +109,14 @@ class CostEstimate:
             self.tokens_per_request,
         )
 
-    def __repr__(self) -> str:
+    @property
+    def title(self) -> str:
+        """The model, the size of the run and the number of sites, in one line."""
+        passes = f", {self.passes} passes" if self.passes > 1 else ""
+        return f"{self.model}: {self.tokens:,} tokens in {self.batches:,} batches{passes}, {self.sites} sites"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The costs by name, as text with units."""
         rows, positions = self.workload.shape
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
@@ -122,11 +129,11 @@ class CostEstimate:
             sent, back = in_words(self.traffic.bytes_up), in_words(self.traffic.bytes_down)
             lines += [("traffic", f"{self.traffic.requests:,} requests, {sent} up, at most {back} down")]
         time = "not known" if self.seconds is None else "never" if math.isinf(self.seconds) else _long(self.seconds)
-        lines += [("time", f"{time} ({self.basis})")]
-        width = max(len(name) for name, _ in lines)
-        passes = f", {self.passes} passes" if self.passes > 1 else ""
-        title = f"{self.model}: {self.tokens:,} tokens in {self.batches:,} batches{passes}, {self.sites} sites"
-        return "\n".join([title, *(f"{name:<{width}}  {text}" for name, text in lines)])
+        return [*lines, ("time", f"{time} ({self.basis})")]
+
+    def __repr__(self) -> str:
+        width = max(len(name) for name, _ in self.rows())
+        return "\n".join([self.title, *(f"{name:<{width}}  {text}" for name, text in self.rows())])
 
 
 def _blocks(batches: int) -> int:

@@ -22,7 +22,7 @@ from .shard_files import FIRST, MAIN, DataCounts, ShardPart, read_part
 from .shards import FilesArgument, listed
 from .validation import AnalyzersArgument
 
-SECOND = 'analyze(..., shard=(i, n), first=[files of the first stage], save_to="part-i.safetensors"), then merge those'
+SECOND = "measure all shards again with first= naming the files of the first stage, and merge the files that this writes"
 
 
 @typed
@@ -189,7 +189,7 @@ def _each_once(parts: Sequence[ShardPart]) -> list[ShardPart]:
             f"{len(missing)} of {of} shards {'is' if len(missing) == 1 else 'are'} missing: {words}.",
             given=f"{len(parts)} file{'s' * (len(parts) != 1)}: {_shard_names(parts)}",
             expected=f"the files of shards 0 to {of - 1}",
-            do=f"measure them with shard=({missing[0]}, {of}){' without first=' if parts[0].stage == FIRST else ''}, "
+            do=f"measure them with shard=({missing[0]}, {of}){' and no first=' if parts[0].stage == FIRST else ''}, "
             "or pass their files too",
         )
     return sorted(parts, key=lambda part: part.number)

@@ -139,7 +139,7 @@ def listed(files: FilesArgument, argument: str) -> tuple[Path, ...]:
             f"`{argument}` names no file.",
             given=repr(files),
             expected="the files of all shards",
-            do=f'{argument}=[f"part-{{i}}.safetensors" for i in range(64)], a folder, or "parts/*.safetensors"',
+            do=f'{argument}: a folder, a pattern such as "parts/*.safetensors", or the paths of the files',
         )
     return tuple(found)
 

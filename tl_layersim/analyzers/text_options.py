@@ -23,7 +23,7 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
         settings: each `name.option=value`; the value is written as in Python or JSON, text needs no quotation marks.
 
     Raises:
-        LayersimError: a setting has another form, or names an analyzer or option that does not exist.
+        LayersimError: a setting has another form, names an analyzer or option that does not exist, or sets one twice.
 
     Examples:
         >>> from .cka import CKA
@@ -56,8 +56,38 @@ def with_options(analyzers: Mapping[str, Analyzer], settings: Sequence[str]) -> 
             f"an option that {name} does not have",
             f"help(tl_layersim.{type(analyzers[name]).__name__}) in Python",
         )
+        if option in values[name]:
+            raise LayersimError(
+                "`--option` sets the same option twice.",
+                given=", ".join(f"--option {one}" for one in settings if one.startswith(f"{name}.{option}=")),
+                expected="one value for each option",
+                do="leave out all but one of them",
+            )
         values[name][option] = _value(text)
     return {name: replace(analyzer, **values[name]) for name, analyzer in analyzers.items()}  # type: ignore[type-var]
+
+
+def as_settings(analyzer: Analyzer) -> list[str]:
+    """The options of an analyzer as text, from which `with_options` makes the same analyzer.
+
+    Args:
+        analyzer: whose options text can hold; any other option, such as heads that were read from a file, is left out.
+
+    Examples:
+        >>> from .cosine import Cosine
+        >>> as_settings(Cosine(center="none"))[0]
+        'cosine.center=none'
+    """
+    options = {field.name: getattr(analyzer, field.name) for field in fields(analyzer)}  # type: ignore[arg-type]  # dataclasses
+    texts = {name: value if isinstance(value, str) else repr(value) for name, value in options.items()}
+    return [f"{analyzer.name}.{name}={text}" for name, text in texts.items() if _is(_value(text), options[name])]
+
+
+def _is(parsed: Any, value: Any) -> bool:
+    """Whether a parsed value is that of an option, of the same type."""
+    return (
+        type(parsed) is type(value) and isinstance(value, (str, int, float, bool, tuple, list, type(None))) and parsed == value
+    )
 
 
 def _value(text: str) -> Any:

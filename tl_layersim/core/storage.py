@@ -35,6 +35,12 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# What reads a kind of file that is no result.
+READERS = {
+    "shard": "lsim.merge(files of all shards), or tl-layersim merge, which makes the report of them",
+    "remote_run": "lsim.load_run(path).result(), which waits for the server",
+    "sweep_folder": "lsim.sweep(..., checkpoint=...) with the folder that holds it, which continues the sweep",
+}
 # Seconds after which an unfinished file counts as left behind by a killed process.
 ABANDONED = 3600.0
 # Exceptions that a malformed header raises while it is parsed.
@@ -295,7 +301,7 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             f"{path} holds another kind of data.",
             given=header["kind"],
             expected=" or ".join(kinds),
-            do="lsim.load() for results and reports, lsim.load_run() for non-blocking remote runs, checkpoint= for checkpoints",
+            do=READERS.get(header["kind"], "lsim.load() for results and reports; checkpoint= for checkpoints"),
         )
     if old:
         warn(

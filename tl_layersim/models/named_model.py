@@ -28,7 +28,7 @@ def refuse_missing_device(device: str) -> None:
         )
 
 
-def load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> Any:
+def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, option: str = "--model") -> Any:
     """A model of the class that its configuration names, in evaluation mode, with its tokenizer as `.tokenizer`.
 
     Args:
@@ -36,6 +36,7 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> A
         device: "cpu", "cuda", "mps", or "auto".
         dtype: of the weights.
         trust_remote_code: whether code that comes with the model may run.
+        option: of the command line, for messages.
 
     Raises:
         LayersimError: the model cannot be loaded, or only by running code that comes with it, without `trust_remote_code`.
@@ -44,11 +45,33 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool) -> A
     import transformers
 
     place = {"device_map": "auto"} if device == "auto" else {}
-    with _refusing(name, trust_remote_code, "--model") as options:
+    with _refusing(name, trust_remote_code, option) as options:
         cls, _ = _class_and_config(name, options)
         model = cls.from_pretrained(name, dtype=getattr(torch, dtype), **options, **place)
         model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     return (model if device == "auto" else model.to(device)).eval()
+
+
+def load_for_server(name: str, dtype: str | None, trust_remote_code: bool, option: str) -> Any:
+    """A model of nnsight with its tokenizer as `.tokenizer`, whose weights are on a server.
+
+    Args:
+        name: of a folder, or on the hub.
+        dtype: of the weights, which are then loaded for nnsight's simulation of a server; None to load none.
+        trust_remote_code: whether code that comes with the model may run.
+        option: of the command line, for messages.
+
+    Raises:
+        LayersimError: as `load_model`.
+    """
+    import torch
+    import transformers
+    from nnsight import TransformersModel
+
+    here = {} if dtype is None else {"dispatch": True, "dtype": getattr(torch, dtype)}
+    with _refusing(name, trust_remote_code, option) as options:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        return TransformersModel(name, task="text-generation", tokenizer=tokenizer, trust_remote_code=trust_remote_code, **here)
 
 
 def load_without_weights(name: str, trust_remote_code: bool, option: str) -> Any:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import tl_layersim as lsim
 from tl_layersim import cli
 
-from .tiny_models import tiny_llama, tiny_tokenizer
+from ..tiny_models import tiny_llama, tiny_tokenizer
 
 
 def run(*arguments: str):
@@ -70,7 +70,7 @@ def test_a_shard_is_two_numbers(shard, tmp_path, monkeypatch):
     done = run("report", f"--shard={shard}")
     assert re.match(r"`--shard` must be the number of a shard(.|\n)*SLURM_ARRAY_TASK_ID", str(done.exception))
     assert list(tmp_path.iterdir()) == []
-    assert "`save_to` belongs to a shard" in str(run("report", "--save-to", "part").exception)
+    assert "`--save-to` belongs to a shard" in str(run("report", "--save-to", "part").exception)
 
 
 def test_an_option_of_an_analyzer_reaches_the_result(tmp_path):

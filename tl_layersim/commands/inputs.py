@@ -1,0 +1,169 @@
+"""Models and data that commands name, and the options of reading, as the functions of this package take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..core.errors import LayersimError
+from .run_file import is_set, merged_analyzer_options
+
+# Models that ship with the package, by the names that commands take.
+DEMO, ALIGNED = "demo", "demo-aligned"
+
+
+def server_of(context: typer.Context) -> bool | str:
+    """The server that the options name, as `remote=` takes it; False for this process.
+
+    Args:
+        context: of the command.
+
+    Raises:
+        LayersimError: an option has no effect on a server.
+    """
+    options = context.params
+    server: bool | str = options["server"] or options["remote"]
+    for name in ("device", "dtype") if server and server != "local" else ():
+        if is_set(context, name):
+            raise LayersimError(
+                f"`--{name}` has no effect on a server, which loaded the model before.",
+                given=f"--{name} {options[name]} with a server",
+                expected=f"--remote or --server without --{name}",
+                do=f"leave --{name} out; capabilities(model, remote=True) in Python lists the dtype of the weights",
+            )
+    return server
+
+
+def open_model(name: str | None, options: dict[str, Any], server: bool | str = False, option: str = "--model") -> Any:
+    """A model by its name, with its tokenizer as `.tokenizer`.
+
+    Args:
+        name: folder, hub name, or name of a demo model; None for the demo model.
+        options: of the command, with `device`, `dtype` and `trust_remote_code`.
+        server: as `server_of` returns it.
+        option: that names the model, for messages.
+
+    Raises:
+        LayersimError: the model cannot be loaded.
+    """
+    from ..demo import demo_model
+    from ..models.named_model import load_for_server, load_model
+
+    trusted = options["trust_remote_code"]
+    if server:
+        if is_demo(name):
+            raise LayersimError(
+                f"`{option}` must name a model that the server runs; the demo models are in this package alone.",
+                given=f"{option} {name or DEMO}",
+                expected="the hub name of a model, such as meta-llama/Llama-3.1-70B",
+                do="curl https://api.ndif.us/status lists the models that NDIF runs",
+            )
+        assert name is not None
+        return load_for_server(name, options["dtype"] if server == "local" else None, trusted, option)
+    if not is_demo(name):
+        assert name is not None
+        return load_model(name, options["device"], options["dtype"], trusted, option)
+    import torch
+
+    model = demo_model(aligned=name == ALIGNED).to(getattr(torch, options["dtype"]))
+    return model if options["device"] in ("cpu", "auto") else model.to(options["device"])
+
+
+def is_demo(name: str | None) -> bool:
+    """Whether a name is that of a model of this package.
+
+    Args:
+        name: as commands take it. A folder of the same name comes first.
+    """
+    return name is None or (name in (DEMO, ALIGNED) and not Path(name).exists())
+
+
+def open_data(name: str | None, split: str) -> Any:
+    """Data by its name; None for the demo text.
+
+    Args:
+        name: see `load_data`.
+        split: of a data set.
+    """
+    from ..data.named_data import load_data
+    from ..demo import demo_text
+
+    return demo_text() if name is None else load_data(name, split)
+
+
+def reading_options(options: dict[str, Any], data: Any, of_prompts: bool = False) -> dict[str, Any]:
+    """The options of reading, which `analyze`, `compare`, `stitch` and `finetune_aligned` share.
+
+    Args:
+        options: of the command.
+        data: as it was opened.
+        of_prompts: whether an analyzer takes each row for a prompt.
+    """
+    first, comma, second = (options["column"] or "").partition(",")
+    pack = options["pack"]
+    return {
+        "column": (first.strip(), second.strip()) if comma else options["column"],
+        "max_tokens": options["max_tokens"],
+        "seq_len": options["seq_len"],
+        "batch_size": options["batch_size"],
+        "skip_first": options["skip_first"],
+        # Some analyzers take each row for a prompt.
+        "pack": isinstance(data, list) and not of_prompts if pack is None else pack,
+    }
+
+
+def measuring(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `analyze` and `compare` on sites, positions, intervals and checkpoint.
+
+    Args:
+        options: of the command.
+    """
+    from ..analysis.site_plan import DEFAULT
+    from ..data.positions import as_rule
+
+    return {
+        "at": names_of(options["at"]) or DEFAULT,
+        "per_head": options["per_head"],
+        "positions": as_rule(options["positions"]),
+        "intervals": options["intervals"],
+        "checkpoint": options["checkpoint"],
+    }
+
+
+def chosen_analyzers(context: typer.Context) -> list[Any]:
+    """The analyzers that `--analyzers` names, with the options that `--option` sets.
+
+    Args:
+        context: of the command.
+
+    Raises:
+        LayersimError: there is no such analyzer or option.
+    """
+    from ..analysis.validation import choose_analyzers
+    from ..analyzers.text_options import with_options
+
+    named = choose_analyzers(names_of([context.params["analyzers"]]))
+    return list(with_options(named, merged_analyzer_options(context, list(named))).values())
+
+
+def names_of(texts: list[str] | None) -> list[str]:
+    """The names that commas separate.
+
+    Args:
+        texts: each with one name or several; None for no names.
+    """
+    return [name.strip() for text in texts or [] for name in text.split(",") if name.strip()]
+
+
+def shard_files(names: list[str], option: str) -> list[Path]:
+    """The files of shards; the run files beside them, which a pattern may match, are left out.
+
+    Args:
+        names: folders, patterns and files.
+        option: that holds them, for messages.
+    """
+    from ..analysis.shards import listed
+
+    return [file for name in names for file in listed(name, option) if file.suffix != ".yaml"]
