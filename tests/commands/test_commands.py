@@ -1,0 +1,149 @@
+"""Each further command does what the function of the package does, and writes it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+
+from .helpers import SHORT, done, run
+
+READ = {"max_tokens": 512, "seq_len": 64, "pack": True}
+
+
+def read(folder):
+    return lsim.load_report(folder / "report.safetensors")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A report with intervals."""
+    out = tmp_path_factory.mktemp("saved")
+    done("report", "--max-tokens", 640, "--seq-len", 32, "--batch-size", 1, "--intervals", "--out", out)
+    return out
+
+
+def test_compare(tmp_path):
+    found = done("compare", "demo", "demo-aligned", *SHORT, "--out", tmp_path)
+    expected = lsim.compare(lsim.demo_model(), lsim.demo_model(aligned=True), lsim.demo_text(), lsim.CKA(), **READ)
+    assert torch.equal(read(tmp_path)["cka"].values, expected.values)
+    assert "CKA(first model's embedding, second's last)" in found.output
+    assert (tmp_path / "report.html").exists()
+    refused = run("compare", "demo", "demo", "--analyzers", "saturation", "--out", tmp_path / "no")
+    assert re.match(r"`--analyzers` names saturation(.|\n)*tl-layersim report", str(refused.exception))
+    assert not (tmp_path / "no").exists()
+
+
+def test_exits(tmp_path):
+    found = done("exits", "demo-aligned", *SHORT, "--agreement", 0.9, "--out", tmp_path)
+    options = READ | {"analyzers": "exit_curve"}
+    curve = lsim.analyze(lsim.demo_model(aligned=True), lsim.demo_text(), **options)["exit_curve"]
+    assert torch.equal(read(tmp_path)["exit_curve"].agreement, curve.agreement)
+    chosen = curve.threshold_for(agreement=0.9)
+    [row] = [line for line in found.stdout.splitlines() if line.endswith("recommended")]
+    point = curve.at(chosen)
+    assert row.split()[:3] == [f"{chosen:g}", f"{point.speedup:.4g}", f"{point.agreement:.4g}"]
+    assert f"Recommended: threshold {chosen:g}," in found.stdout
+    again = done("exits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "again")
+    assert again.stdout.splitlines()[:-4] == found.stdout.splitlines()[:-4]
+    refused = run("exits", "--agreement", 95, "--out", tmp_path / "no")
+    assert "--agreement 0.95" in str(refused.exception)
+    none = done("exits", "demo", *SHORT, "--thresholds", "0.1,0.2", "--out", tmp_path)
+    assert "No measured threshold reaches an agreement of 0.95" in none.stdout
+
+
+def test_stitch(tmp_path):
+    done("stitch", "demo", "demo-aligned", "--at", "4:6", "--fit", "lstsq", *SHORT, "--out", tmp_path)
+    models = lsim.demo_model(), lsim.demo_model(aligned=True)
+    expected = lsim.stitch(*models, lsim.demo_text(), at=(4, 6), fit="lstsq", **READ)
+    found = read(tmp_path)["stitch"]
+    assert found.penalty == expected.penalty
+    assert found.layers == expected.layers
+    done("stitch", "demo", "demo-aligned", "--adapter", "identity", "--at", "2:2", "--at", "6:6", *SHORT, "--out", tmp_path)
+    assert read(tmp_path)["stitch"].values.shape == (2, 2, 2)
+    for options, says in (
+        (["--at", "4"], "`--at` must be two layers, joined by a colon."),
+        (["--at", "4:4", "--fit", "lstsq", "--steps", 5], "`--steps` has no effect without a fit by sgd."),
+    ):
+        assert says in str(run("stitch", "demo", "demo", *options, "--out", tmp_path / "no").exception)
+
+
+def test_train(tmp_path):
+    options = ["--steps", 2, "--lr", 1e-3, "--max-tokens", 1024, "--seq-len", 64, "--batch-size", 2]
+    done("train", "demo", *options, "--save-to", tmp_path / "model", "--out", tmp_path)
+    training = lsim.AlignedTraining(steps=2, lr=1e-3)
+    reading = READ | {"max_tokens": 1024, "batch_size": 2}
+    expected = lsim.finetune_aligned(lsim.demo_model(), lsim.demo_text(), training, **reading)
+    assert torch.equal(read(tmp_path)["training"].values, expected.values)
+    # The saved model is one that commands take.
+    done("report", "--model", tmp_path / "model", *SHORT, "--analyzers", "cka", "--out", tmp_path / "report")
+    assert run("train", "demo").exit_code == 2
+    refused = run("train", "demo", "--steps", 0, "--save-to", tmp_path / "other")
+    assert str(refused.exception).startswith("`--steps` is out of range.")
+
+
+def test_show(saved, tmp_path):
+    shown = done("show", saved / "report.safetensors", "--html", tmp_path / "page.html").stdout
+    assert (tmp_path / "page.html").exists()
+    report = read(saved)
+    for name, result in report.items():
+        for number, value in result.headline().items():
+            assert re.search(rf"^{name} +{re.escape(number.strip())} +{re.escape(f'{value:.4g}')}( |$)", shown, re.M), number
+        assert f"{name}.values" in shown
+    assert "± 95 %" in shown
+    assert re.search(rf"^data +{report['cka'].provenance.data}$", shown, re.M)
+    table = done("show", saved / "report.safetensors", "--table", "cosine.norm_ratio").stdout.splitlines()
+    frame = report["cosine"].to_frame("norm_ratio")
+    assert table[0].split() == list(frame.columns)
+    assert "norm_ratio_low" in frame.columns
+    assert len(table) == 1 + len(frame)
+    report["cka"].save(tmp_path / "cka.safetensors")
+    assert "CKA(embedding, last)" in done("show", tmp_path / "cka.safetensors").stdout
+    refused = run("show", saved / "report.safetensors", "--table", "cca.values")
+    assert "`--table` names a measure that the file does not hold" in str(refused.exception)
+
+
+def test_estimate():
+    shown = done(
+        "estimate", "demo", "--tokens", 100000, "--devices", "1xH100", "--analyzers", "cka", "--option", "cka.minibatch=64"
+    )
+    cost = lsim.estimate(lsim.demo_model().config, lsim.CKA(minibatch=64), tokens=100000, devices="1xH100")
+    assert [line.split(None, 1) for line in shown.stdout.splitlines()[2:]] == [
+        [name.strip(), text] for name, text in cost.rows()
+    ]
+    assert "measured on one batch" in done("estimate", "--time", "--seq-len", 32, "--batch-size", 2).stdout
+    refused = run("estimate", "--dtype", "bfloat16")
+    assert "`--dtype` has no effect without `--time`" in str(refused.exception)
+    assert str(run("estimate", "./nothing").exception).startswith("`MODEL`")
+
+
+def test_what_has_no_effect_beside_a_shard_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for option, value in (("--out", "x"), ("--format", "html")):
+        refused = run("report", "--shard", "0/2", option, value)
+        assert f"`{option}` has no effect with `--shard`" in str(refused.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_option_that_is_set_twice_is_refused(tmp_path):
+    refused = run("report", "--option", "cka.seed=1", "--option", "cka.seed=2", "--out", tmp_path / "out")
+    assert "`--option` sets the same option twice" in str(refused.exception)
+
+
+def test_errors_of_merge_are_of_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done("report", "--max-tokens", 300, "--batch-size", 1, "--option", "cosine.center=none", "--shard", "0/2")
+    refused = run("merge", "parts")
+    assert "measure them with --shard 1/2, or pass their files too" in str(refused.exception)
+    assert "shard=" not in str(refused.exception)
+    with pytest.raises(lsim.LayersimError, match=r"holds another kind of data(.|\n)*tl-layersim merge"):
+        lsim.load_report("parts/part-0-of-2.safetensors")
+
+
+def test_an_unknown_format_is_refused_before_the_run(tmp_path):
+    refused = run("report", "--format", "htm", "--out", tmp_path / "out")
+    assert re.match(r"`--format` names an unknown format(.|\n)*--format html", str(refused.exception))
+    assert not (tmp_path / "out").exists()

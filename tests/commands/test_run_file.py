@@ -1,0 +1,142 @@
+"""`run.yaml`: a run is repeated bit for bit, options of the command line come first, and what is unknown is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+
+import tl_layersim as lsim
+from tl_layersim.analyzers import find_analyzers
+from tl_layersim.analyzers.text_options import as_settings, with_options
+
+from .helpers import SHORT, done, run
+
+# Of few tokens.
+pytestmark = pytest.mark.filterwarnings("ignore:.*(CKA is dominated|Intervals of .* rest on).*:UserWarning")
+
+
+def same(first, second):
+    """Whether two reports hold the same numbers, to the last bit."""
+    assert list(first) == list(second)
+    for name, result in first.items():
+        for field in result.tensor_fields():
+            assert torch.equal(getattr(result, field).nan_to_num(7.0), getattr(second[name], field).nan_to_num(7.0)), field
+    return True
+
+
+def read(folder):
+    return lsim.load_report(folder / "report.safetensors")
+
+
+def test_a_run_is_repeated_bit_for_bit(tmp_path):
+    options = ["--option", "cka.minibatch=64", "--option", "cosine.center=none", "--positions", "2:-1", "--intervals"]
+    done("report", *SHORT, *options, "--at", "attn_out, mlp_out", "--batch-size", 1, "--out", tmp_path / "a")
+    written = yaml.safe_load((tmp_path / "a" / "run.yaml").read_text())
+    assert written["command"] == "report"
+    # Defaults stand in the file as the run took them.
+    assert written["pack"] is True
+    assert written["positions"] == "2:-1"
+    assert {"cka.minibatch=64", "cosine.center=none", "cka.seed=0"} <= set(written["option"])
+    assert written["record"]["data"] == read(tmp_path / "a")["cka"].provenance.data
+    assert written["record"]["versions"]["tl_layersim"] == lsim.__version__
+    assert not {"out", "config", "checkpoint"} & set(written)
+    again = done("report", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "b")
+    assert "numbers may differ" not in again.output
+    assert same(read(tmp_path / "a"), read(tmp_path / "b"))
+    first, second = ((tmp_path / name / "run.yaml").read_text() for name in "ab")
+    assert first == second
+
+
+def test_the_command_line_comes_first(tmp_path):
+    done("report", *SHORT, "--option", "cka.minibatch=64", "--option", "cka.seed=3", "--out", tmp_path / "a")
+    file = tmp_path / "a" / "run.yaml"
+    done(
+        "report", "--config", file, "--option", "cka.seed=5", "--max-tokens", 256, "--analyzers", "cka", "--out", tmp_path / "b"
+    )
+    found = read(tmp_path / "b")
+    assert list(found) == ["cka"]
+    assert found["cka"].provenance.tokens == 256
+    # Options of the file hold where the command line does not set them; those of `cosine` are of no use here.
+    assert (found["cka"].provenance.options["seed"], found["cka"].provenance.options["minibatch"]) == (5, 64)
+
+
+def test_a_file_of_a_person_names_options_as_the_command_line_does(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "max-tokens: 300\nseq_len: 64\nanalyzers: [cosine, cka]\noption: cosine.center=none\nat: z\nper-head: yes\n"
+    )
+    done("report", "--config", file, "--out", tmp_path)
+    options = read(tmp_path)["cosine"].provenance.options
+    assert (options["max_tokens"], options["seq_len"], options["center"], options["per_head"]) == (300, 64, "none", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_token: 3", r"no option of this command: max_token(.|\n)*did you mean max_tokens\?"),
+        ("zzzz: 3", r"leave zzzz out"),
+        ("positions: 2:10", r"another kind for positions(.|\n)*130(.|\n)*in quotes"),
+        ("split: no", r"another kind for split(.|\n)*False"),
+        ("- a", r"must be a YAML file of options(.|\n)*which holds list"),
+        ("a: [", r"is not a YAML file"),
+        ("command: compare", r"file of another command, `compare`(.|\n)*tl-layersim compare --config"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(text, says, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    with pytest.raises(lsim.LayersimError, match=says):
+        raise run("report", "--config", file, "--out", tmp_path / "out").exception
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_number_of_the_file_is_checked_as_one_of_the_command_line(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("batch_size: 1.5")
+    refused = run("report", "--config", file, "--out", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "--batch-size" in refused.output
+
+
+def test_other_data_behind_the_same_name_is_reported(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(lsim.demo_text()[:20]))
+    done("report", "--data", text, *SHORT, "--analyzers", "cka", "--out", tmp_path / "a")
+    text.write_text("\n\n".join(lsim.demo_text()[20:50]))
+    with pytest.warns(lsim.LayersimWarning, match="had other data: its numbers may differ"):
+        done("report", "--config", tmp_path / "a" / "run.yaml", "--out", tmp_path / "b")
+
+
+def test_no_secret_enters_the_file(tmp_path):
+    refused = run("report", "--server", "http://me:secret123@127.0.0.1:9", "--model", "org/name", "--out", tmp_path)
+    assert refused.exit_code != 0
+    from tl_layersim.commands.run_file import write_options
+
+    text = write_options(tmp_path / "run.yaml", "report", {"server": "http://me:secret123@127.0.0.1:9"}).read_text()
+    assert "secret123" not in text
+    assert "http://127.0.0.1:9" in text
+
+
+def test_shards_and_their_report_keep_the_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--max-tokens", 600, "--batch-size", 1, "--option", "cosine.center=none"]
+    for number in range(2):
+        done("report", *options, "--shard", f"{number}/2")
+    # As a shell expands the pattern: with the files of the options.
+    done("merge", *sorted((tmp_path / "parts").glob("*")), "--out", "merged")
+    merged = read(tmp_path / "merged")
+    assert merged["cka"].provenance.options["trust_remote_code"] is False
+    done("report", "--config", "merged/run.yaml", "--out", "again")
+    assert same(merged, read(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("name", sorted(find_analyzers()))
+def test_every_analyzer_is_made_again_from_the_text_of_its_options(name):
+    analyzer = find_analyzers()[name]()
+    again = with_options({name: analyzer}, as_settings(analyzer))[name]
+    assert again.options() == analyzer.options()
+    assert as_settings(again) == as_settings(analyzer)
+    # All but what text cannot hold.
+    kept = [setting.split("=")[0].split(".")[1] for setting in as_settings(analyzer)]
+    assert set(analyzer.options()) - set(kept) <= {"labels", "heads"}
