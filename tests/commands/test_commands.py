@@ -43,10 +43,10 @@ def test_exits(tmp_path):
     curve = lsim.analyze(lsim.demo_model(aligned=True), lsim.demo_text(), **options)["exit_curve"]
     assert torch.equal(read(tmp_path)["exit_curve"].agreement, curve.agreement)
     chosen = curve.threshold_for(agreement=0.9)
-    [row] = [line for line in found.stdout.splitlines() if line.endswith("recommended")]
+    [row] = [line for line in found.stdout.splitlines() if line.endswith("*")]
     point = curve.at(chosen)
     assert row.split()[:3] == [f"{chosen:g}", f"{point.speedup:.4g}", f"{point.agreement:.4g}"]
-    assert f"Recommended: threshold {chosen:g}," in found.stdout
+    assert f"* Recommended: threshold {chosen:g}," in found.stdout
     again = done("exits", "--config", tmp_path / "run.yaml", "--out", tmp_path / "again")
     assert again.stdout.splitlines()[:-4] == found.stdout.splitlines()[:-4]
     refused = run("exits", "--agreement", 95, "--out", tmp_path / "no")
@@ -147,3 +147,16 @@ def test_an_unknown_format_is_refused_before_the_run(tmp_path):
     refused = run("report", "--format", "htm", "--out", tmp_path / "out")
     assert re.match(r"`--format` names an unknown format(.|\n)*--format html", str(refused.exception))
     assert not (tmp_path / "out").exists()
+
+
+def test_every_format_is_written(tmp_path):
+    import pandas
+
+    shown = done("report", *SHORT, "--analyzers", "cka", "--format", "json,csv", "--out", tmp_path)
+    written = ["report.csv", "report.json", "report.safetensors", "run.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == written
+    assert all(str(tmp_path / name) in shown.stdout for name in written)
+    table, expected = pandas.read_csv(tmp_path / "report.csv"), read(tmp_path).to_frame()
+    assert list(table.columns) == list(expected.columns)
+    assert len(table) == len(expected)
+    assert '"headline"' in (tmp_path / "report.json").read_text()

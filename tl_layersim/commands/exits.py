@@ -29,11 +29,13 @@ ThresholdsOption = Annotated[
 HeadsOption = Annotated[
     Path | None, o.option(o.MEASURES, "FILE", "Exit heads, as training with multi-head writes them.", "--heads")
 ]
+# Beside the recommended threshold.
+MARK = "*"
 # Of many thresholds, the table shows these and the recommended one.
 MOST_ROWS = 15
 SHOWN = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
-NUMBERS = ("speedup", "agreement", "accuracy", "perplexity")
-CURVE_COLUMNS = ("threshold", "speed-up in blocks", "agreement", "accuracy", "perplexity", "")
+CURVE_NUMBERS = ("speedup", "agreement", "accuracy", "perplexity")
+CURVE_COLUMNS = ("threshold", "speed-up", "agreement", "accuracy", "perplexity", "")
 
 
 def measure_exits(
@@ -95,14 +97,16 @@ def _print_curve(curve: Any, agreement: float) -> None:
     chosen = curve.threshold_for(agreement=agreement) if reached else None
     short = len(curve.thresholds) <= MOST_ROWS
     shown = [number for number in curve.thresholds if short or number in SHOWN or number == chosen]
-    rows = [_row(curve, threshold, "recommended" if threshold == chosen else "") for threshold in shown]
-    print_table(CURVE_COLUMNS, rows, "Early exit by threshold of the top probability", numbers=CURVE_COLUMNS[:5])
+    rows = [_row(curve, threshold, MARK if threshold == chosen else "") for threshold in shown]
+    print_table(
+        CURVE_COLUMNS, rows, "Early exit by threshold of the top probability; speed-up in blocks", numbers=CURVE_COLUMNS[:5]
+    )
     if chosen is None:
         typer.echo(f"No measured threshold reaches an agreement of {agreement:g}: measure higher ones with --thresholds.")
         return
     point = curve.at(chosen)
     typer.echo(
-        f"Recommended: threshold {chosen:g}, the lowest from which on agreement stays at {agreement:g} or above: "
+        f"{MARK} Recommended: threshold {chosen:g}, the lowest from which on agreement stays at {agreement:g} or above: "
         f"{point.speedup:.3g} times fewer blocks, agreement {point.agreement:.4g}. The cost of exit checks is not included."
     )
     if chosen == curve.thresholds[-1] == 1:
@@ -113,7 +117,7 @@ def _row(curve: Any, threshold: float, note: str) -> list[str]:
     """The numbers at one threshold, with half the width of their intervals where the run kept blocks."""
     place = curve.thresholds.index(threshold)
     cells = []
-    for name in NUMBERS:
+    for name in CURVE_NUMBERS:
         text = f"{float(getattr(curve, name)[place]):.4g}"
         if curve.has_intervals:
             found = curve.interval(name)

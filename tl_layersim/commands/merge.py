@@ -15,7 +15,9 @@ from .run_file import shard_options
 
 # Options of `report` that measured the shards, by the arguments that errors name.
 FLAGS = {"shard": "--shard", "first": "--first", "save_to": "--save-to"}
-FilesArguments = Annotated[list[str], typer.Argument(help="Files that `report --shard` wrote, or a folder with them alone.")]
+FilesArguments = Annotated[
+    list[str], typer.Argument(metavar="FILES...", help="Files that `report --shard` wrote, or a folder with them alone.")
+]
 
 
 def merge_shards(files: FilesArguments, out: o.OutOption = o.OUT, format: o.FormatOption = "html") -> None:

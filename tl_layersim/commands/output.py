@@ -164,7 +164,8 @@ def print_run(result: Any) -> None:
     stopped = ", where --max-tokens stopped it" if run.tokens == run.options.get("max_tokens") else ""
     rule = run.options.get("positions", "all")
     which = "" if rule == "all" else f", positions {rule}"
-    left = f", first {run.options.get('skip_first', 0)} positions left out{which}"
+    skipped = run.options.get("skip_first", 0)
+    left = (f", first {skipped} positions left out" if skipped else "") + which
     heads = " of each head" if run.options.get("per_head") else ""
     at = run.options.get("at", "")
     where = ", ".join(names_of([at] if isinstance(at, str) else list(map(str, at))))

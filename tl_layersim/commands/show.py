@@ -14,7 +14,7 @@ from .inputs import names_of
 from .output import print_headlines, print_run
 from .tables import print_table
 
-FileArgument = Annotated[str, typer.Argument(help="File that `report`, or save() in Python, wrote.")]
+FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="File that `report`, or save() in Python, wrote.")]
 TableOption = Annotated[
     list[str] | None,
     o.option(

@@ -38,6 +38,7 @@ def _drawn(columns: Sequence[str], cells: Sequence[Sequence[str]], title: str, n
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", header_style="bold cyan")
+    table.padding, table.pad_edge = (0, 1, 0, 0), False
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in cells:
