@@ -40,9 +40,9 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def settings(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, metavar=" ", help="Print the version and exit.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", metavar=" ", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Measure how the layers of a transformer relate to each other."""
     _shown["traceback"] = traceback
