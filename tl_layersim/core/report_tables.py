@@ -108,7 +108,7 @@ def write_json(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
         "results": {name: type(result).__name__ for name, result in report.items()},
         "provenance": {name: asdict(result.provenance) for name, result in report.items()},
     }
-    text = json.dumps(_strict(about), allow_nan=False, default=str)
+    text = json.dumps(_strict(about), allow_nan=False)
     with replacing(path) as file:
         file.write(text.encode())
     return Path(path)
