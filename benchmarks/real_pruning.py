@@ -99,7 +99,13 @@ def tables(name: str, model: Any, text: str, tokens: int, counts: list[int]) -> 
                 data = {"data": rows[:half], "eval_data": rows[half:]}
                 affine = lsim.stitch(model, model, **data, at=ends, fit="lstsq", skip_first=SKIP, batch_size=1)
                 repaired = f"{float(affine.penalty):+.3f}"
-            cells = (n, criterion, names(blocks), f"{float(found.loss):.3f}", f"{float(found.penalty):+.3f} ({low:+.3f} to {high:+.3f})")
+            cells = (
+                n,
+                criterion,
+                names(blocks),
+                f"{float(found.loss):.3f}",
+                f"{float(found.penalty):+.3f} ({low:+.3f} to {high:+.3f})",
+            )
             print(f"| {' | '.join(map(str, cells))} | {repaired} |", flush=True)
     print()
 
