@@ -2,7 +2,7 @@
 
     python benchmarks/real_pruning.py --model smollm2=FOLDER --text FILE --tokens 4096 > tables.md
 
-Folders hold Hugging Face weights; the text is cut into full rows of 256 tokens. Blocks are chosen on the first half of the rows.
+Folders hold Hugging Face weights; the text is cut into full rows of 256 tokens. Blocks are chosen on the first half of rows.
 Losses are measured on the second half.
 """
 
@@ -41,7 +41,7 @@ def without(model: Any, blocks: tuple[int, ...]) -> Any:
 
 
 def rise(model: Any, blocks: tuple[int, ...], rows: list[list[int]]) -> Any:
-    """The stitch of the pruned model with the final norm and head of the whole one: its loss, and the rise with its interval."""
+    """The pruned model's last residual, read by the final norm and head of the whole model: its loss, and the rise of it."""
     short = without(model, blocks)
     ends = (len(short.get_decoder().layers), len(model.get_decoder().layers))
     return lsim.stitch(short, model, rows, at=ends, adapter="identity", skip_first=SKIP, batch_size=1)
