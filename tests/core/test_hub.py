@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -116,6 +117,13 @@ def test_the_card_says_what_was_measured_on_what(hub, report):
     assert all(line.replace("\\|", "").count("|") in (3, 4) for line in lines if line.startswith("|"))
     for name, result in report.items():
         assert sum(line.startswith(f"| {name} |") for line in lines) == len(result.headline()) + 1
+
+
+def test_the_card_names_both_models_of_a_comparison(report):
+    run = dataclasses.replace(report["raw"].provenance, model="org/first | /home/me/second/")
+    both = lsim.Report({"raw": dataclasses.replace(report["raw"], provenance=run)})
+    assert "\n# How the layers of first and second relate\n" in card(both, "me/layers")
+    assert "org/first \\| /home/me/second/" in card(both, "me/layers")
 
 
 def test_the_table_is_what_the_hub_shows(hub, report, tmp_path):

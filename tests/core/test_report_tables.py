@@ -14,6 +14,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, Report
 
 from ..tiny_models import random_tokens, tiny_llama
+from .helpers import FILES, RESULTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of .* rest on")
 
@@ -184,3 +185,17 @@ def test_an_attribute_of_a_result_names_the_result_to_ask(report):
     import pickle
 
     assert list(copy.deepcopy(report)) == list(pickle.loads(pickle.dumps(report))) == list(report)
+
+
+@pytest.mark.filterwarnings("ignore:.*without a checksum:tl_layersim.LayersimWarning")
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_of_every_kind_have_a_table(name, tmp_path):
+    found = lsim.load(FILES / name)
+    report = found if isinstance(found, Report) else Report({"own": found})
+    table = report.to_frame()
+    again = pandas.read_json(report.to_json(tmp_path / "x.json"), orient="table", precise_float=True)
+    assert list(again.columns) == list(table.columns)
+    # A field of one of these files is infinite, which JSON cannot hold.
+    assert again["value"].equals(table["value"].replace([math.inf, -math.inf], math.nan))
+    assert len(pandas.read_csv(report.to_csv(tmp_path / "x.csv"))) == len(table) > 0
+    assert len(report.headline()) == sum(len(result.headline()) for result in report.values())

@@ -12,6 +12,7 @@ from typing import Any
 
 from .errors import LayersimError, without_secrets
 from .intervals import headline_texts
+from .provenance import JOINT
 
 SCHEME = "hf://"
 REPORT = "report.safetensors"
@@ -50,7 +51,7 @@ def downloaded(address: str) -> Path:
             do='lsim.load("hf://user/name")',
         )
     repo, revision, file = match.groups()
-    with _translated(repo, f"lsim.load({address!r})", reading=True):
+    with _hub_errors(repo, f"lsim.load({address!r})", reading=True):
         return Path(hf_hub_download(repo, file or REPORT, repo_type=REPO_TYPE, revision=revision))
 
 
@@ -61,7 +62,7 @@ def push_report(report: Any, repo: str, private: bool | None, revision: str | No
     if not report:
         raise LayersimError("The report is empty.", given="0 results", expected="a result or more", do="lsim.analyze(...)")
     api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as folder, _translated(repo, f"report.push_to_hub({repo!r})", reading=False):
+    with tempfile.TemporaryDirectory() as folder, _hub_errors(repo, f"report.push_to_hub({repo!r})", reading=False):
         found = api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
         full = found.repo_id
         if private and not api.repo_info(full, repo_type=REPO_TYPE).private:
@@ -100,20 +101,19 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
     ]
     address = f"{SCHEME}{repo}" + (f"@{revision}" if revision not in (None, "main") else "")
     page = Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
-    model = first.model.replace("\\", "/").rstrip("/").split("/")
-    title = model[-1].replace(":", " ")
-    rendered = page.from_string(text).render(title=title, first=first, results=results, address=address, plain=_plain)
+    title = " and ".join(name.rstrip("/\\").replace("\\", "/").split("/")[-1] for name in first.model.split(JOINT))
+    rendered = page.from_string(text).render(title=title, first=first, results=results, address=address, plain=_cell_text)
     return without_secrets(rendered)
 
 
-def _plain(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     """A value in a cell of a Markdown table."""
     text = ", ".join(f"{k}={v}" for k, v in value.items() if v is not None) if isinstance(value, dict) else str(value)
     return re.sub(r"([|<>`])", r"\\\1", " ".join(text.split()))
 
 
 @contextmanager
-def _translated(repo: str, call: str, reading: bool) -> Iterator[None]:
+def _hub_errors(repo: str, call: str, reading: bool) -> Iterator[None]:
     """Context manager: translate errors of the hub into errors that say what to do."""
     from huggingface_hub import constants
     from huggingface_hub import errors as hub

@@ -71,7 +71,7 @@ class ReportExports(Mapping[str, Any], ABC):
         """The headline numbers of all results as a flat dict for wandb, tensorboard or MLflow.
 
         Keys are the name of the result, a slash and the description in lower-case letters, digits and _, such as
-        "cka/cka_last_but_one_last". They stay the same from one step of a training to the next.
+        "cka/cka_last_but_one_last". Sites that are findings are left out of them, so that curves over a training have one name.
 
         Examples:
             >>> import tl_layersim as lsim

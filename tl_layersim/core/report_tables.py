@@ -108,7 +108,7 @@ def write_json(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
         "results": {name: type(result).__name__ for name, result in report.items()},
         "provenance": {name: asdict(result.provenance) for name, result in report.items()},
     }
-    text = json.dumps(_strict(about), allow_nan=False, default=str)
+    text = json.dumps(_strict(about), allow_nan=False)
     with replacing(path) as file:
         file.write(text.encode())
     return Path(path)
@@ -135,17 +135,17 @@ def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
     for name, result in report.items():
         for text, value in result.headline().items():
             # A site that is a finding would give another name at every step of a training.
-            short = _short(re.sub(r" \(.*\)$", "", text.partition(", at ")[0]))
-            keys = (f"{name}/{own}" for own in (short, _short(text), *(f"{short}_{n}" for n in range(2, 1000))))
+            short = _logger_name(re.sub(r" \(.*\)$", "", text.partition(", at ")[0]))
+            keys = (f"{name}/{own}" for own in (short, _logger_name(text), *(f"{short}_{n}" for n in range(2, 1000))))
             numbers[next(key for key in keys if key not in numbers)] = float(value)
     return numbers
 
 
-def _short(text: str) -> str:
+def _logger_name(text: str) -> str:
     """A description as a name of lower-case letters, digits and _, which all loggers take.
 
     Examples:
-        >>> _short("COS(last but one, last)")
+        >>> _logger_name("COS(last but one, last)")
         'cos_last_but_one_last'
     """
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
