@@ -9,7 +9,7 @@ import pytest
 from . import measure
 
 # Functions over the limit today; the number may only fall.
-MOST_LONG_FUNCTIONS = 5
+MOST_LONG_FUNCTIONS = 4
 # Public functions; the internal ones are counted.
 PUBLIC = {
     "analysis.api.analyze",

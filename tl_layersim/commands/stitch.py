@@ -70,7 +70,7 @@ def stitch_models(
     format: o.FormatOption = "html",
 ) -> None:
     """Stitch two models, and measure the loss of the stitched model."""
-    from .. import StitchTraining, stitch, stitch_grid
+    from .. import StitchTraining
     from ..models.named_model import refuse_missing_device
 
     chosen_formats(format)
@@ -94,16 +94,23 @@ def stitch_models(
     }
     arguments |= {"checkpoint": checkpoint, "training": StitchTraining(steps=steps, lr=lr) if trained else None}
     arguments |= {"eval_data": None if eval_data is None else open_data(eval_data, split)}
-    result: Any
-    if len(points) == 1:
-        result = stitch(models[0], models[1], read, at=points[0], **arguments)
-    else:
-        names = [front, back] if front != back else [f"{front} (front)", f"{back} (back)"]
-        layers = dict(zip(names, map(list, zip(*points, strict=True)), strict=True)) if points else None
-        result = stitch_grid(dict(zip(names, models, strict=True)), read, layers=layers, **arguments)
+    result = _stitched((front, back), models, read, points, arguments)
     report = noted({"stitch": result}, trust_remote_code=trust_remote_code)
     print_run(result)
     write_report(context, report, settled_options(report) | {"fit": fit})
+
+
+def _stitched(
+    names: tuple[str, str], models: list[Any], read: Any, points: list[tuple[Any, Any]], arguments: dict[str, Any]
+) -> Any:
+    """The result of one stitch point, or the grid of several or all."""
+    from .. import stitch, stitch_grid
+
+    if len(points) == 1:
+        return stitch(models[0], models[1], read, at=points[0], **arguments)
+    front, back = names if names[0] != names[1] else (f"{names[0]} (front)", f"{names[1]} (back)")
+    layers = dict(zip((front, back), map(list, zip(*points, strict=True)), strict=True)) if points else None
+    return stitch_grid({front: models[0], back: models[1]}, read, layers=layers, **arguments)
 
 
 def _refuse_settings_of_sgd(context: typer.Context, given: str) -> None:
