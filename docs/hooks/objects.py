@@ -1,16 +1,12 @@
-"""The objects of an API page, as a table at its top; the commands of the command line, on theirs."""
+"""The objects of an API page, as a table at its top."""
 
 from __future__ import annotations
 
 import re
 
-import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.pages import Page
-from typer.cli import get_docs_for_click
-
-from tl_layersim.cli import app
 
 # An object that is imported by its path; parts of others, with the option below, are not.
 OBJECT = re.compile(r"^::: (\S+)\n(?:    options: (.*)\n)?", re.MULTILINE)
@@ -20,9 +16,7 @@ TABLE = ("| object | summary |", "| --- | --- |")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> str:
-    """Add what is generated to the pages of the API."""
-    if page.file.src_uri == "api/cli.md":
-        return markdown + commands()
+    """Put the table before the first object of a page."""
     if not page.file.src_uri.startswith("api/"):
         return markdown
     names = [path for path, options in OBJECT.findall(markdown) if PART not in options]
@@ -47,15 +41,3 @@ def first_sentence(text: str) -> str:
     """The first sentence of a text, on one line."""
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
     return re.split(r"(?<=[.?])\s", paragraph)[0].replace("|", r"\|")
-
-
-def commands() -> str:
-    """A table of the commands, and the help of each below a heading."""
-    group = typer.main.get_command(app)
-    rows, helps = [], []
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
-        title = f"tl-layersim {name}"
-        rows.append(f"| [`{title}`](#{title.replace(' ', '-')}) | {first_sentence(command.help)} |")
-        text = get_docs_for_click(obj=command, ctx=typer.Context(command), name=title)
-        helps.append("#" + text.replace("$ tl-layersim", "tl-layersim"))
-    return "\n".join(["", '<div class="objects" markdown>', "", *TABLE, *rows, "", "</div>", "", *helps])
