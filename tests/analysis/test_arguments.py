@@ -64,6 +64,12 @@ def test_an_unknown_keyword_names_the_call_and_the_keyword(name):
         ("EarlyExit", "tresh", 0.5, "threshold=0.5"),
         ("evaluate_layers", "max_length", 32, "seq_len=32"),
         ("AlignedTrainer", "train_data", None, "train_dataset="),
+        ("MutualKNN", "neighbours", 5, "k=5"),
+        ("MutualKNN", "n_neighbors", 5, "k=5"),
+        ("analyze", "permutations", 100, "(..., permutations=100)"),
+        ("analyze", "permutation", 100, "(..., permutations=100)"),
+        ("analyze", "minibatches", 64, "(..., minibatch=64)"),
+        ("compare", "permutations", 100, "(..., permutations=100)"),
     ],
 )
 def test_an_unknown_keyword_asks_for_the_one_that_was_meant(call, keyword, value, meant):

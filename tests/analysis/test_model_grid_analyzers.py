@@ -130,7 +130,10 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("analyzer", "message"),
-        [(lsim.Cosine(), "Cosine cannot compare two models"), ([lsim.CKA(), lsim.Cosine()], "must be one analyzer")],
+        [
+            (lsim.Cosine(), "Cosine cannot compare two models"),
+            ([lsim.CKA(), lsim.Cosine()], "Cosine cannot compare two models"),
+        ],
     )
     def test_analyzers(self, analyzer, message):
         with pytest.raises(lsim.LayersimError, match=message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from .validation import (
     AnalyzersArgument,
     DataArgument,
     choose_analyzers,
+    is_several,
     refuse_idle_options,
     refuse_no_comparison,
     shared_tokens,
@@ -39,6 +40,7 @@ from .validation import (
 
 # For type checkers: the Hugging Face model that a TransformerLens model is compared with.
 VerifyArgument: TypeAlias = Literal["hf"] | Module | None
+SeveralAnalyzers: TypeAlias = Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
 R_co = TypeVar("R_co", bound=Result, covariant=True)
 
 
@@ -48,8 +50,8 @@ class _Computes(Protocol[R_co]):
     def compute(self, sums: Sums, run: Run) -> R_co: ...
 
 
-class _Keywords(TypedDict, total=False):
-    """Keywords that `analyze` and `compare` share, for type checkers."""
+class SharedKeywords(TypedDict, total=False):
+    """Keywords that `analyze`, `compare` and `compare_grid` share, for type checkers."""
 
     at: AtArgument
     per_head: bool
@@ -67,7 +69,7 @@ class _Keywords(TypedDict, total=False):
     intervals: bool
 
 
-class OneModelOptions(_Keywords, total=False):
+class OneModelOptions(SharedKeywords, total=False):
     """Keywords of `analyze`, and of calls that pass them on, for type checkers."""
 
     verify: VerifyArgument
@@ -81,7 +83,7 @@ class _OneModel(OneModelOptions, total=False):
     checkpoint: str | os.PathLike[str] | None
 
 
-class _TwoModels(_Keywords, total=False):
+class _TwoModels(SharedKeywords, total=False):
     checkpoint: str | os.PathLike[str] | None
     verify: VerifyArgument | tuple[VerifyArgument, VerifyArgument]
     layers: tuple[list[str] | None, list[str] | None]
@@ -159,7 +161,9 @@ def analyze(
             `attention_mask`, `token_type_ids`, `pixel_values`, ...), a `datasets.Dataset` or `IterableDataset`, chats as lists
             of messages with `role` and `content`, or an iterable of these. Every column that the model's forward takes reaches
             it.
-        analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options.
+        analyzers: analyzers, or names of those that `tl-layersim analyzers` lists, with their default options; or a mapping
+            from names to analyzers, such as `{"raw": LogitLens(norm="none"), "normed": LogitLens()}`. The names are the keys of
+            the report. Without a mapping each analyzer can be there once.
         at: the sites to read. Families: "resid_post" (the input of block 0 and every block's output), "resid_mid", "attn_out",
             "mlp_out", "z", "q", "k", "v", "mlp_post", "ln1", "ln2", "ln_final"; or several; a list of names of hook points or
             of module paths; a pattern such as "blocks.*.hook_attn_out"; or a function of names that returns True for those to
@@ -248,7 +252,7 @@ def compare(
 ) -> R_co: ...
 @overload
 def compare(
-    model_a: Any, model_b: Any, data: DataArgument, analyzers: Sequence[Analyzer | str], **options: Unpack[_TwoModels]
+    model_a: Any, model_b: Any, data: DataArgument, analyzers: SeveralAnalyzers, **options: Unpack[_TwoModels]
 ) -> Report: ...
 @typed
 def compare(
@@ -282,7 +286,7 @@ def compare(
         model_a: gives the rows of the result; kinds as in `analyze`.
         model_b: gives the columns.
         data: as in `analyze`, tokenised once, by the first model's tokenizer.
-        analyzers: one analyzer that compares, or several.
+        analyzers: one analyzer that compares, or several: a list, or a mapping from names as in `analyze`.
         at: the sites to read in both models, see `analyze`.
         per_head: see `analyze`.
         verify: as in `analyze`, for both models or for each.
@@ -305,7 +309,7 @@ def compare(
         checkpoint: see `analyze`.
 
     Returns:
-        The `Result` of a single analyzer; a `Report` for a list of analyzers.
+        The `Result` of a single analyzer; a `Report` for a list or a mapping of analyzers.
 
     Raises:
         LayersimError: an analyzer does not compare models, or the models have different tokenizers.
@@ -340,7 +344,7 @@ def compare(
     }
     report = run_analysis(sources, batches, chosen, checkpoint, opened_with, plan, intervals=intervals)
     assert isinstance(report, Report)
-    return report if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else next(iter(report.values()))
+    return report if is_several(analyzers) else next(iter(report.values()))
 
 
 def _verified(verify: VerifyArgument) -> str | None:

@@ -46,7 +46,8 @@ BUFFERED_TOKENS = 2048
 class Probe:
     """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`.
 
-    Forward passes of several threads are kept apart, and their sums are added. An error of the probe is raised by `results()`,
+    `results()` is the report so far, also inside the block; `reset()` begins anew, such as for each epoch. Forward passes of
+    several threads are kept apart, and their sums are added. An error of the probe is raised by `results()`,
     never in the loop.
     """
 
@@ -63,13 +64,19 @@ class Probe:
         self._immediate = {name: kernel for name, kernel in kernels.items() if analyzers[name].needs_unembed}
         self._deferred = {name: kernel for name, kernel in kernels.items() if name not in self._immediate}
         self._checked = not self._immediate
-        self._sums = {name: Sums() for name in analyzers}
-        # By analyzer; forward passes are the batches of their blocks. Empty without intervals.
-        self._blocks = dict.fromkeys(analyzers, SumTree(1)) if intervals else {}
-        self._buffered: list[View] = []
-        self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
+        self._intervals = intervals
         self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
         self._error: LayersimError | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with empty sums."""
+        self._sums = {name: Sums() for name in self._analyzers}
+        # By analyzer; forward passes are the batches of their blocks. Empty without intervals.
+        self._blocks = dict.fromkeys(self._analyzers, SumTree(1)) if self._intervals else {}
+        self._buffered: list[View] = []
+        self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
+        self._dtypes = self._dtypes[-1:]
 
     def __enter__(self) -> Probe:
         if self._hooks is not None:
@@ -115,6 +122,23 @@ class Probe:
         """
         with self._lock:
             return self._results()
+
+    def headline(self) -> dict[str, float]:
+        """The headline numbers of all forward passes so far as a flat dict for a logger, see `Report.headline`.
+
+        Raises:
+            LayersimError: as `results`.
+        """
+        return self.results().headline()
+
+    def reset(self) -> None:
+        """Forget all forward passes so far, such as at the end of an epoch: `results()` then covers those that follow.
+
+        The probe stays attached, and `probe.mask` stays as it is. So does an error: `results()` raises that of a forward pass
+        before the reset too.
+        """
+        with self._lock:
+            self._begin()
 
     def _results(self) -> Report:
         if self._hooks is None:

@@ -17,7 +17,7 @@ from ..core.intervals import aligned, bounded_field, is_p_value, refuse_level, t
 from ..core.jackknife import ConfidenceInterval
 from ..core.label_table import label_table
 from ..core.result_differences import Estimate, difference_estimate
-from ..core.results import BLOCK_AXES, Result
+from ..core.results import Result
 from .relative_depth import SITE_AXES, at_depths, depths, sites_along
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Difference:
         """
         refuse_level(level)
         found = self._estimate(field)
-        table = label_table(self.labels(field), BLOCK_AXES)
+        table = label_table(self.labels(field))
         if self.relative_depth:
             names = [DEPTH_COLUMNS.get(axis, "depth" if axis in SITE_AXES else axis) for axis in self._axes(field)]
             table.columns = type(table.columns)(names)

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
+from ..analyzers.base import Analyzer
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Report
@@ -21,6 +22,7 @@ from ..models.model_info import Model
 from ..models.model_inputs import shared_positions
 from ..remote.open import open_source
 from .all_pairs import AllPairs
+from .api import SeveralAnalyzers, SharedKeywords
 from .model_grid import ModelGrid
 from .model_groups import group_labels
 from .position_rules import chosen_rule
@@ -29,6 +31,7 @@ from .site_plan import DEFAULT, AtArgument, plan_sites
 from .validation import (
     DataArgument,
     choose_analyzers,
+    is_several,
     refuse_idle_options,
     refuse_no_comparison,
     shared_tokens,
@@ -36,6 +39,19 @@ from .validation import (
 )
 
 
+class _Grid(SharedKeywords, total=False):
+    groups: Any
+    distance: Callable[[Any], Any] | None
+    verify: Literal["hf"] | None
+    layers: dict[str, list[str]] | None
+    remote: bool | str | dict[str, bool | str]
+    checkpoint: str | os.PathLike[str] | None
+
+
+@overload
+def compare_grid(models: Any, data: DataArgument, analyzer: Analyzer | str, **options: Unpack[_Grid]) -> ModelGrid: ...
+@overload
+def compare_grid(models: Any, data: DataArgument, analyzer: SeveralAnalyzers, **options: Unpack[_Grid]) -> Report: ...
 @typed
 def compare_grid(
     models: Any,
@@ -62,7 +78,7 @@ def compare_grid(
     add_generation_prompt: bool = False,
     intervals: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
-) -> ModelGrid:
+) -> ModelGrid | Report:
     r"""Compare all pairs of some models on the same tokens: do they fall into groups?
 
     Each model runs once a batch, however many it is compared with, and every pair has the result that `compare` gives. For CKA
@@ -79,7 +95,8 @@ def compare_grid(
     Args:
         models: a mapping from names to models, kinds as in `analyze`.
         data: as in `analyze`, tokenised once, by the tokenizer of the first model that has one.
-        analyzer: an analyzer that compares two models, such as `CKA()`, or its name.
+        analyzer: an analyzer that compares two models, such as `CKA()`, or its name; or several: a list, or a mapping from
+            names as in `analyze`.
         groups: a mapping from names of models to groups, or a list of groups in the order of the models, for
             `compare_groups` and the figures of the result.
         distance: the number of a pair, from the result that `compare` gives; 0 for equal models.
@@ -104,7 +121,7 @@ def compare_grid(
 
     Returns:
         A `ModelGrid`: distances `row_model column_model`, `grid["a", "b"]` for the result of a pair, heat map, dendrogram, and
-        `compare_groups()`.
+        `compare_groups()`. For a list or a mapping of analyzers a `Report` with the grid of each.
 
     Raises:
         LayersimError: there are fewer than two models, they have different tokenizers or depths, or the analyzer does not
@@ -123,9 +140,8 @@ def compare_grid(
     names = model_names(models)
     labels = () if groups is None else group_labels(groups, names)
     chosen = choose_analyzers(analyzer)
-    [(key, measure)] = chosen.items() if len(chosen) == 1 else [_refuse_several(chosen)]
     refuse_no_comparison(chosen, "compare_grid(models, data, {})")
-    many = AllPairs(measure, names, labels, distance)
+    many: dict[str, Analyzer] = {name: AllPairs(measure, names, labels, distance) for name, measure in chosen.items()}
     places, paths = _by_name(remote, names, "remote"), _by_name(layers, names, "layers")
     for place in places:
         refuse_idle_options(place, True, checkpoint)
@@ -143,9 +159,11 @@ def compare_grid(
     shared = with_tokenizer(_tokens_of_all(described, tokenizer is not None), tokenizer)
     batches = Batches(data, shared, reading, count_positions=partial(shared_positions, sources))
     opened_with = {"layers": paths if layers else None, "verify": verify}
-    report = run_analysis(sources, batches, {key: many}, checkpoint, opened_with, plan, intervals=intervals)
+    report = run_analysis(sources, batches, many, checkpoint, opened_with, plan, intervals=intervals)
     assert isinstance(report, Report)
-    grid: ModelGrid = report[key]
+    if is_several(analyzer):
+        return report
+    grid: ModelGrid = next(iter(report.values()))
     return grid
 
 
@@ -195,12 +213,3 @@ def _tokens_of_all(models: list[Model], given: bool) -> Model:
     """A description of the inputs that all models accept; the first model with a tokenizer reads the data."""
     with_own = sorted(models, key=lambda model: model.tokenizer is None)
     return reduce(lambda a, b: shared_tokens(a, b, given=given), with_own)
-
-
-def _refuse_several(chosen: Mapping[str, Any]) -> Any:
-    raise LayersimError(
-        "`analyzer` must be one analyzer.",
-        given=", ".join(chosen),
-        expected="one that compares two models",
-        do="one call of compare_grid for each analyzer",
-    )

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.results import BLOCK_AXES, Result
+from ..core.label_table import BLOCK_AXES
+from ..core.results import Result
 
 # Axes whose labels are the sites of a model, in order of depth.
 SITE_AXES = ("row", "column", "residual", *BLOCK_AXES)

@@ -236,7 +236,7 @@ def restored_analyzers(
         LayersimError: the analyzers given differ from those of the run, or cannot be restored.
     """
     if analyzers is None:
-        return {name: _analyzer_of(name, recipe, call) for name, recipe in recipes.items()}
+        return {name: _restored(name, recipe, call) for name, recipe in recipes.items()}
     chosen = choose_analyzers(analyzers)
     given = {name: recipe_of(analyzer) for name, analyzer in chosen.items()}
     if given != recipes:
@@ -249,11 +249,12 @@ def restored_analyzers(
     return chosen
 
 
-def _analyzer_of(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
+def _restored(name: str, recipe: Mapping[str, Any], call: str) -> Analyzer:
     """An analyzer from the options in a file. Only installed analyzers are restored: no class is imported by a file's name."""
-    cls = find_analyzers().get(name)
+    installed = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in find_analyzers().values()}
+    cls = installed.get(recipe["class"])
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in recipe["options"].items()}
-    if cls is None or f"{cls.__module__}.{cls.__qualname__}" != recipe["class"]:
+    if cls is None:
         restored = None
     else:
         try:

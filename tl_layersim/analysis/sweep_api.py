@@ -93,7 +93,7 @@ def sweep(
         if key in reports:
             continue
         try:
-            reports[key] = _measure_model(model, data, list(chosen.values()), folder.partial(key), options)
+            reports[key] = _measure_model(model, data, chosen, folder.partial(key), options)
             folder.keep(key, reports[key])
         except BaseException as error:
             where = f" in {folder.path}; the same call continues from there" if folder.path else ""
@@ -116,7 +116,9 @@ def is_loader(model: Any) -> bool:
     return callable(model) and not isinstance(model, Module) and not is_nnsight(model)
 
 
-def _measure_model(model: Any, data: Any, analyzers: list[Analyzer], partial: Any, options: Mapping[str, Any]) -> Report:
+def _measure_model(
+    model: Any, data: Any, analyzers: Mapping[str, Analyzer], partial: Any, options: Mapping[str, Any]
+) -> Report:
     """Load a model where it is not loaded, and measure it; one that was loaded here is freed at the end."""
     loads = is_loader(model)
     if loads:

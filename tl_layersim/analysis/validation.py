@@ -24,9 +24,11 @@ from ..models.model_info import Model
 
 # Bytes of the heads of layers that a request to a server carries at most.
 LARGEST_HEADS = 512_000_000
+# Keys beside the names of analyzers in the costs that `estimate` returns.
+COSTS = ("forward", "head")
 
 if TYPE_CHECKING:
-    AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str]
+    AnalyzersArgument: TypeAlias = Analyzer | str | Sequence[Analyzer | str] | Mapping[str, Analyzer | str]
     DataArgument: TypeAlias = Iterable[Any]
 else:
     # Not checked as types in a call: `choose_analyzers` and the readers of data name what is wrong and what to write.
@@ -34,38 +36,82 @@ else:
 
 
 def choose_analyzers(analyzers: Any) -> dict[str, Analyzer]:
-    """Analyzers by name; a name selects that analyzer with its default options.
+    """Analyzers by name: the keys of a mapping, or their own names; a name in place of an analyzer selects its default options.
 
     Raises:
-        LayersimError: a name is not known, no analyzer is given, or two have the same name.
+        LayersimError: a name is not known or not allowed, no analyzer is given, or a list holds two of one name.
     """
-    items = list(analyzers) if isinstance(analyzers, Sequence) and not isinstance(analyzers, str) else [analyzers]
     chosen: dict[str, Analyzer] = {}
-    for item in items:
-        if isinstance(item, str):
-            known = find_analyzers()
-            if item not in known:
-                parts = [part.strip().lower() for part in item.split(",")]
-                near = [n for part in parts for n in difflib.get_close_matches(part, known, n=1)]
+    if isinstance(analyzers, Mapping):
+        for name, item in analyzers.items():
+            chosen[name] = _analyzer_of(item)
+            _check_name(name, chosen[name])
+    else:
+        items = list(analyzers) if is_several(analyzers) else [analyzers]
+        for item in map(_analyzer_of, items):
+            if item.name in chosen:
+                cls = type(item).__name__
                 raise LayersimError(
-                    "`analyzers` names an analyzer that does not exist.",
-                    given=brief(item),
-                    expected=f"one of {', '.join(sorted(known))}",
-                    do=f"did you mean {near[0] if len(near) == 1 else near!r}?" if near else "tl-layersim analyzers lists them",
+                    "`analyzers` holds two analyzers of the same name, and a report has one result for each name.",
+                    given=f"{item.name!r} twice",
+                    expected="each analyzer once in a list, or a mapping from names to analyzers",
+                    do=f'{{"{item.name}_a": {cls}(...), "{item.name}_b": {cls}(...)}} in place of the list',
                 )
-            item = known[item]()
-        _check_analyzer(item)
-        if item.name in chosen:
-            raise LayersimError(
-                "`analyzers` holds two analyzers of the same name, and a report has one result for each name.",
-                given=f"{item.name!r} twice",
-                expected="each analyzer once",
-                do="call analyze() once for each set of options",
-            )
-        chosen[item.name] = item
+            chosen[item.name] = item
     if not chosen:
         raise LayersimError("`analyzers` is empty.", given="[]", expected="at least one", do="[lsim.Cosine(), lsim.CKA()]")
     return chosen
+
+
+def is_several(analyzers: Any) -> bool:
+    """Whether an argument holds several analyzers, a list or a mapping, and the call returns a report of them."""
+    return isinstance(analyzers, Sequence | Mapping) and not isinstance(analyzers, str)
+
+
+def _analyzer_of(item: Any) -> Analyzer:
+    """The analyzer that an entry of `analyzers` is or names."""
+    if isinstance(item, str):
+        known = find_analyzers()
+        if item not in known:
+            parts = [part.strip().lower() for part in item.split(",")]
+            near = [n for part in parts for n in difflib.get_close_matches(part, known, n=1)]
+            raise LayersimError(
+                "`analyzers` names an analyzer that does not exist.",
+                given=brief(item),
+                expected=f"one of {', '.join(sorted(known))}",
+                do=f"did you mean {near[0] if len(near) == 1 else near!r}?" if near else "tl-layersim analyzers lists them",
+            )
+        item = known[item]()
+    _check_analyzer(item)
+    return cast(Analyzer, item)
+
+
+def _check_name(name: Any, analyzer: Analyzer) -> None:
+    """Refuse a name that files, columns of tables or options of the command line cannot hold, or that misleads."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        fitting = re.sub(r"\W+", "_", str(name), flags=re.ASCII).strip("_")
+        fitting = fitting if fitting[:1].isalpha() else f"{analyzer.name}_{fitting}".rstrip("_")
+        raise LayersimError(
+            "A name in `analyzers` must be letters, digits and _, with a letter first.",
+            given=brief(name),
+            expected="a name that files, columns of tables and --option can hold",
+            do=f'{{"{fitting}": {type(analyzer).__name__}(...)}}',
+        )
+    if name in COSTS:
+        raise LayersimError(
+            f"A name in `analyzers` is that of a part of the model in `estimate`, {name!r}.",
+            given=f'"{name}": {type(analyzer).__name__}(...)',
+            expected=f"a name other than {' and '.join(COSTS)}",
+            do=f'{{"{name}_{analyzer.name}": {type(analyzer).__name__}(...)}}',
+        )
+    other = find_analyzers().get(name)
+    if other is not None and not isinstance(analyzer, other):
+        raise LayersimError(
+            f"A name in `analyzers` is that of another analyzer, {other.__name__}.",
+            given=f'"{name}": {type(analyzer).__name__}(...)',
+            expected="a name of your own, or the analyzer's own name",
+            do=f'{{"{analyzer.name}": {type(analyzer).__name__}(...)}}',
+        )
 
 
 def _check_analyzer(analyzer: Any) -> None:

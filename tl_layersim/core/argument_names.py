@@ -67,7 +67,7 @@ SYNONYMS = {
     "thresholds": "threshold tau confidence levels",
     "center": "centered centre mean mean_center",
     "estimator": "method kind unbiased debiased biased",
-    "k": "top_k topk n_components rank",
+    "k": "top_k topk n_components rank neighbours neighbors n_neighbours n_neighbors num_neighbors knn",
     "method": "estimator mode",
     "training": "args training_args config settings",
 }
@@ -184,10 +184,13 @@ def unknown_keyword(name: str, keyword: str, value: object, known: Iterable[str]
     text = "images" if keyword in IMAGES else brief(value) if short else "..."
     hints = [f"{p}={text if number == 0 else '...'}" for number, p in enumerate(meant)]
     do = [f"did you mean {' or '.join(hints)}?"] if hints else []
-    argument, owners = _owners(name, keyword, known) if not similar else ("", [])
+    argument, owners = _owners(name, keyword, known)
     if keyword in SET_ON_MODEL:
         do = [SET_ON_MODEL[keyword].format(value=text)]
-    elif owners and (argument == keyword or not meant):
+    elif owners and argument == keyword and not synonyms:
+        # Spelt as another call has it: that call was meant, not a similar argument of this one.
+        do = [f"{argument}= is an argument of {', '.join(owners[:3])}: {owners[0]}(..., {argument}={text})"]
+    elif owners and (argument == keyword or not meant) and not similar:
         do.append(f"{argument}= is an argument of {', '.join(owners[:3])}: {owners[0]}(..., {argument}={text})")
     return LayersimTypeError(
         f"`{keyword}` is not an argument of {name}.",
@@ -204,9 +207,16 @@ def _owners(name: str, keyword: str, known: Collection[str]) -> tuple[str, list[
         calls = [call for call, signature in _SIGNATURES.items() if argument in signature.parameters and call in public]
         calls = [call for call in calls if call not in (name, "Provenance") and not call.endswith("Result")]
         if calls:
-            settings = "StitchTraining" if "at" in known else "AlignedTraining"
-            return argument, sorted(calls, key=lambda call: (call != "analyze", call != settings, call))
-    return "", []
+            return argument, _likeliest_first(calls, known)
+    options = {p for call, signature in _SIGNATURES.items() if call in public for p in signature.parameters}
+    near = difflib.get_close_matches(keyword.lower(), options, n=1, cutoff=0.8)
+    calls = [call for call, signature in _SIGNATURES.items() if call in public and near and near[0] in signature.parameters]
+    return (near[0], _likeliest_first(calls, known)) if near and name not in calls else ("", [])
+
+
+def _likeliest_first(calls: Collection[str], known: Collection[str]) -> list[str]:
+    settings = "StitchTraining" if "at" in known else "AlignedTraining"
+    return sorted(calls, key=lambda call: (call != "analyze", call != settings, call))
 
 
 def refuse_keywords(name: str, given: Mapping[str, Any], *calls: Callable[..., Any]) -> None:

@@ -62,8 +62,11 @@ def _role(value: Any, expected: str) -> str | None:
         return "training settings"
     if isinstance(value, torch.nn.Module) or ("tl_layersim", "Source") in bases or ("nnsight", "Envoy") in bases:
         return "model"
-    if isinstance(value, Mapping) and value and all(_role(each, expected) == "analyzers" for each in value.values()):
-        return "analyzers"
+    if isinstance(value, Mapping) and (value or expected == "analyzers"):
+        kinds = {None if isinstance(each, str) else _role(each, expected) for each in value.values()}
+        # Names of analyzers are texts, as data may be.
+        if kinds == {"analyzers"} or (expected == "analyzers" and kinds <= {"analyzers", None}):
+            return "analyzers"
     if isinstance(value, torch.Tensor | Mapping) or hasattr(value, "column_names"):
         return "data"
     if isinstance(value, list | tuple) and value:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas
 
+# Axes whose labels are the blocks of the (first) model.
+BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
 # Names of columns, for axes whose labels are sites.
 COLUMNS = {
     "residual": "layer",
@@ -19,12 +21,11 @@ COLUMNS = {
 }
 
 
-def label_table(labels: Mapping[str, tuple[Any, ...]], block_axes: tuple[str, ...]) -> pandas.DataFrame:
+def label_table(labels: Mapping[str, tuple[Any, ...]]) -> pandas.DataFrame:
     """A table with one line for each entry of a tensor, in the order of its memory, and a column for each axis.
 
     Args:
         labels: along each axis, in order.
-        block_axes: axes whose labels are blocks.
     """
     import pandas
 
@@ -34,7 +35,7 @@ def label_table(labels: Mapping[str, tuple[Any, ...]], block_axes: tuple[str, ..
         index=None if labels else [0],
     )
     for axis, own in labels.items():
-        if axis in (*COLUMNS, *block_axes):
+        if axis in (*COLUMNS, *BLOCK_AXES):
             # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
             name = COLUMNS.get(axis, axis)
             table[name] = pandas.Categorical(table[name], categories=list(own), ordered=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .errors import LayersimError
 from .field_types import refuse_other_types
+from .hub import downloaded, is_hub_address
 from .intervals import with_replicates
 from .provenance import Provenance
 from .result_kinds import below, class_of, kind_of, sweep_class
@@ -76,7 +77,7 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
     """Read a result, a report or a sweep from a file.
 
     Args:
-        path: of the file.
+        path: of the file, or its address on the hub.
         kinds: of files that are accepted: "result", "report" or "sweep".
         base: the class `Result`.
         report: the class `Report`.
@@ -85,6 +86,8 @@ def load_kind(path: str | os.PathLike[str], kinds: tuple[str, ...], base: type[A
         FileNotFoundError: the file does not exist.
         LayersimError: the file is damaged, of another kind, or of a newer version.
     """
+    if is_hub_address(path):
+        path = downloaded(str(path))
     header, tensors = read(path, kinds)
     with reading(path, f"a whole {header['kind']}", "copy the file again, or run the analysis again"):
         if header["kind"] == "result":

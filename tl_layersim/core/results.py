@@ -18,7 +18,8 @@ from .argument_checks import named, typed
 from .errors import LayersimError
 from .intervals import bounds_of, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
-from .label_table import label_table
+from .label_table import BLOCK_AXES, label_table
+from .missing_attributes import missing_attribute
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
 from .wording import brief
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 from .picture import Picture
 from .provenance import Provenance
-
-# Axes whose labels are the blocks of the (first) model.
-BLOCK_AXES = ("layer", "row_block", "column_block", "skipped", "affected")
+from .report_exports import ReportExports
 
 
 @named
@@ -146,7 +145,7 @@ class Result(ABC):
             LayersimError: the result has no such field.
         """
         axis_names = self._axes_of(field)
-        table = label_table({axis: self.coordinates(axis) for axis in axis_names}, BLOCK_AXES)
+        table = label_table({axis: self.coordinates(axis) for axis in axis_names})
         for name, names in self.tensor_fields().items():
             if names == axis_names:
                 column = self.values_name if name == "values" else name
@@ -273,7 +272,7 @@ class LayerCurve(Result):
 
 
 @named
-class Report(Mapping[str, Any]):
+class Report(ReportExports):
     """The results of one run, by name of the analyzer.
 
     Args:
@@ -293,6 +292,13 @@ class Report(Mapping[str, Any]):
                 expected="a mapping",
                 do="Report({'cka': result})",
             )
+        if broken := [name for name in results if not name or "/" in name]:
+            raise LayersimError(
+                "A name of a result must not be empty or hold a slash, which separates names in files and loggers.",
+                given=repr(broken[0]),
+                expected="a name such as 'cka'",
+                do=f"Report({{{broken[0].strip('/').replace('/', '_') or 'cka'!r}: result}})",
+            )
         self._results = dict(results)
 
     def __getitem__(self, name: str) -> Any:
@@ -305,6 +311,14 @@ class Report(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._results)
+
+    if not TYPE_CHECKING:
+        # Hidden from type checkers, which would take every attribute for one of a report.
+        def __getattr__(self, name: str) -> Any:
+            held = vars(self).get("_results", {})
+            if name in held:
+                raise AttributeError(f"'Report' object has no attribute {name!r}. Its results are entries: report[{name!r}].")
+            raise missing_attribute(self, "A report", name, {f"report[{own!r}]": result for own, result in held.items()})
 
     def __repr__(self) -> str:
         lines = [f"Report({', '.join(self._results)})"]
@@ -345,24 +359,26 @@ class Report(Mapping[str, Any]):
 
 @typed
 def load(path: str | os.PathLike[str]) -> Any:
-    """Read a `Result`, a `Report` or a `Sweep` from the file that its `save` wrote.
+    """Read a `Result`, a `Report` or a `Sweep` from the file that its `save` wrote, on disk or on the Hugging Face hub.
 
     Args:
-        path: of the file.
+        path: of the file; or hf://user/name for the report that `push_to_hub` uploaded, hf://user/name/file.safetensors for
+            another file of a repository of type dataset, hf://user/name@revision for a branch, tag or commit.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version.
+        LayersimError: the file is truncated, changed since it was written, of another program, or of a newer version; or the
+            hub has no such file, or cannot be reached.
     """
     return load_kind(path, ("result", "report", "sweep"), Result, Report)
 
 
 @typed
 def load_report(path: str | os.PathLike[str]) -> Report:
-    """Read a report that `Report.save` wrote; errors as in `load`.
+    """Read a report that `Report.save` or `Report.push_to_hub` wrote; errors as in `load`.
 
     Args:
-        path: of the file.
+        path: of the file, or its address on the hub, see `load`.
     """
     return Report.load(path)
 

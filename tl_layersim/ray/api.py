@@ -71,7 +71,7 @@ def analyze_on_ray(
         >>> import tl_layersim as lsim
         >>> report = analyze_on_ray(lsim.demo_model, lsim.demo_text(), [lsim.Cosine()], num_workers=2)  # doctest: +SKIP
     """
-    chosen = list(choose_analyzers(analyzers).values())
+    chosen = choose_analyzers(analyzers)
     _refuse_arguments(load_model, num_workers, options)
     opening = {
         "layers": options.get("layers"),

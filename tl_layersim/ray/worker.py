@@ -101,7 +101,7 @@ class Worker:
 
     @typed
     def __init__(self, load_model: Callable[[], Any], analyzers: AnalyzersArgument, **options: Unpack[OneModelOptions]) -> None:
-        self._load_model, self._analyzers = load_model, list(choose_analyzers(analyzers).values())
+        self._load_model, self._analyzers = load_model, choose_analyzers(analyzers)
         self._options: dict[str, Any] = dict(options)
         self._key = uuid.uuid4().hex
         refuse_model(load_model)
@@ -113,7 +113,7 @@ class Worker:
                     expected="other options",
                     do=do,
                 )
-        for analyzer in self._analyzers:
+        for analyzer in self._analyzers.values():
             if analyzer.first_kernel() is not None:
                 kind = type(analyzer).__name__
                 raise LayersimError(

@@ -1,0 +1,187 @@
+"""Analyzers under names of the user's own: the same analyzer twice in one call, in every call that takes analyzers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analysis.validation import choose_analyzers
+from tl_layersim.ray import Worker
+
+from ..tiny_models import random_tokens, tiny_llama
+
+# Few blocks are enough to compare two runs.
+pytestmark = pytest.mark.filterwarnings("ignore:Intervals of .* rest on")
+ROWS = random_tokens(8, 16)
+
+
+def lenses():
+    return {"raw": lsim.LogitLens(norm="none"), "normed": lsim.LogitLens()}
+
+
+def similarities():
+    return {"small": lsim.CKA(minibatch=8), "large": lsim.CKA(minibatch=16)}
+
+
+def assert_equal(report, name, alone):
+    """Every field of a result of a report is that of a run of its own."""
+    for field in alone.tensor_fields():
+        assert torch.equal(torch.nan_to_num(getattr(report[name], field)), torch.nan_to_num(getattr(alone, field))), (
+            name,
+            field,
+        )
+    assert report[name].provenance.options == alone.provenance.options
+
+
+def alone(analyzer, **options):
+    [result] = lsim.analyze(tiny_llama(), ROWS, analyzer, batch_size=2, **options).values()
+    return result
+
+
+@pytest.mark.parametrize("make", [lenses, similarities], ids=["lenses", "similarities"])
+def test_each_equals_a_run_of_its_own_and_survives_a_file(make, tmp_path):
+    report = lsim.analyze(tiny_llama(), ROWS, make(), batch_size=2, intervals=True)
+    assert list(report) == list(make())
+    for name, analyzer in make().items():
+        assert_equal(report, name, alone(analyzer, intervals=True))
+    again = lsim.load_report(report.save(tmp_path / "report.safetensors"))
+    for name in make():
+        assert_equal(again, name, report[name])
+        low = report[name].interval("values").low
+        assert torch.equal(again[name].interval("values").low.nan_to_num(), low.nan_to_num())
+    first, second = (report[name].values for name in make())
+    assert not torch.equal(first, second)
+
+
+def test_two_sets_of_labels_do_not_share_a_lens():
+    labels = [torch.randint(50, (len(ROWS),), generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
+    both = {f"labels_{n}": lsim.LogitLens(labels=own) for n, own in enumerate(labels)}
+    report = lsim.analyze(tiny_llama(), ROWS, both, batch_size=2, positions="last")
+    for name, analyzer in both.items():
+        assert_equal(report, name, alone(analyzer, positions="last"))
+
+
+def test_an_analyzer_of_two_passes_twice():
+    both = {"means": lsim.Cosine(), "raw": lsim.Cosine(center="none"), "collapse": "neural_collapse"}
+    data = {"input_ids": ROWS, "label": torch.arange(8) % 2}
+    report = lsim.analyze(tiny_llama(), data, both, batch_size=2)
+    assert_equal(report, "means", alone(lsim.Cosine()))
+    assert_equal(report, "raw", alone(lsim.Cosine(center="none")))
+    assert type(report["collapse"]).__name__ == "NeuralCollapseResult"
+
+
+def test_compare_and_compare_grid_return_a_report_of_the_names():
+    a, b = tiny_llama(seed=0), tiny_llama(seed=1)
+    report = lsim.compare(a, b, ROWS, similarities(), batch_size=2)
+    grids = lsim.compare_grid({"a": a, "b": b}, ROWS, similarities(), batch_size=2)
+    assert list(report) == list(grids) == ["small", "large"]
+    for name, analyzer in similarities().items():
+        expected = lsim.compare(a, b, ROWS, analyzer, batch_size=2)
+        assert torch.equal(report[name].values, expected.values)
+        assert torch.equal(grids[name]["a", "b"].values, expected.values)
+        assert torch.equal(grids[name].values, lsim.compare_grid({"a": a, "b": b}, ROWS, analyzer, batch_size=2).values)
+
+
+def test_attach_and_estimate():
+    model = tiny_llama()
+    with lsim.attach(model, lenses()) as probe:
+        for rows in ROWS.split(2):
+            model(rows)
+    report = probe.results()
+    for name, analyzer in lenses().items():
+        with lsim.attach(model, analyzer) as own:
+            for rows in ROWS.split(2):
+                model(rows)
+        assert_equal(report, name, own.results()["logit_lens"])
+
+    cost = {"tokens": 1000, "batch_size": 2, "seq_len": 16, "devices": "A100"}
+    twice = lsim.estimate(model, similarities(), **cost)
+    once = lsim.estimate(model, similarities()["small"], **cost)
+    assert twice.flops["forward"] == once.flops["forward"]
+    assert twice.flops["small"] == once.flops["cka"] > 0
+    assert twice.sums_bytes.keys() == {"small", "large"}
+
+
+def test_sweep_and_its_folder(tmp_path):
+    models = {0: tiny_llama(seed=0), 1: tiny_llama(seed=1)}
+    found = lsim.sweep(models, ROWS, lenses(), batch_size=2, checkpoint=tmp_path / "folder")
+    again = lsim.sweep(models, ROWS, lenses(), batch_size=2, checkpoint=tmp_path / "folder")
+    for sweep in (found, again):
+        assert_equal(sweep[0], "raw", alone(lsim.LogitLens(norm="none")))
+    with pytest.raises(lsim.LayersimError):
+        lsim.sweep(models, ROWS, {"raw": lsim.LogitLens(), "normed": lsim.LogitLens()}, checkpoint=tmp_path / "folder")
+
+
+def test_shards_are_merged_under_the_names_with_options_restored(tmp_path):
+    both = {"raw": lsim.Cosine(center="none"), "normed": lsim.Cosine(center="none", histogram_bins=100)}
+    for number in range(2):
+        path = tmp_path / f"{number}.safetensors"
+        lsim.analyze(tiny_llama(), ROWS, both, batch_size=2, shard=(number, 2), save_to=path)
+    merged = lsim.merge(tmp_path)
+    given = lsim.merge(tmp_path, analyzers=both)
+    for name, analyzer in both.items():
+        assert_equal(merged, name, alone(analyzer))
+        assert_equal(given, name, alone(analyzer))
+    with pytest.raises(lsim.LayersimError, match="differ from the analyzers"):
+        lsim.merge(tmp_path, analyzers={"raw": both["normed"], "normed": both["raw"]})
+
+
+def test_a_checkpoint_resumes_and_refuses_other_names(tmp_path):
+    path = tmp_path / "checkpoint"
+
+    def broken():
+        yield from ROWS[:4]
+        raise RuntimeError("the disk is gone")
+
+    class Rows:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def __iter__(self):
+            return broken() if self.fails else iter(ROWS)
+
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        lsim.analyze(tiny_llama(), Rows(True), lenses(), batch_size=2, checkpoint=path)
+    with pytest.raises(lsim.LayersimError, match="another run"):
+        lsim.analyze(tiny_llama(), Rows(False), {"raw": lsim.LogitLens()}, batch_size=2, checkpoint=path)
+    report = lsim.analyze(tiny_llama(), Rows(False), lenses(), batch_size=2, checkpoint=path)
+    for name, analyzer in lenses().items():
+        assert_equal(report, name, alone(analyzer))
+
+
+def test_a_worker_of_an_engine_and_the_difference_of_two_reports():
+    worker = Worker(tiny_llama, similarities(), batch_size=2, intervals=True)
+    report = worker.report([worker(ROWS[:4].tolist()), worker(ROWS[4:].tolist())])
+    for name, analyzer in similarities().items():
+        assert torch.equal(report[name].values, alone(analyzer).values)
+    found = lsim.difference(report, report)
+    assert list(found) == ["small", "large"]
+    assert bool((found["small"].interval("values").value == 0).all())
+
+
+def test_a_list_with_an_analyzer_twice_is_refused_with_the_mapping_to_write():
+    with pytest.raises(lsim.LayersimError, match="two analyzers of the same name") as caught:
+        lsim.analyze(tiny_llama(), ROWS, [lsim.LogitLens(norm="none"), lsim.LogitLens()])
+    assert caught.value.do == '{"logit_lens_a": LogitLens(...), "logit_lens_b": LogitLens(...)} in place of the list'
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "a b", "1st", "a.b", "a=b", "a,b", "_a", "é", 3, "../x", "a-b"])
+def test_a_name_that_a_file_or_an_option_cannot_hold_is_refused(name):
+    with pytest.raises(lsim.LayersimError, match="A name in `analyzers` must be letters, digits and _") as caught:
+        lsim.analyze(tiny_llama(), ROWS, {name: lsim.Cosine(center="none")})
+    # The name that is proposed is one.
+    proposed = caught.value.do.split('"')[1]
+    assert list(choose_analyzers({proposed: lsim.Cosine()})) == [proposed]
+
+
+def test_the_name_of_another_analyzer_and_empty_mappings_are_refused():
+    with pytest.raises(lsim.LayersimError, match="that of another analyzer, CKA"):
+        lsim.analyze(tiny_llama(), ROWS, {"cka": lsim.Cosine()})
+    with pytest.raises(lsim.LayersimError, match="a part of the model in `estimate`"):
+        lsim.analyze(tiny_llama(), ROWS, {"head": lsim.LogitLens()})
+    with pytest.raises(lsim.LayersimError, match="`analyzers` is empty"):
+        lsim.analyze(tiny_llama(), ROWS, {})
+    with pytest.raises(lsim.LayersimError, match="must contain only analyzers"):
+        choose_analyzers({"a": 3})
+    assert list(choose_analyzers({"cka": lsim.CKA()})) == ["cka"]

@@ -1,0 +1,215 @@
+"""Reports on the Hugging Face hub, against a stand-in on loopback: upload, download, and errors that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+
+import pandas
+import pytest
+import torch
+from huggingface_hub import constants
+
+import tl_layersim as lsim
+from tl_layersim.core.hub import card, is_hub_address
+
+from ..tiny_models import random_tokens, tiny_llama
+from .small_hub import TOKEN, SmallHub
+
+
+@pytest.fixture(scope="module")
+def running():
+    hub = SmallHub()
+    yield hub
+    hub.close()
+
+
+@pytest.fixture
+def hub(running, monkeypatch, tmp_path):
+    """The stand-in, without repositories; nobody is logged in."""
+    running.repos.clear()
+    running.seen.clear()
+    running.fails, running.can_write = 0, True
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "ENDPOINT", running.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return running
+
+
+@pytest.fixture(scope="module")
+def report():
+    return lsim.analyze(tiny_llama(), random_tokens(4, 16), {"raw": lsim.LogitLens(norm="none"), "cosine": "cosine"})
+
+
+def equal(found, report):
+    assert list(found) == list(report)
+    for name, result in report.items():
+        for field in result.tensor_fields():
+            assert torch.equal(getattr(found[name], field).nan_to_num(), getattr(result, field).nan_to_num())
+        assert found[name].provenance == result.provenance
+    return True
+
+
+def test_a_report_is_uploaded_and_read_again(hub, report, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    page = report.push_to_hub("me/layers")
+    assert page == f"{hub.url}/datasets/me/layers"
+    files = hub.repos["me/layers"]["main"]
+    assert sorted(files) == ["README.md", "report.csv", "report.html", "report.safetensors"]
+    assert b"plotly" in files["report.html"]
+    assert equal(lsim.load("hf://me/layers"), report)
+    assert equal(lsim.load("hf://me/layers/report.safetensors"), report)
+    assert equal(lsim.load_report("hf://datasets/me/layers@main"), report)
+    assert equal(lsim.load(f"hf://me/layers@{hub.commit_of('me/layers', 'main')}"), report)
+    # A name without a user is one in the own account, and a second upload is a second commit.
+    before = hub.commit_of("me/layers", "main")
+    assert report.push_to_hub("layers") == page
+    assert hub.commit_of("me/layers", "main") != before or hub.repos["me/layers"]["main"] == files
+
+
+def test_what_is_downloaded_is_kept_for_work_without_a_network(hub, report, monkeypatch):
+    report.push_to_hub("me/layers", token=TOKEN)
+    assert equal(lsim.load("hf://me/layers"), report)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    before = len(hub.seen)
+    assert equal(lsim.load("hf://me/layers"), report)
+    assert len(hub.seen) == before
+
+
+def test_a_branch_and_another_file_of_a_repository(hub, report, tmp_path):
+    report.push_to_hub("me/layers", token=TOKEN, revision="second", message="words")
+    assert hub.repos["me/layers"]["main"] == {}
+    assert equal(lsim.load("hf://me/layers@second"), report)
+    hub.repos["me/layers"]["main"]["parts/lens.safetensors"] = report["raw"].save(tmp_path / "x").read_bytes()
+    assert torch.equal(lsim.load("hf://me/layers/parts/lens.safetensors").values, report["raw"].values)
+
+
+def test_a_private_repository(hub, report):
+    report.push_to_hub("me/secret", private=True, token=TOKEN)
+    assert hub.repos["me/secret"]["private"]
+    with pytest.raises(lsim.LayersimError, match="no repository me/secret that you may read") as caught:
+        lsim.load("hf://me/secret")
+    assert "hf auth login" in caught.value.do
+    hub.make("me/open")
+    with pytest.raises(lsim.LayersimError, match="me/open exists and is public"):
+        report.push_to_hub("me/open", private=True, token=TOKEN)
+    assert hub.repos["me/open"]["main"] == {}, "nothing was uploaded"
+    report.push_to_hub("me/secret", private=True, token=TOKEN)
+
+
+def test_the_card_says_what_was_measured_on_what(hub, report):
+    text = card(report, "me/layers", "second")
+    p = report["raw"].provenance
+    assert text.startswith("---\ntags:\n- tl_layersim\n")
+    for words in (p.data, p.config_hash, str(p.tokens), "norm=none", "LogitLensResult", 'lsim.load("hf://me/layers@second")'):
+        assert words in text
+    assert f"torch={p.versions['torch']}" in text
+    # Every line of a table has as many cells as its heading.
+    lines = text.splitlines()
+    assert all(line.replace("\\|", "").count("|") in (3, 4) for line in lines if line.startswith("|"))
+    for name, result in report.items():
+        assert sum(line.startswith(f"| {name} |") for line in lines) == len(result.headline()) + 1
+
+
+def test_the_card_names_both_models_of_a_comparison(report):
+    run = dataclasses.replace(report["raw"].provenance, model="org/first | /home/me/second/")
+    both = lsim.Report({"raw": dataclasses.replace(report["raw"], provenance=run)})
+    assert "\n# How the layers of first and second relate\n" in card(both, "me/layers")
+    assert "org/first \\| /home/me/second/" in card(both, "me/layers")
+
+
+def test_the_table_is_what_the_hub_shows(hub, report, tmp_path):
+    report.push_to_hub("me/layers", token=TOKEN)
+    (tmp_path / "x.csv").write_bytes(hub.repos["me/layers"]["main"]["report.csv"])
+    assert len(pandas.read_csv(tmp_path / "x.csv")) == len(report.to_frame())
+    assert b"data_files: report.csv" in hub.repos["me/layers"]["main"]["README.md"]
+
+
+def test_a_token_is_nowhere(hub, report, caplog, capfd, monkeypatch):
+    caplog.set_level(logging.DEBUG)
+    report.push_to_hub("me/layers", token=TOKEN)
+    assert {token for _, path, token in hub.seen if path.startswith("/api")} == {TOKEN}
+    assert all(TOKEN.encode() not in content for content in hub.repos["me/layers"]["main"].values())
+    errors = []
+    hub.can_write = False
+    for call in (
+        lambda: report.push_to_hub("me/layers", token=TOKEN),
+        lambda: report.push_to_hub(f"me/{TOKEN}@x", token=TOKEN),
+        lambda: report.push_to_hub("me/layers", tokens=TOKEN),
+        lambda: lsim.load(f"hf://me/layers?token={TOKEN}"),
+    ):
+        with pytest.raises(lsim.LayersimError) as caught:
+            call()
+        errors.append(str(caught.value))
+    out, err = capfd.readouterr()
+    assert TOKEN not in out + err + caplog.text + "".join(errors)
+
+
+@pytest.mark.parametrize(
+    ("call", "says", "do"),
+    [
+        (lambda r: r.push_to_hub("me/layers"), "you are not logged in", "hf auth login"),
+        (lambda r: r.push_to_hub("me/layers", token="hf_wrong"), "you are not logged in", "HF_TOKEN"),
+        (lambda r: r.push_to_hub("me/a b", token=TOKEN), "cannot have a repository of this name", "user/name"),
+        (lambda r: lsim.load("hf://me/missing"), "no repository me/missing", "check the name"),
+        (lambda r: lsim.load("hf://me/empty"), "no such file in me/empty", "hf://me/empty/other.safetensors"),
+        (lambda r: lsim.load("hf://me/empty@v9"), "no such revision", "a branch, tag or commit"),
+        (lambda r: lsim.load("hf://layers"), "not an address of a report", 'lsim.load("hf://user/name")'),
+    ],
+)
+def test_an_error_says_what_to_do(hub, report, call, says, do):
+    hub.make("me/empty")
+    hub.repos["me/empty"]["main"]["other.safetensors"] = b""
+    with pytest.raises(lsim.LayersimError, match=says) as caught:
+        call(report)
+    assert do in caught.value.do
+
+
+def test_a_hub_that_refuses_fails_or_is_away(hub, report, monkeypatch):
+    hub.can_write = False
+    with pytest.raises(lsim.LayersimError, match="does not let you write to them/layers") as caught:
+        report.push_to_hub("them/layers", token=TOKEN)
+    assert "write access" in caught.value.do
+    hub.fails = 500
+    with pytest.raises(lsim.LayersimError, match=r"answered with an error \(500\)"):
+        report.push_to_hub("me/layers", token=TOKEN)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(lsim.LayersimError, match=r"cannot be reached at http://127\.0\.0\.1:9"):
+        report.push_to_hub("me/layers", token=TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for call in (lambda: report.push_to_hub("me/layers", token=TOKEN), lambda: lsim.load("hf://me/never")):
+        with pytest.raises(lsim.LayersimError, match="offline mode is on") as caught:
+            call()
+        assert "unset HF_HUB_OFFLINE" in caught.value.do
+
+
+def test_a_download_without_a_network_is_refused(hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}")
+    with pytest.raises(lsim.LayersimError, match="cannot be reached"):
+        lsim.load("hf://me/layers")
+
+
+def test_an_empty_report_is_not_uploaded_and_a_path_is_no_address(hub):
+    with pytest.raises(lsim.LayersimError, match="The report is empty"):
+        lsim.Report({}).push_to_hub("me/layers", token=TOKEN)
+    assert not hub.seen
+    assert not is_hub_address("report.safetensors")
+
+
+def test_another_process_reads_by_its_environment(hub, report, tmp_path):
+    report.push_to_hub("me/layers", token=TOKEN)
+    script = "import tl_layersim as lsim; print(*lsim.load('hf://me/layers'))"
+    own = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, **own}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "raw cosine", done.stderr

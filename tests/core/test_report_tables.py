@@ -1,0 +1,201 @@
+"""Reports as one tidy table, as CSV and JSON, and as numbers for loggers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pandas
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core import LayerCurve, Report
+
+from ..tiny_models import random_tokens, tiny_llama
+from .helpers import FILES, RESULTS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Intervals of .* rest on")
+
+
+@pytest.fixture(scope="module")
+def report():
+    analyzers = {"raw": lsim.LogitLens(norm="none"), "cka": lsim.CKA(minibatch=8), "exits": "exit_curve", "cosine": "cosine"}
+    return lsim.analyze(tiny_llama(), random_tokens(8, 16), analyzers, batch_size=2, intervals=True)
+
+
+@pytest.fixture(scope="module")
+def table(report):
+    return report.to_frame()
+
+
+def test_every_number_of_every_field_is_one_line(report, table):
+    for name, result in report.items():
+        for field, axes in result.tensor_fields().items():
+            values = getattr(result, field)
+            shown = result.values_name if field == "values" else field
+            lines = table[(table["analyzer"] == name) & (table["field"] == shown)]
+            if bool(values.isnan().all()):
+                assert lines.empty, "a field that was not measured"
+                continue
+            assert torch.equal(torch.tensor(lines["value"].to_numpy()).nan_to_num(), values.reshape(-1).nan_to_num()), shown
+            assert len(axes) == lines.drop(columns=["analyzer", "field", "value", "low", "high", "se"]).notna().any().sum()
+    assert not table.empty
+
+
+def test_a_line_has_its_labels_and_its_interval(report, table):
+    found = report["raw"].interval("accuracy")
+    lines = table.query("analyzer == 'raw' and field == 'accuracy'")
+    assert list(lines["layer"]) == list(report["raw"].layers[1:])
+    for column, values in (("low", found.low), ("high", found.high), ("se", found.error)):
+        assert torch.equal(torch.tensor(lines[column].to_numpy()), values)
+    [one] = table.query("analyzer == 'cka' and field == 'values'")[["row_layer", "column_layer", "value"]].values[[1]].tolist()
+    assert one == [*report["cka"].layers[:2], float(report["cka"].values[0, 1])]
+    # The first pass determines the mean, which has no interval.
+    assert table.query("field == 'mean'")["low"].isna().all()
+    assert list(table.columns[:5]) == ["analyzer", "field", "layer", "row_layer", "column_layer"]
+    assert list(table.columns[-4:]) == ["value", "low", "high", "se"]
+
+
+def test_layers_are_ordered_as_in_the_model(table):
+    order = list(table["layer"].cat.categories)
+    assert table["layer"].cat.ordered
+    assert order[0].endswith("hook_resid_pre"), "of a curve that has it, although the first result has blocks only"
+    assert order == sorted(order, key=lambda name: (int(re.findall(r"\d+", name)[0]), "post" in name))
+    wide = table.query("analyzer == 'cka' and field == 'values'").pivot(
+        index="row_layer", columns="column_layer", values="value"
+    )
+    assert list(wide.index) == [name for name in table["row_layer"].cat.categories if name in set(wide.index)]
+
+
+def test_without_intervals_there_are_no_such_columns_and_an_empty_report_is_an_empty_table():
+    report = lsim.analyze(tiny_llama(), random_tokens(2, 8), "cosine")
+    assert {"low", "high", "se"}.isdisjoint(report.to_frame().columns)
+    assert list(Report({}).to_frame().columns) == ["analyzer", "field", "value"]
+    assert Report({}).headline() == {}
+
+
+def test_csv_is_the_table(report, table, tmp_path):
+    path = report.to_csv(tmp_path / "report.csv")
+    again = pandas.read_csv(path, float_precision="round_trip")
+    assert list(again.columns) == list(table.columns)
+    assert again["value"].equals(table["value"])
+    assert list(again["row_layer"].dropna()) == list(table["row_layer"].dropna())
+
+
+def test_json_is_strict_exact_and_has_the_provenance(report, table, tmp_path):
+    path = report.to_json(tmp_path / "report.json")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    plain = json.loads(path.read_text(), parse_constant=refuse)
+    assert plain["provenance"]["raw"]["options"]["norm"] == "none"
+    assert plain["provenance"]["cka"]["data"] == report["cka"].provenance.data
+    assert plain["results"]["exits"] == "ExitCurveResult"
+    assert plain["headline"] == {key: None if math.isnan(value) else value for key, value in report.headline().items()}
+    again = pandas.read_json(path, orient="table", precise_float=True)
+    pandas.testing.assert_frame_equal(again, table, check_exact=True, check_dtype=False, check_categorical=False)
+    assert list(again["layer"].cat.categories) == list(table["layer"].cat.categories)
+
+
+def test_numbers_that_json_lacks_are_null(report, tmp_path):
+    own = LayerCurve(
+        values=torch.tensor([math.nan, math.inf, 1.0], dtype=torch.float64),
+        layers=("a", "b", "c"),
+        provenance=report["cka"].provenance,
+    )
+    plain = json.loads(Report({"own": own}).to_json(tmp_path / "x.json").read_text())
+    assert [line["value"] for line in plain["data"]] == [None, None, 1.0]
+
+
+@pytest.mark.parametrize("write", ["to_csv", "to_json"])
+def test_a_file_is_written_whole_or_not_at_all(report, tmp_path, monkeypatch, write):
+    path = tmp_path / "report"
+    path.write_text("mine")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tl_layersim.core.storage.os.fsync", full)
+    with pytest.raises(OSError, match="unchanged"):
+        getattr(report, write)(path)
+    assert path.read_text() == "mine"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report"]
+
+
+class Logger:
+    """A stand-in for wandb, which takes a flat dict of numbers, and for MLflow, which is strict about names."""
+
+    def __init__(self):
+        self.lines = []
+
+    def log(self, numbers, step):
+        assert all(re.fullmatch(r"[\w./ -]+", name, re.ASCII) for name in numbers)
+        assert all(type(value) is float for value in numbers.values())
+        self.lines.append((step, dict(numbers)))
+
+
+def test_headline_numbers_go_to_a_logger(report):
+    logger = Logger()
+    logger.log(report.headline(), step=3)
+    [(step, numbers)] = logger.lines
+    assert step == 3
+    texts = [(name, text, value) for name, result in report.items() for text, value in result.headline().items()]
+    assert list(numbers.values()) == pytest.approx([float(value) for _, _, value in texts], nan_ok=True)
+    assert [key.split("/")[0] for key in numbers] == [name for name, _, _ in texts]
+    assert numbers["cka/cka_last_but_one_last"] == float(report["cka"].values[-2, -1])
+
+
+def test_names_of_headline_numbers_do_not_change_with_the_numbers(report):
+    own = type("Own", (), {"headline": lambda self: self.numbers})
+    first, second = own(), own()
+    first.numbers = {"lowest rank, at blocks.0 (width 8)": 1.0, "rank (1: full)": 2.0, "rank (2: half)": 3}
+    second.numbers = {"lowest rank, at blocks.3 (width 8)": 1.5, "rank (1: full)": 2.5, "rank (2: half)": 4}
+    names = [list(Report({"r": each}).headline()) for each in (first, second)]
+    assert names[0] == names[1] == ["r/lowest_rank", "r/rank", "r/rank_2_half"]
+
+
+def test_headline_numbers_go_to_tensorboard(report, tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", exc_type=ImportError)
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        for name, value in report.headline().items():
+            writer.add_scalar(name, value, 1)
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "/"])
+def test_a_name_that_a_file_cannot_hold_is_refused(report, name):
+    with pytest.raises(lsim.LayersimError, match="must not be empty or hold a slash"):
+        Report({name: report["cka"]})
+
+
+def test_an_attribute_of_a_result_names_the_result_to_ask(report):
+    with pytest.raises(AttributeError, match=r"report\['raw'\]\.interval or report\['cka'\]\.interval"):
+        report.interval("values")
+    with pytest.raises(AttributeError, match=r"report\['cka'\]\.calibrated"):
+        _ = report.calibrated
+    with pytest.raises(AttributeError, match=r"entries: report\['raw'\]"):
+        _ = report.raw
+    with pytest.raises(AttributeError, match=r"no attribute 'no_such'.*holds results: report"):
+        _ = report.no_such
+    assert not hasattr(report, "interval")
+    import copy
+    import pickle
+
+    assert list(copy.deepcopy(report)) == list(pickle.loads(pickle.dumps(report))) == list(report)
+
+
+@pytest.mark.filterwarnings("ignore:.*without a checksum:tl_layersim.LayersimWarning")
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_of_every_kind_have_a_table(name, tmp_path):
+    found = lsim.load(FILES / name)
+    report = found if isinstance(found, Report) else Report({"own": found})
+    table = report.to_frame()
+    again = pandas.read_json(report.to_json(tmp_path / "x.json"), orient="table", precise_float=True)
+    assert list(again.columns) == list(table.columns)
+    # A field of one of these files is infinite, which JSON cannot hold.
+    assert again["value"].equals(table["value"].replace([math.inf, -math.inf], math.nan))
+    assert len(pandas.read_csv(report.to_csv(tmp_path / "x.csv"))) == len(table) > 0
+    assert len(report.headline()) == sum(len(result.headline()) for result in report.values())

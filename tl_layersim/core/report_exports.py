@@ -1,0 +1,116 @@
+"""What a report can be turned into: a table, files of other programs, numbers for a logger, a repository on the hub."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .argument_checks import typed
+from .hub import push_report
+from .report_tables import headline_numbers, tidy_table, write_csv, write_json
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class ReportExports(Mapping[str, Any], ABC):
+    """Abstract base of `Report`: its tables, files and headline numbers, and its repository on the Hugging Face hub."""
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One tidy table of all numbers of all results, with one line for each number.
+
+        Columns `analyzer` (the key in the report) and `field`; one column for each axis that any field has, such as `layer`,
+        `row_layer`, `column_layer`, `quantile` or `threshold`, which is NaN in lines of fields without this axis; and `value`.
+        After `intervals=True` also the ends `low` and `high` of the 95 % interval and the standard error `se`, NaN where a
+        field has none. Layers are ordered as in the model. Fields that the run did not measure are left out.
+
+        `result.to_frame()` is the wide table of one field, with a column for each field over the same axes.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.LogitLens(), lsim.Cosine(center="none")])
+            >>> table = report.to_frame()
+            >>> losses = table.query("analyzer == 'logit_lens' and field == 'cross_entropy'")
+            >>> len(losses), losses["value"].is_monotonic_decreasing
+            (8, True)
+        """
+        return tidy_table(self)
+
+    @typed
+    def to_csv(self, path: str | os.PathLike[str]) -> Path:
+        """Write the table of `to_frame` as CSV, without index; undefined numbers are empty.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: the file cannot be written; an older file at `path` is unchanged.
+        """
+        return write_csv(self, path)
+
+    @typed
+    def to_json(self, path: str | os.PathLike[str]) -> Path:
+        """Write the table of `to_frame`, the headline numbers and the provenance as strict JSON.
+
+        Entries `schema` and `data` are those of pandas' layout "table", so that `pandas.read_json(path, orient="table",
+        precise_float=True)` is the table again. Entries `headline`, `results` (classes) and `provenance` stand beside them.
+        JSON has no NaN and no infinite numbers: they are null. `save` writes a file that `load` reads exactly.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: the file cannot be written; an older file at `path` is unchanged.
+        """
+        return write_json(self, path)
+
+    def headline(self) -> dict[str, float]:
+        """The headline numbers of all results as a flat dict for wandb, tensorboard or MLflow.
+
+        Keys are the name of the result, a slash and the description in lower-case letters, digits and _, such as
+        "cka/cka_last_but_one_last". Sites that are findings are left out of them, so that curves over a training have one name.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> report = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], lsim.LogitLens())
+            >>> sorted(report.headline())[0]
+            'logit_lens/accuracy_after_block_4'
+        """
+        return headline_numbers(self)
+
+    @typed
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        message: str = "Upload a tl_layersim report",
+    ) -> str:
+        """Upload the report to the Hugging Face hub, where `tl_layersim.load("hf://user/name")` reads it.
+
+        The repository holds `report.safetensors` (all numbers), `report.html` (the page), `report.csv` (the table, which the
+        hub shows and `datasets.load_dataset` reads) and a card with the provenance. It is one of type dataset, because it holds
+        numbers about a model and no weights. It is made if it does not exist, and becomes one commit richer.
+
+        The provenance is uploaded as it is, with the path of a model that was loaded from a folder.
+
+        Args:
+            repo: "user/name", or "name" in the own account.
+            private: whether a new repository is private. Default: as the account is set. With True, a repository that exists
+                and is public is refused.
+            revision: branch to upload to, made if it does not exist. Default: the main branch.
+            token: with write access. Default: that of `hf auth login` or of the variable HF_TOKEN. It is not written anywhere.
+            message: of the commit.
+
+        Returns:
+            The address of the repository's page.
+
+        Raises:
+            LayersimError: not logged in, no write access, the hub cannot be reached, or the repository is public.
+        """
+        return push_report(self, repo, private, revision, token, message)

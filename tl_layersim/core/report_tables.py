@@ -1,0 +1,151 @@
+"""Tables of reports: all numbers of all results in one tidy table, as CSV and as JSON; headline numbers by short names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .intervals import bounds_of
+from .label_table import label_table
+from .storage import replacing
+
+if TYPE_CHECKING:
+    import pandas
+
+# Columns of labels that come first, and the columns of numbers.
+SITES = ("layer", "row_layer", "column_layer")
+NUMBERS = ("value", "low", "high", "se")
+
+
+def tidy_table(report: Mapping[str, Any]) -> pandas.DataFrame:
+    """All numbers of all results, one line for each; see `Report.to_frame`.
+
+    Args:
+        report: results by name.
+    """
+    import pandas
+
+    tables = [table for name, result in report.items() for table in _tables_of(name, result)]
+    if not tables:
+        return pandas.DataFrame({name: [] for name in ("analyzer", "field", "value")})
+    found = pandas.concat(tables, ignore_index=True)
+    labels = [name for name in found.columns if name not in ("analyzer", "field", *NUMBERS)]
+    first = [name for name in SITES if name in labels]
+    order = ["analyzer", "field", *first, *(name for name in labels if name not in first)]
+    found = found[[*order, *(name for name in NUMBERS if name in found.columns)]]
+    for name in labels:
+        own = [list(table[name].cat.categories) for table in tables if name in table and hasattr(table[name], "cat")]
+        if own:
+            # Ordered as in the model: sorted as text, as in a pivot, block 10 would precede block 2.
+            found[name] = pandas.Categorical(found[name], categories=_merged(own), ordered=True)
+    return found
+
+
+def _tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
+    """The fields of a result, each as a table with equal names of the columns of numbers."""
+    tables = []
+    for field, axes in result.tensor_fields().items():
+        values = getattr(result, field)
+        if not values.numel() or bool(values.isnan().all()):
+            continue
+        table = label_table({axis: result.coordinates(axis) for axis in axes})
+        table.insert(0, "analyzer", name)
+        table.insert(1, "field", result.values_name if field == "values" else field)
+        table["value"] = values.numpy().reshape(-1)
+        if result.has_intervals and bounds_of(result)[field] is not None:
+            ends = result.interval(field)
+            for column, own in (("low", ends.low), ("high", ends.high), ("se", ends.error)):
+                table[column] = own.numpy().reshape(-1)
+        tables.append(table)
+    return tables
+
+
+def _merged(lists: list[list[Any]]) -> list[Any]:
+    """The labels of all lists, those of a shorter list after their predecessors in it."""
+    merged: list[Any] = []
+    for labels in sorted(lists, key=len, reverse=True):
+        place = 0
+        for label in labels:
+            if label in merged:
+                place = merged.index(label) + 1
+            else:
+                merged.insert(place, label)
+                place += 1
+    return merged
+
+
+def write_csv(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write the tidy table as CSV, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = tidy_table(report).to_csv(index=False)
+    with replacing(path) as file:
+        file.write(text.encode())
+    return Path(path)
+
+
+def write_json(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write the tidy table, the headline numbers and the provenance as JSON, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from pandas.io.json import build_table_schema
+
+    table = tidy_table(report)
+    about = {
+        "schema": build_table_schema(table, index=False),
+        "data": table.astype(object).to_dict("records"),
+        "headline": headline_numbers(report),
+        "results": {name: type(result).__name__ for name, result in report.items()},
+        "provenance": {name: asdict(result.provenance) for name, result in report.items()},
+    }
+    text = json.dumps(_strict(about), allow_nan=False)
+    with replacing(path) as file:
+        file.write(text.encode())
+    return Path(path)
+
+
+def _strict(value: Any) -> Any:
+    """Plain data without the numbers that JSON lacks: NaN and infinite numbers are None."""
+    if isinstance(value, Mapping):
+        return {str(key): _strict(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(own) for own in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def headline_numbers(report: Mapping[str, Any]) -> dict[str, float]:
+    """The headline numbers of all results by name of the result, a slash and a short name; see `Report.headline`.
+
+    Args:
+        report: results by name.
+    """
+    numbers: dict[str, float] = {}
+    for name, result in report.items():
+        for text, value in result.headline().items():
+            # A site that is a finding would give another name at every step of a training.
+            short = _logger_name(re.sub(r" \(.*\)$", "", text.partition(", at ")[0]))
+            keys = (f"{name}/{own}" for own in (short, _logger_name(text), *(f"{short}_{n}" for n in range(2, 1000))))
+            numbers[next(key for key in keys if key not in numbers)] = float(value)
+    return numbers
+
+
+def _logger_name(text: str) -> str:
+    """A description as a name of lower-case letters, digits and _, which all loggers take.
+
+    Examples:
+        >>> _logger_name("COS(last but one, last)")
+        'cos_last_but_one_last'
+    """
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
