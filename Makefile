@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help check demo test test-tl3 test-ndif test-oldest mutation lint types docs pictures examples dist bench format clean
+.PHONY: help check demo test test-tl3 test-ndif test-oldest mutation lint types docs screenshots pictures examples dist bench format clean
 
 help: ## List every task
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -86,8 +86,13 @@ lint: $(VENV)/dev ## Check style and format
 types: $(VENV)/dev ## Check types, strictly
 	$(VENV)/bin/mypy
 
-docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors
+docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors, and open its pages in a browser
 	$(VENV)/bin/mkdocs build --strict --quiet
+	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q tests/docs/test_site.py
+
+screenshots: $(VENV)/dev ## Take screenshots of pages and figures of the documentation, into screenshots/; needs chromium
+	$(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/python -m tests.docs.screenshots site screenshots
 
 pictures: $(VENV)/test ## Render the pictures of the README, the home page and docs/performance.md again; needs chromium
 	$(VENV)/bin/python -W ignore -m tests.docs.pictures
@@ -119,4 +124,4 @@ format: $(VENV)/dev ## Format the code
 	$(VENV)/bin/ruff format .
 
 clean: ## Remove what the other tasks made
-	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) $(VENV_OLDEST) build dist site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) $(VENV_OLDEST) build dist site screenshots layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
