@@ -11,7 +11,7 @@ from .interval_bands import interval_ends
 from .labels import quantity
 from .matrix import layer_heatmap, series_heatmap
 from .site_labels import site_words
-from .style import SHADES
+from .style import SHADES, described
 
 LAYER_MATRICES = (
     ("row", "column"),
@@ -24,7 +24,7 @@ LAYER_MATRICES = (
 
 
 def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
-    """The figure of one field, with its intervals where the result has them.
+    """The figure of one field, with its intervals where the result has them, and with model and tokens below its title.
 
     Args:
         result: whose field.
@@ -34,6 +34,10 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     Raises:
         ValueError: the field has other axes.
     """
+    return described(_figure(result, field, axes), result.provenance)
+
+
+def _figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     values = (result.values if field == result.values_name else getattr(result, field)).numpy()
     picture = next((p for p in result.pictures if p.field == field), None)
     unit = quantity(type(result).__name__, field)
