@@ -14,7 +14,7 @@ from ..core.provenance import JOINT, Provenance
 from .site_labels import heads_in_block, short_names, site_axis_title
 
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
-# Okabe and Ito's colours that have a contrast of 3 or more on white; their reddish purple and black are darker and lighter here.
+# Okabe and Ito's colours that have a contrast of 3 or more on white; their reddish purple is darker here, and their black lighter.
 # tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
 BLUE, ORANGE, GREEN, PURPLE, DARK = "#0072b2", "#d55e00", "#009e73", "#a8518a", "#222222"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, DARK)
@@ -159,7 +159,7 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
     if not text:
         return fig
     letters = int((fig.layout.width - 40) / (0.8 * TITLE_LETTER))
-    lines = [part for line in text.split("<br>") for part in _broken(line, letters)]
+    lines = _broken(text, letters)
     before = fig.layout.title.subtitle.text
     size = SUBTITLE_LINE * len(lines) + (0 if before else ABOVE_SUBTITLE)
     fig.update_layout(
@@ -196,8 +196,13 @@ def _model_name(model: str) -> str:
 
 
 def _broken(text: str, letters: int) -> list[str]:
-    """A text in lines of at most so many letters, broken between words; markup is left as it is."""
-    return textwrap.wrap(text, max(letters, 20), break_long_words=False, break_on_hyphens=False) or [""]
+    """A text in lines of at most so many letters, broken between words; a line with tags is left as it is."""
+    parts: list[str] = []
+    for line in text.split("<br>"):
+        parts += (
+            [line] if "<" in line else textwrap.wrap(line, max(letters, 20), break_long_words=False, break_on_hyphens=False)
+        )
+    return parts or [""]
 
 
 def colour_bar(title: str) -> dict[str, Any]:
