@@ -39,7 +39,8 @@ def difference_figure(
         level: of the interval.
         relative_depth: whether sites stand at their relative depths.
     """
-    unit = f"Difference: {quantity(type(result).__name__, field)}"
+    own = result.values_name if field == "values" else field
+    unit = f"Difference: {quantity(type(result).__name__, own)}"
     title = f"Second minus first, {level:.0%} intervals"
     axes = tuple(labels)
     if len(axes) == 1 or (axes not in LAYER_MATRICES and len(labels[axes[0]]) <= MOST_CURVES):
