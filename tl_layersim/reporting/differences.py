@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import hex_to_rgb, qualitative
+from plotly.colors import hex_to_rgb
 
 from ..core.jackknife import ConfidenceInterval
 from ..core.results import Result
@@ -14,7 +14,7 @@ from .curves import LAYER_AXES
 from .figures import LAYER_MATRICES
 from .labels import axis_title, quantity
 from .site_labels import heads_in_block
-from .style import colour_bar, layer_axis, styled, turn_labels
+from .style import DIVERGING, PALETTE, colour_bar, layer_axis, styled, turn_labels
 
 # Series over layers up to this number are curves, more are a heatmap.
 MOST_CURVES = 5
@@ -39,14 +39,15 @@ def difference_figure(
         level: of the interval.
         relative_depth: whether sites stand at their relative depths.
     """
-    unit = f"Difference: {quantity(type(result).__name__, field)}"
+    own = result.values_name if field == "values" else field
+    unit = f"Difference: {quantity(type(result).__name__, own)}"
     title = f"Second minus first, {level:.0%} intervals"
     axes = tuple(labels)
     if len(axes) == 1 or (axes not in LAYER_MATRICES and len(labels[axes[0]]) <= MOST_CURVES):
         fig = _curves(labels, found)
         fig.update_yaxes(title=unit, zeroline=True, zerolinecolor="#888")
         _label(fig.update_xaxes, axes[-1], labels[axes[-1]], relative_depth)
-        return styled(fig, title, height=420, width=620).update_layout(showlegend=len(axes) > 1)
+        return styled(fig, title).update_layout(showlegend=len(axes) > 1)
     title = f"Second minus first (dot: {level:.0%} interval excludes 0)"
     return _heatmap(labels, found, title, unit, relative_depth)
 
@@ -58,7 +59,7 @@ def _curves(labels: dict[str, tuple[Any, ...]], found: ConfidenceInterval) -> go
     fig = go.Figure()
     x = list(range(len(names)))
     for number, label in enumerate(series):
-        colour = qualitative.D3[number % len(qualitative.D3)]
+        colour = PALETTE[number % len(PALETTE)]
         band = "rgba({}, {}, {}, 0.15)".format(*hex_to_rgb(colour))
         edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
         fig.add_scatter(x=x, y=high[number], legendgroup=label, **edge)
@@ -69,7 +70,8 @@ def _curves(labels: dict[str, tuple[Any, ...]], found: ConfidenceInterval) -> go
             name=label,
             legendgroup=label,
             mode="lines+markers",
-            line={"color": colour, "width": 2},
+            line={"color": colour},
+            marker={"color": colour},
             customdata=np.stack([np.array(names, dtype=object), low[number], high[number]], axis=-1),
             hovertemplate="%{customdata[0]}<br>%{y:.4g} (%{customdata[1]:.4g} to %{customdata[2]:.4g})<extra></extra>",
         )
@@ -90,7 +92,7 @@ def _heatmap(
             zmid=0.0,
             zmin=-top,
             zmax=top,
-            colorscale="RdBu_r",
+            colorscale=DIVERGING,
             colorbar=colour_bar(unit),
             text=np.where((low > 0) | (high < 0), "•", ""),
             texttemplate="%{text}",
