@@ -44,7 +44,7 @@ def _figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     title = site_words(result.layers, picture.title if picture else unit)
     ends = interval_ends(result, field)
     if axes in LAYER_MATRICES:
-        return layer_heatmap(result, values, axes, title, unit, ends)
+        return layer_heatmap(result, field, axes, title, unit, ends)
     if axes == ("sublayer",):
         return sublayer_lines(result.coordinates("sublayer"), values, title, unit, ends)
     if len(axes) == 1:
@@ -80,5 +80,5 @@ def _figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
         ]
         return lines(result.coordinates(axes[1]), series, title, unit, axes[1])
     if len(axes) == 2:
-        return series_heatmap(result, values, axes, title, unit, ends)
+        return series_heatmap(result, field, axes, title, unit, ends)
     raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")
