@@ -14,7 +14,7 @@ from ..core.provenance import JOINT, Provenance
 from .site_labels import heads_in_block, short_names, site_axis_title
 
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
-# Okabe and Ito's colours that have a contrast of 3 or more on white; their reddish purple is darker here, and their black lighter.
+# Okabe and Ito's colours that have a contrast of 3 or more on white, with a darker purple and a lighter black.
 # tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
 BLUE, ORANGE, GREEN, PURPLE, DARK = "#0072b2", "#d55e00", "#009e73", "#a8518a", "#222222"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, DARK)
