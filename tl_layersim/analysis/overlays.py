@@ -136,7 +136,7 @@ def _result(run: Any, analyzer: str | None) -> Result:
             do='overlay([report_a, report_b], "cosine")',
         )
     if analyzer is None and len(run) == 1:
-        return next(iter(run.values()))
+        [analyzer] = run
     if analyzer is None or analyzer not in run:
         headline = "`analyzer` must name one of the results of a report."
         raise LayersimError(

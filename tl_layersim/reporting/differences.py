@@ -118,7 +118,7 @@ def _heatmap(
     height = 500
     if (row_axis, column_axis) in LAYER_MATRICES:
         shown = [short_names(names) if not relative_depth else ["0.00"] * len(names) for names in (rows, columns)]
-        height = square_cells(fig, *shown)
+        height = square_cells(fig, shown[0], shown[1])
     fig.update_xaxes(showgrid=False)
     fig.update_yaxes(showgrid=False)
     return styled(fig, title, height=height)

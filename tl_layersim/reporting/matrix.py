@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -106,14 +107,13 @@ def series_heatmap(
     return with_subtitle(styled(fig, title, height=500), html.escape(scale.note, quote=False))
 
 
-def square_cells(fig: go.Figure, row_labels: Sequence[str], column_labels: Sequence[str], bar: int = BAR) -> int:
+def square_cells(fig: go.Figure, row_labels: Sequence[str], column_labels: Sequence[str]) -> int:
     """Make the cells of a heatmap square, with the first row at the top, and return the height that leaves no empty space.
 
     Args:
         fig: of one heatmap.
         row_labels: tick labels of all rows.
         column_labels: tick labels of all columns.
-        bar: pixels of what stands to the right of the cells.
     """
     # Invisible ticks keep labels away from the cells.
     plain = {"constrain": "domain", "showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
@@ -122,7 +122,7 @@ def square_cells(fig: go.Figure, row_labels: Sequence[str], column_labels: Seque
     left = max(64.0, 44 + LETTER * max(map(len, row_labels), default=0))
     turned = fig.layout.xaxis.tickangle
     below = LETTER * max(map(len, column_labels), default=0) * (abs(np.sin(np.radians(turned))) if turned else 0)
-    cells = (WIDTH - left - bar) * max(len(row_labels), 1) / max(len(column_labels), 1)
+    cells = (WIDTH - left - BAR) * max(len(row_labels), 1) / max(len(column_labels), 1)
     return int(min(cells, HIGHEST) + below + ABOVE_AND_BELOW)
 
 

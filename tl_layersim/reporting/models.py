@@ -88,7 +88,7 @@ def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: 
     fig.update_yaxes(title=quantity, rangemode="tozero", showline=True, mirror=False, ticks="outside", showgrid=True)
     fig.update_layout(showlegend=len(groups) > 0)
     _legend_of_groups(fig, groups)
-    height = 400 + (_below(names) if turned else 0)
+    height = 400 + (int(_below(names)) if turned else 0)
     return _with_legend(styled(fig, title, height=height), names if turned else [], bool(groups), 0.8)
 
 
