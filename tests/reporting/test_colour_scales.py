@@ -26,7 +26,7 @@ from ..tiny_models import random_tokens, tiny_llama
 
 @pytest.fixture(scope="module")
 def report():
-    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.Procrustes(permutations=4)]
+    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.Procrustes(permutations=19)]
     return lsim.analyze(tiny_llama(), random_tokens(), analyzers)
 
 

@@ -20,7 +20,7 @@ def drawn(tokens: tuple[str, ...]):
         probability=rng.random((count, 3)),
         saturation=[n % 3 for n in range(count)],
         entropy=np.full((count, 3), 0.5),
-        top=((((" <b>", 0.5), ("x", 0.25)),) * 3,) * count,
+        top=((((" <b>", "x"), (0.5, 0.25)),) * 3,) * count,
     )
     return prediction_heatmap(predictions, tokens, BLOCKS, "logit lens with the final norm")
 

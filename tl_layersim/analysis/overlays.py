@@ -76,18 +76,18 @@ def overlay(
     shown = first.values_name if held == "values" else held
     quantity, note = quantity_of(first, shown), _data(list(results.values()))
     chosen = select or {}
-    if len(axes) == 2 and not chosen and all(_is_sites(first, axis) for axis in axes):
-        return overlaid_heatmaps(results, shown, axes, (title or _title(first, shown, ""), quantity), note)
+    if len(axes) == 2 and not chosen and all(_over_sites(first, axis) for axis in axes):
+        return overlaid_heatmaps(results, shown, axes, (title or _overlay_title(first, shown, ""), quantity), note)
     curves = {name: field_curve(result, shown, chosen, level) for name, result in results.items()}
     if not all(curve.sites for curve in curves.values()):
         raise _not_over_sites(first, field)
     drawn = [
         RunCurve(name, one.sites, one.depth, one.values.numpy(), None if ends is None else Ends(*ends))
         for name, one in curves.items()
-        for ends in (_ends(one),)
+        for ends in (_interval_ends(one),)
     ]
     words = next(iter(curves.values())).words
-    return overlaid_curves(drawn, title or _title(first, shown, words), quantity, note)
+    return overlaid_curves(drawn, title or _overlay_title(first, shown, words), quantity, note)
 
 
 def _results(runs: Any, analyzer: str | None) -> dict[str, Result]:
@@ -121,7 +121,7 @@ def _results(runs: Any, analyzer: str | None) -> dict[str, Result]:
             expected="results of one class",
             do='overlay([report_a, report_b], "cosine")',
         )
-    return dict(zip(keys or _names(found, given), found, strict=True))
+    return dict(zip(keys or _run_names(found, given), found, strict=True))
 
 
 def _result(run: Any, analyzer: str | None) -> Result:
@@ -149,7 +149,7 @@ def _result(run: Any, analyzer: str | None) -> Result:
     return found
 
 
-def _names(results: list[Result], given: list[Any]) -> list[str]:
+def _run_names(results: list[Result], given: list[Any]) -> list[str]:
     """Names of runs: their models, with the file or the number of the run where models have the same name."""
     from ..reporting.style import model_name
 
@@ -193,15 +193,15 @@ def _fields_over_sites(result: Result) -> list[str]:
     return [
         result.values_name if name == "values" else name
         for name, axes in fields
-        if any(_is_sites(result, axis) for axis in axes)
+        if any(_over_sites(result, axis) for axis in axes)
     ]
 
 
-def _is_sites(result: Result, axis: str) -> bool:
+def _over_sites(result: Result, axis: str) -> bool:
     return axis in (*SITE_AXES, "vision_layer", "text_layer", "other_vision_layer", "other_text_layer")
 
 
-def _title(result: Result, field: str, words: str) -> str:
+def _overlay_title(result: Result, field: str, words: str) -> str:
     from ..reporting.site_labels import site_words
 
     plain = quantity_of(result, field).partition(" (")[0]
@@ -217,5 +217,5 @@ def _data(results: list[Result]) -> str:
     return f"different data: {', '.join(f'{number:,}' for number in tokens)} tokens"
 
 
-def _ends(curve: FieldCurve) -> tuple[Any, Any] | None:
+def _interval_ends(curve: FieldCurve) -> tuple[Any, Any] | None:
     return None if curve.low is None or curve.high is None else (curve.low.numpy(), curve.high.numpy())

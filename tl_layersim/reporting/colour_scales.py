@@ -154,7 +154,7 @@ def text_colours(values: Any, scale: ColourScale) -> list[list[str]]:
         values: `row column`.
         scale: of the heatmap.
     """
-    array = np.nan_to_num(np.asarray(values, dtype=float), nan=scale.low)
+    array = np.nan_to_num(np.asarray(values, dtype=float), nan=scale.low, posinf=scale.high, neginf=scale.low)
     places = np.clip((array - scale.low) / (scale.high - scale.low), 0.0, 1.0)
     colours = sample_colorscale(scale.name, places.ravel().tolist())
     light = [1.05 / (luminance(unlabel_rgb(colour)) + 0.05) for colour in colours]

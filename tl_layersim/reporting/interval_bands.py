@@ -75,6 +75,7 @@ def cell_hover(
     ends: Ends | None,
     quantity: str = "",
     sides: tuple[str, str] = ("row", "column"),
+    digits: str = ".4f",
 ) -> dict[str, Any]:
     """Data and template of the text at a cell: the names of its row and column, its value, and its interval where it has one.
 
@@ -84,14 +85,17 @@ def cell_hover(
         ends: of the intervals, `row column`; None without intervals.
         quantity: the value in words, as markup.
         sides: what rows and columns are, as markup.
+        digits: format of a number.
     """
     names = [[(row, column) for column in columns] for row in rows]
     before = f"{sides[0]}: %{{customdata[0]}}<br>{sides[1]}: %{{customdata[1]}}<br>"
-    value = f"{quantity}: %{{z:.4f}}" if quantity else "%{z:.4f}"
+    value = f"{quantity}: %{{z:{digits}}}" if quantity else f"%{{z:{digits}}}"
     cells: dict[str, Any] = {"hoverongaps": False}
     if ends is None:
         return cells | {"customdata": names, "hovertemplate": f"{before}{value}<extra></extra>"}
-    data = [[(*pair, text) for pair, text in zip(*row, strict=True)] for row in zip(names, hover_texts(ends), strict=True)]
+    data = [
+        [(*pair, text) for pair, text in zip(*row, strict=True)] for row in zip(names, hover_texts(ends, digits), strict=True)
+    ]
     return cells | {"customdata": data, "hovertemplate": f"{before}{value}%{{customdata[2]}}<extra></extra>"}
 
 

@@ -24,7 +24,7 @@ NULLS = {"coupling": "null_coupling", "miscoupling": "null"}
 # Pixels beside the cells: of a colour bar, of a letter of a label, and of what stands above and below.
 BAR, LETTER, ABOVE_AND_BELOW = 88, 7.2, 94
 # Rows or columns of a heatmap without lines between its cells.
-MANY = 24
+MOST_GAPS = 24
 # Highest heatmap, for many more rows than columns.
 HIGHEST = 900
 
@@ -53,8 +53,8 @@ def layer_heatmap(
             x=list(range(len(columns))),
             y=list(range(len(rows))),
             colorbar=colour_bar(quantity),
-            xgap=1 if len(columns) <= MANY else 0,
-            ygap=1 if len(rows) <= MANY else 0,
+            xgap=1 if len(columns) <= MOST_GAPS else 0,
+            ygap=1 if len(rows) <= MOST_GAPS else 0,
             **scale.trace(),
             **cell_numbers(values, scale),
             **cell_hover(rows, columns, ends, html.escape(quantity, quote=False)),
@@ -93,7 +93,7 @@ def series_heatmap(
         y=names,
         colorbar=colour_bar(quantity),
         **scale.trace(),
-        **cell_hover(names, [str(column) for column in columns], ends, html.escape(quantity, quote=False), titles),
+        **cell_hover(names, [str(column) for column in columns], ends, html.escape(quantity, quote=False), titles, ".5g"),
     )
     fig = go.Figure(heat)
     if layers:

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from .colour_scales import on_cells, scale_within
+from .colour_scales import MOST_NUMBERS, on_cells, scale_within
 from .interval_bands import Ends, cell_hover, hover_texts, point_hover, whiskers
 from .matrix import square_cells
 from .style import BLUE, ORANGE, PALETTE, WIDTH, colour_bar, layer_axis, styled, turn_labels, with_subtitle
 
-# Most models whose distances stand in the cells of a heat map.
-MOST_NUMBERS = 12
 # Pixels of a character, of an axis title with its tick labels, and of a legend.
 CHARACTER, TITLED, LEGEND = 7, 46, 34
 
@@ -88,7 +86,7 @@ def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: 
     fig.update_yaxes(title=quantity, rangemode="tozero", showline=True, mirror=False, ticks="outside", showgrid=True)
     fig.update_layout(showlegend=len(groups) > 0)
     _legend_of_groups(fig, groups)
-    height = 400 + (int(_below(names)) if turned else 0)
+    height = 400 + (int(_label_room(names)) if turned else 0)
     return _with_legend(styled(fig, title, height=height), names if turned else [], bool(groups), 0.8)
 
 
@@ -134,7 +132,7 @@ def group_distances(
     fig.update_yaxes(title=quantity, rangemode="tozero" if low >= 0 else "normal")
     title = f"{quantity.partition(' (')[0]} within and between groups"
     names = list(series) if _angle(list(series)) else []
-    fig = styled(fig, title, height=420 + int(0.8 * _below(names)))
+    fig = styled(fig, title, height=420 + int(0.8 * _label_room(names)))
     note = f"{html.escape(test)}. A point is a pair of models; boxes are quartiles."
     return with_subtitle(_with_legend(fig, names, True, 0.8), note[:1].upper() + note[1:])
 
@@ -226,7 +224,7 @@ def _angle(names: Sequence[str]) -> int:
     return -45 if (max(map(len, names)) + 2) * len(names) * CHARACTER > WIDTH - 100 else 0
 
 
-def _below(names: Sequence[str]) -> float:
+def _label_room(names: Sequence[str]) -> float:
     """Pixels of upright labels below the horizontal axis."""
     return float(CHARACTER * max(map(len, names), default=0))
 
@@ -240,6 +238,6 @@ def _with_legend(fig: go.Figure, names: Sequence[str], legend: bool, slope: floa
         legend: whether there is one.
         slope: sine of the angle of the labels.
     """
-    below = max(fig.layout.margin.b, TITLED + slope * _below(names)) + (LEGEND if legend else 0)
+    below = max(fig.layout.margin.b, TITLED + slope * _label_room(names)) + (LEGEND if legend else 0)
     height = fig.layout.height + (LEGEND if legend else 0)
     return fig.update_layout(height=int(height), margin_b=int(below))

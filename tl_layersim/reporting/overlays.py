@@ -16,10 +16,11 @@ from .interval_bands import Ends, add_band, cell_hover, interval_ends, point_hov
 from .matrix import drawn_values, matrix_scale, sides_of
 from .site_labels import short_names, site_axis_title
 from .style import DASHES, PALETTE, SYMBOLS, WIDTH, colour_bar, layer_axis, styled, turn_labels, with_subtitle
+from .sweeps import DEPTH_TITLE
 
 # Letters of a label that needs not be turned.
 SHORT_LABEL = 3
-DEPTH_TITLE = "Relative depth (0: first site, 1: last)"
+
 # Matrices in a row, most ticks of one, and pixels between two and around all.
 PER_ROW, MOST_TICKS, BETWEEN, AROUND = 2, 10, 92, 160
 

@@ -17,7 +17,7 @@ PLOT, LETTER, LINE, GAP = (WIDTH - 88, 400), 6.6, 14, 6
 # Most letters of a label, and most labels.
 LETTERS, MOST_LABELS = 14, 24
 # Tokens beyond which paths are fainter.
-MANY = 25
+MOST_STRONG = 25
 # Places of a label beside its point: plotly's name, and the place of its middle in widths, lines and gaps from the point.
 PLACES = {
     "middle right": (0.5, 0.0, 1, 0),
@@ -44,7 +44,7 @@ def token_paths(coordinates: Any, explained: list[float], tokens: tuple[str, ...
     last = len(tokens) - 1
     names = [html.escape(visible_token(token, LETTERS), quote=False) for token in tokens]
     looks = {0: (ORANGE, 2.5, f"first token: {names[0]}"), last: (DARK, 2.5, f"last token: {names[last]}")}
-    faint = (FAINT.format(0.45 if len(tokens) <= MANY else 0.25), 1.2, "")
+    faint = (FAINT.format(0.45 if len(tokens) <= MOST_STRONG else 0.25), 1.2, "")
     places = short_names(layers)
     # The first and the last token are drawn last, above the others.
     for i in [*range(1, last), 0, last]:
