@@ -43,7 +43,7 @@ def test_a_line_for_each_layer_over_steps(found):
     assert bands(figure)[1].y[-3] == own.low[median, 1]
     assert figure.layout.title.text == "Cosine similarity to the last layer (median over tokens)"
     assert figure.layout.yaxis.title.text == "Cosine similarity"
-    assert figure.layout.xaxis.title.text == "Training step"
+    assert figure.layout.xaxis.title.text == "Model"
     assert list(figure.layout.xaxis.tickvals) == [-0.5, 0, 1, 2, 3]
     assert list(figure.layout.xaxis.ticktext) == ["0", "1", "10", "100", "1k"]
     assert figure.layout.legend.title.text == "After block"
@@ -128,7 +128,7 @@ def test_many_lines_have_a_colour_bar(found):
     figure = lsim.plot_sweep(many, "cka", over="depth")
     assert figure.layout.showlegend is False
     bar = figure.data[-1].marker.colorbar
-    assert bar.title.text == "Training step"
+    assert bar.title.text == "Model"
     assert list(bar.ticktext) == ["1", "11"]
     wide = lsim.plot_sweep(Sweep({10**n: found[0] for n in range(11)}), "cka", over="depth")
     assert list(wide.data[-1].marker.colorbar.tickvals) == pytest.approx([n / 10 for n in range(11)])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 
+import numpy as np
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.reporting.labels import AXES, QUANTITIES
+from tl_layersim.reporting.labels import AXES, QUANTITIES, quantity
+from tl_layersim.reporting.stitches import step_curve
+from tl_layersim.reporting.style import BLUE, ORANGE
 
 from ..core.helpers import curve
 from ..tiny_models import random_tokens, tiny_llama
@@ -50,7 +53,7 @@ def test_axes_and_colour_bars_are_words_with_units(report):
     lens = report["logit_lens"].plot().layout
     assert (lens.xaxis.title.text, lens.yaxis.title.text) == ("Block", "Cross-entropy (nats)")
     assert report["cosine"].plot().data[0].colorbar.title.text == "Cosine similarity"
-    exits = report["exit_curve"].plot()
+    exits = report["exit_curve"].plot("exits")
     assert exits.layout.yaxis.title.text == "Threshold of the top probability"
     assert exits.data[0].colorbar.title.text == "Positions"
     for result in report.values():
@@ -61,13 +64,108 @@ def test_axes_and_colour_bars_are_words_with_units(report):
                 assert "_" not in title, (picture.field, title)
 
 
+# Trained weights of adapters, tensors over tokens and dimensions: no figure shows them.
+NO_FIGURE = {"adapter", "pair"}
+
+
 @pytest.mark.parametrize("cls", result_classes(), ids=lambda cls: cls.__name__)
-def test_a_field_that_a_report_draws_has_a_name_in_words(cls):
-    drawn = {picture.field for picture in cls.pictures} & fields_of(cls).keys()
+def test_every_field_that_a_figure_can_show_has_a_name_in_words(cls):
+    drawn = {field: axes for field, axes in fields_of(cls).items() if 0 < len(axes) <= 2 and not NO_FIGURE & set(axes)}
     missing = [field for field in drawn if field not in QUANTITIES and f"{cls.__name__}.{field}" not in QUANTITIES]
-    # Stitches, single prompts and groups of models have figures of their own, which name their quantities.
-    own = ("StitchResult", "StitchGrid", "CouplingMatrices", "ModelGrid", "Penalties", "GroupCurves", "GroupComparison")
-    assert missing == [] or cls.__name__ in own
+    assert missing == []
+    for field in drawn:
+        words = quantity(cls.__name__, field)
+        assert words[0].isupper() or words.startswith(("p-value", "ln(")), words
+        assert "_" not in words
+
+
+@pytest.mark.parametrize("cls", result_classes(), ids=lambda cls: cls.__name__)
+def test_pictures_have_titles_and_meanings(cls):
+    for picture in cls.pictures:
+        assert picture.title[0].isupper() or picture.title.startswith("p-values"), picture
+        assert not picture.title.endswith(".")
+        assert "_" not in picture.title
+        assert picture.meaning.endswith((".", ")")), picture
+
+
+def test_figures_have_titles_words_on_axes_and_legends_beside_the_curves(report):
+    for result in report.values():
+        for picture in result.pictures:
+            layout = result.plot(picture.field).layout
+            assert layout.title.text, picture
+            assert layout.title.subtitle.text.endswith("tokens")
+            assert layout.width <= 620
+            legend = layout.legend
+            outside = (legend.yref == "container" and legend.yanchor == "bottom") or (legend.xref == "paper" and legend.x > 1)
+            assert outside, picture
+
+
+def test_early_exits_are_one_figure_with_the_threshold_at_each_point(report):
+    result = report["exit_curve"]
+    fig = result.plot()
+    left, right = (trace for trace in fig.data if trace.mode == "lines+markers+text")
+    assert left.x.tolist() == result.agreement.tolist()
+    assert right.x.tolist() == result.perplexity.tolist()
+    assert left.y.tolist() == right.y.tolist() == result.speedup.tolist()
+    assert left.customdata[3].startswith("threshold 0.15<br>agreement ")
+    assert "speed-up" in left.customdata[3]
+    mark = fig.data[1]
+    threshold = result.threshold_for(agreement=0.95)
+    assert mark.name == f"threshold {threshold:g}: agreement 95% or more"
+    assert mark.x[0] == result.at(threshold).agreement >= 0.95
+    # The other fields keep their curves over the threshold.
+    assert result.plot("agreement").layout.xaxis.title.text == "Threshold of the top probability"
+
+
+def test_early_exits_without_targets_have_no_panel_of_perplexity():
+    result = lsim.analyze(tiny_llama(), random_tokens(), [lsim.ExitCurve(labels="none")])["exit_curve"]
+    assert [trace.xaxis for trace in result.plot().data if trace.mode == "lines+markers+text"] == ["x"]
+
+
+def test_saturation_has_bars_and_a_fraction_on_the_right():
+    result = lsim.analyze(tiny_llama(), random_tokens(), [lsim.Saturation()])["saturation"]
+    fig = result.plot()
+    bars, line = fig.data
+    assert (bars.type, line.type, line.yaxis) == ("bar", "scatter", "y2")
+    assert bars.y.tolist() == result.counts.tolist()
+    assert line.y.tolist() == result.cumulative.tolist()
+    assert fig.layout.yaxis2.range == (0, 1.04)
+    assert "fraction" in fig.layout.yaxis2.title.text
+    assert result.plot("cumulative").data[0].type == "scatter"
+
+
+def test_the_line_shape_score_stands_beside_the_norms():
+    result = lsim.analyze(tiny_llama(), random_tokens(), [lsim.Trajectory()])["trajectory"]
+    fig = result.plot()
+    score = [trace for trace in fig.data if trace.xaxis == "x"]
+    assert score[-1].y.tolist() == [float(result.lss_quantiles[2])]
+    assert score[0].y.tolist() == [float(result.lss_quantiles[0]), float(result.lss_quantiles[-1])]
+    lines = {trace.name: trace for trace in fig.data if trace.xaxis == "x2" and trace.showlegend is not False}
+    assert lines["residual stream"].y.tolist() == result.norm_quantiles[2].tolist()
+    assert lines["update of the block"].y.tolist() == result.update_norm_quantiles[2].tolist()
+    # The update of block 0 stands where the stream after block 0 stands.
+    assert list(lines["update of the block"].x) == [1, 2, 3]
+
+
+def test_two_models_have_two_hues_and_the_better_one_is_named():
+    models = tiny_llama(seed=0), tiny_llama(seed=1)
+    found = lsim.evaluate_layers(*models, random_tokens(), names=("first", "second"))["layers"]
+    fig = found.plot()
+    assert [trace.line.color for trace in fig.data] == [BLUE, ORANGE]
+    lower = int((found.cross_entropy[0] < found.cross_entropy[1]).sum())
+    winner, count = ("first", lower) if lower > 3 - lower else ("second", 3 - lower)
+    assert fig.layout.title.subtitle.text.startswith(f"{winner} is better (lower) at {count} of 3 layers")
+    # A cosine is neither better nor worse.
+    assert "better" not in found.plot("cosine_to_last").layout.title.subtitle.text
+
+
+def test_a_loss_by_step_has_its_moving_mean():
+    fig = step_curve(np.arange(40.0), "Training loss", "Loss (nats)")
+    each, mean = fig.data
+    assert mean.name == "mean of 10 steps"
+    assert (mean.x[0], mean.y[0]) == (5.5, 4.5)
+    assert (fig.layout.xaxis.title.text, fig.layout.yaxis.title.text) == ("Training step", "Loss (nats)")
+    assert len(step_curve(np.arange(5.0), "t", "u").data) == 1
 
 
 def test_the_tables_of_names_have_no_entry_that_no_result_has():

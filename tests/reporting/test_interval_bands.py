@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plotly.colors import hex_to_rgb
 from torch import Tensor
 
 import tl_layersim as lsim
 from tl_layersim.core import Result, axes
 from tl_layersim.core.intervals import headline_margins, headline_texts, with_replicates
 from tl_layersim.reporting.interval_bands import Ends, add_band, hover_texts, interval_ends
+from tl_layersim.reporting.style import ordered_colours
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -146,32 +148,37 @@ def test_each_of_a_few_series_has_its_band(result):
     low, high = ends_of(result, "few")
     for n, band in enumerate(bands(fig)):
         assert_band(band, low[n], high[n], [0, 1, 2])
-        line = line_of(fig, f"threshold = {result.thresholds[n]}")
+        line = line_of(fig, f"threshold {result.thresholds[n]}")
         assert line.legendgroup == band.legendgroup
         assert [own[1] for own in line.customdata] == texts(low[n], high[n])
-    assert [band.fillcolor for band in bands(fig)] == ["rgba(0, 114, 178, 0.16)", "rgba(0, 114, 178, 0.12)"]
+    # The lower threshold is darker, and each band has the colour of its line.
+    colours = [line_of(fig, f"threshold {threshold}").line.color for threshold in result.thresholds]
+    assert colours == ordered_colours(2)
+    assert [band.fillcolor for band in bands(fig)] == [f"rgba{(*hex_to_rgb(colour), 0.16)}" for colour in colours]
 
 
 def test_spectra_have_a_band_for_each_direction(result):
     fig = result.plot("spectrum")
     low, high = ends_of(result, "spectrum")
     assert fig.layout.yaxis.type == "log"
-    assert fig.layout.yaxis.rangemode == "normal"
     assert len(bands(fig)) == 2
     for n, band in enumerate(bands(fig)):
         assert_band(band, low[:, n], high[:, n], [0, 1, 2])
         assert [own[1] for own in line_of(fig, f"number {n + 1}").customdata] == texts(low[:, n], high[:, n])
 
 
-def test_of_quantiles_only_the_median_has_a_band(result):
+def test_quantiles_are_bands_around_the_median_which_has_whiskers(result):
     fig = result.plot("quantile")
     low, high = ends_of(result, "quantile")
-    [band] = bands(fig)
-    assert_band(band, low[1], high[1], [0, 1, 2, 3])
-    for n, name in enumerate(("10% of tokens below", "50% of tokens below", "80% of tokens below")):
-        line = line_of(fig, name)
+    assert bands(fig) == []
+    lower, upper, median = fig.data
+    assert (lower.name, upper.name, median.name) == ("10% of tokens below", "10% to 80% of tokens", "median")
+    assert (lower.fill, upper.fill, median.fill) == (None, "tonexty", None)
+    for n, line in ((0, lower), (2, upper), (1, median)):
+        np.testing.assert_array_equal(line.y, result.quantile[n].numpy())
         assert [own[1] for own in line.customdata] == texts(low[n], high[n])
-        assert line.error_y.array is None
+    assert upper.error_y.array is None
+    assert_whiskers(median.error_y, result.quantile[1].numpy(), low[1], high[1])
 
 
 def test_sublayers_have_bands_in_their_colours(result):
@@ -221,7 +228,9 @@ def test_without_intervals_a_figure_has_the_same_points_and_nothing_else(result,
     own, other = (one.plot(field).to_plotly_json() for one in (result, plain))
     kept = [trace for trace in own["data"] if trace.get("fill") != "toself"]
     for trace, before in zip(kept, other["data"], strict=True):
-        assert not {"error_y", "legendgroup", "fill"} & before.keys()
+        # Quantiles are filled and grouped without intervals too.
+        assert not {"error_y"} & before.keys()
+        assert field == "quantile" or not {"legendgroup", "fill"} & before.keys()
         assert "%{customdata[2]}" not in before.get("hovertemplate", "")
         assert " to " not in str(before.get("customdata"))
         # With intervals, the text at a point is that of a figure without them and the interval.
@@ -231,7 +240,8 @@ def test_without_intervals_a_figure_has_the_same_points_and_nothing_else(result,
             assert first == [[list(cell) for cell in row] for row in names[1]] if field == "many" else first == list(names[1])
         for added in ("error_y", "legendgroup", "hovertemplate"):
             trace.pop(added, None)
-        before.pop("hovertemplate", None)
+        for added in ("legendgroup", "hovertemplate"):
+            before.pop(added, None)
         assert str(trace) == str(before)
     assert own["layout"] == other["layout"]
 

@@ -71,7 +71,7 @@ class TestClassifiers:
         assert later.loss == result.loss
         assert int(later.batch_tokens.sum()) == 12
         assert result.unit == "row"
-        assert "nats a row" in result.plot().layout.yaxis.title.text
+        assert "nats per row" in result.plot().layout.yaxis.title.text
 
     def test_padded_rows_and_training(self):
         base, tuned = self.build("bert", 0), self.build("bert", 1)

@@ -61,7 +61,7 @@ class TestGroups:
         torch.testing.assert_close(found.values[0], (grid.penalty[0, 2] + grid.penalty[2, 0]) / 2)
         torch.testing.assert_close(found.values[3], grid.penalty[q][:, p].mean((0, 1)))
         torch.testing.assert_close(found.sd[2], grid.penalty[p][:, q].flatten(0, 1).std(0))
-        assert found.plot().layout.yaxis.title.text == "Stitching penalty (nats a token)"
+        assert found.plot().layout.yaxis.title.text == "Stitching penalty (nats per token)"
         accuracy = grid.groups_by_seam(["a", "a", "a", "b"], of="accuracy_penalty")
         assert accuracy.comparisons == ("within a", "a into b", "b into a")
         torch.testing.assert_close(accuracy.values[1], grid.accuracy_penalty[:3, 3].mean(0))
@@ -71,10 +71,10 @@ class TestGroups:
         heat = found.plot()
         assert heat.layout.yaxis.title.text == "Front (lower blocks)"
         assert heat.layout.xaxis.title.text == "Back (upper blocks)"
-        assert heat.data[0].colorbar.title.text == "Stitching penalty (nats a token)"
+        assert heat.data[0].colorbar.title.text == "Stitching penalty (nats per token)"
         order = list(found.order)
         np.testing.assert_allclose(heat.data[0].z, found.values[order][:, order])
-        assert found.plot("dendrogram").layout.yaxis.title.text == "Stitching penalty (nats a token)"
+        assert found.plot("dendrogram").layout.yaxis.title.text == "Stitching penalty (nats per token)"
         assert "Stitching penalty within and between groups" in found.plot("groups").layout.title.text
         accuracy = grid.between_models(0, "accuracy_penalty")
         assert accuracy.plot().data[0].colorbar.title.text == "Accuracy penalty (fraction of targets)"

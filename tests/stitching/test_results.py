@@ -57,11 +57,11 @@ class TestResult:
         names = [trace.name for trace in result.plot().data]
         assert names[:2] == ["each step", "mean of 15 steps"]
         assert f"back alone, held-out: {result.back_loss:.3f}" in names
-        each = result.plot("penalty").data[0].y
+        [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each batch"]
         np.testing.assert_allclose(each, (result.batch_loss - result.batch_back_loss) / result.batch_tokens)
         plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 1), adapter="identity")
         assert plain.plot().layout.title.text == "Penalty by batch"
-        assert "nats a token" in plain.plot().layout.yaxis.title.text
+        assert "nats per token" in plain.plot().layout.yaxis.title.text
         assert len(result.plot("batch_loss").data) == 1
         assert "penalty, nats" in repr(result)
 

@@ -101,7 +101,9 @@ class ExponentialFit:
 
         x = np.linspace(float(self.depth[0]), float(self.depth[-1]), 100)
         a, b = float(self.amplitude[curve]), float(self.rate[curve])
-        title = f"{self.names[curve]}: R² = {self.r_squared[curve]:.3f} exponential, {self.linear_r_squared[curve]:.3f} line"
+        found = f"R² = {self.r_squared[curve]:.3f} of the exponential, {self.linear_r_squared[curve]:.3f} of the line"
+        title = self.quantity.partition(" (")[0]
+        title += "" if len(self.names) == 1 else f", {self.names[curve]}"
         return fitted_curve(
             self.depth.numpy(),
             self.values[curve].numpy(),
@@ -110,7 +112,7 @@ class ExponentialFit:
                 f"{a:.3g} exp({b:.3g} l)": (x, a * np.exp(b * x)),
                 "line": (x, float(self.intercept[curve]) + float(self.slope[curve]) * x),
             },
-            (title, self.quantity),
+            (title, found, self.quantity),
         )
 
 

@@ -61,11 +61,12 @@ class BlockJacobians(Result):
             field: "singular_values", or another tensor field for the figure that every result has.
         """
         from ..reporting.curves import spectra
+        from ..reporting.style import described
 
         if field != "singular_values":
             return super().plot(field)
         labels = [f"{block}, {pair}" for block in self.blocks for pair in self.pairs]
-        return spectra(self.singular_values.flatten(0, 1).numpy(), labels)
+        return described(spectra(self.singular_values.flatten(0, 1).numpy(), labels), self.provenance)
 
     def headline(self) -> dict[str, float]:
         return {"largest singular value": float(self.singular_values.max())}

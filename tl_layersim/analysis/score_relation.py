@@ -85,12 +85,15 @@ class Relation:
 
     def plot(self) -> plotly.graph_objects.Figure:
         """The scores over the values, the fit, and its confidence band (Aubry et al. 2025, figures 1 a and 8)."""
-        from ..reporting.curves import regression
+        from ..reporting.scatter import regression
 
         x, fit, low, high = self.band.T.numpy()
-        title = f"R² = {self.r_squared:.2f}, p = {self.p_value:.2g}, {len(self.names)} points"
+        words = [text.partition(" (")[0] for text in (self.score, self.quantity)]
+        title = f"{words[0]} against {words[1][:1].lower()}{words[1][1:]}"
+        found = f"R² = {self.r_squared:.2f}, p = {self.p_value:.2g}, {len(self.names)} points"
         line = {"x": x, "fit": fit, "low": low, "high": high}
-        return regression(self.values.numpy(), self.scores.numpy(), list(self.names), line, (title, self.quantity, self.score))
+        titles = (title, found, self.quantity, self.score)
+        return regression(self.values.numpy(), self.scores.numpy(), list(self.names), line, titles)
 
 
 @typed

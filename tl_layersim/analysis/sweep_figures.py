@@ -46,7 +46,7 @@ def plot_sweep(
         over: "key" draws a line for each layer over the keys; "depth" a line for each model over relative depth, for models of
             different depths too; "both" a heat map of layers by keys.
         select: labels of further axes of the field by axis, as in `Sweep.numbers`.
-        key_title: what the keys are, with their unit; by default "Training step" for numbers and "Model" for names.
+        key_title: what the keys are, with their unit, such as "Training step" or "Parameters"; by default "Model".
         title: of the figure; by default the quantity in words.
         level: of the bands.
 
@@ -67,19 +67,28 @@ def plot_sweep(
         >>> figure.layout.xaxis.title.text, figure.layout.yaxis.title.text
         ('Relative depth (0: first site, 1: last)', 'Cosine similarity')
     """
+    from ..reporting.style import with_subtitle
     from ..reporting.sweeps import KeyAxis
 
     own = _results_of(results, analyzer)
     keys = list(own)
-    axis = KeyAxis(keys, key_title or ("Model" if isinstance(keys[0], str) else "Training step"))
+    axis = KeyAxis(keys, key_title or "Model")
     first = own[keys[0]]
     if isinstance(first, BlockCouplingResult):
         same_coupling_options(list(own.values()))
         if field is None and over == "key":
-            return _coupling(own, axis, title or "Coupling of blocks", level)
+            return with_subtitle(_coupling(own, axis, title or "Coupling of blocks", level), _on_what(own))
     field = field or ("coupling" if isinstance(first, BlockCouplingResult) else "values")
     curves = [field_curve(result, field, select or {}, level) for result in own.values()]
-    return _figure(curves, axis, over, (title or _title(first, field, curves[0].words), quantity_of(first, field)))
+    titles = (title or _title(first, field, curves[0].words), quantity_of(first, field))
+    return with_subtitle(_figure(curves, axis, over, titles), _on_what(own))
+
+
+def _on_what(results: Mapping[Any, Result]) -> str:
+    """The number of models, and of the tokens that each was measured on."""
+    tokens = sorted({result.provenance.tokens for result in results.values()})
+    each = " to ".join(f"{number:,}" for number in dict.fromkeys((tokens[0], tokens[-1])))
+    return f"{len(results)} model{'s' if len(results) != 1 else ''} · {each} tokens each"
 
 
 def _title(result: Result, field: str, words: str) -> str:
@@ -124,13 +133,13 @@ def _results_of(results: Any, analyzer: str | None) -> dict[Any, Any]:
 
 
 def _coupling(results: Mapping[Any, BlockCouplingResult], axis: Any, title: str, level: float) -> Figure:
-    from ..reporting.style import BLUE, ORANGE
+    from ..reporting.style import BLUE, GREY, ORANGE
     from ..reporting.sweeps import Line, lines_over_keys
 
     series = (
         ("all pairs", lambda one: one.mean(), BLUE, "solid"),
         ("neighbours", lambda one: one.neighbours(), ORANGE, "solid"),
-        ("random vectors", lambda one: one.mean("null_coupling"), "grey", "dash"),
+        ("random vectors", lambda one: one.mean("null_coupling"), GREY, "dash"),
     )
     lines = []
     for name, function, colour, dash in series:
@@ -148,8 +157,8 @@ def _values_and_ends(points: list[FieldCurve]) -> tuple[list[float], list[float]
 
 
 def _figure(curves: list[FieldCurve], axis: Any, over: str, titles: tuple[str, str]) -> Figure:
-    from ..reporting.style import BLUE
-    from ..reporting.sweeps import depth_colour, heatmap_over_keys, lines_over_depth, lines_over_keys
+    from ..reporting.style import BLUE, ordered_colour
+    from ..reporting.sweeps import heatmap_over_keys, lines_over_depth, lines_over_keys
 
     if not curves[0].sites:
         if over != "key":
@@ -178,7 +187,7 @@ def _figure(curves: list[FieldCurve], axis: Any, over: str, titles: tuple[str, s
         at = [own.index(name) if name in own else None for own in sites]
         depths = [one.depth[n] for one, n in zip(curves, at, strict=True) if n is not None]
         points = [_at_site(one, n) for one, n in zip(curves, at, strict=True)]
-        lines.append(_line_of(name, points, depth_colour(depths[0])))
+        lines.append(_line_of(name, points, ordered_colour(depths[0])))
     return lines_over_keys(lines, axis, titles, by_depth=True)
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 from jaxtyping import Float64
@@ -29,6 +29,9 @@ from ..models.view import Kernel, View
 from ._citations import JIANG
 from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 from .logit_lens import unembedding
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
 
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
 EXITS_SOURCE = JIANG.format("section 3 and figure 7")
@@ -85,25 +88,34 @@ class ExitCurveResult(Result):
     unembedding: str
 
     pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture("exits", "Positions that exit at each block", "For each threshold of the top probability " + EXITS_SOURCE),
-        Picture("accuracy", "Accuracy at the exits", "By threshold " + EXITS_SOURCE),
-        Picture(
-            "agreement",
-            "Agreement with the full model",
-            "Fraction of predictions at the exits that equal the last layer's " + EXITS_SOURCE,
-        ),
         Picture(
             "speedup",
-            "Speed-up in blocks",
-            "Blocks of the full model over blocks run. An exit check is an unembedding, which in a small model costs more "
-            "than a block; the paper's ratio does not include it " + EXITS_SOURCE,
+            "Speed-up of early exits against their quality",
+            "A point for each threshold of the top probability: blocks of the full model over blocks run, against the fraction "
+            "of predictions at the exits that equal the last layer's, and against perplexity where positions have targets. An "
+            "exit check is an unembedding, which in a small model costs more than a block; the paper's ratio does not include "
+            "it " + EXITS_SOURCE,
         ),
+        Picture("exits", "Positions that exit at each block", "For each threshold of the top probability " + EXITS_SOURCE),
     )
 
     @property
     def exits(self) -> Tensor:
         """Number of positions that exit after each block, `threshold layer`; the same as `values`."""
         return self.values
+
+    def plot(self, field: str = "speedup") -> plotly.graph_objects.Figure:
+        """The speed-up against agreement and perplexity, a point for each threshold; or another field, as of any result.
+
+        Args:
+            field: "speedup", "exits" for the block at which positions exit, or "accuracy", "agreement" and "perplexity" for
+                curves over the threshold.
+        """
+        from ..reporting.panels import exit_tradeoff
+
+        if field != "speedup":
+            return super().plot(field)
+        return exit_tradeoff(self, self.pictures[0].title)
 
     @typed
     def at(self, threshold: int | float) -> ExitPoint:

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -26,6 +26,9 @@ from ._cosine_kernel import mean_kernel
 from ._hsic import beyond_rounding
 from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 from .logit_lens import unembedding
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
 
 SATURATION_SOURCE = "(Jiang, Zhou and Zhu 2024, {}; saturation events were defined by Geva et al. 2022)."
 
@@ -58,18 +61,13 @@ class SaturationResult(Result):
     pictures: ClassVar[tuple[Picture, ...]] = (
         Picture(
             "counts",
-            "Saturation events",
-            "Number of tokens whose most likely next token is final from each block on "
-            + SATURATION_SOURCE.format("figures 3 and 19"),
-        ),
-        Picture(
-            "cumulative",
-            "Cumulative saturation events",
-            "Fraction of tokens that saturate at each block or below " + SATURATION_SOURCE.format("figure 1 c"),
+            "Saturation events at each block",
+            "Bars: number of tokens whose most likely next token is final from each block on. Line, right axis: fraction of "
+            "tokens that saturate at each block or before " + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
         ),
         Picture(
             "cosine_to_last",
-            "Cosine to last, by saturation layer",
+            "Cosine to the last layer, by saturation layer",
             "Mean cosine to the residual at the last layer, of the tokens that saturate at each block "
             + SATURATION_SOURCE.format("figures 3 and 6"),
         ),
@@ -79,6 +77,18 @@ class SaturationResult(Result):
     def counts(self) -> Tensor:
         """Number of tokens that saturate at each block, `layer`; the same as `values`."""
         return self.values
+
+    def plot(self, field: str = "counts") -> plotly.graph_objects.Figure:
+        """Saturation events by block as bars, with the cumulative fraction as a line; or another field, as of any result.
+
+        Args:
+            field: "counts", or "cumulative" and "cosine_to_last" for curves over the blocks.
+        """
+        from ..reporting.panels import saturation_bars
+
+        if field not in ("counts", "values"):
+            return super().plot(field)
+        return saturation_bars(self, self.pictures[0].title)
 
     def headline(self) -> dict[str, float]:
         blocks = torch.arange(len(self.values), dtype=torch.float64)

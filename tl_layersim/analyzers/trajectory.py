@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -22,6 +22,9 @@ from ._citations import AUBRY
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
 from ._trajectory_kernel import DECADES, trajectory_kernel
 from .base import Analyzer, Run, SiteNeed, need_tokens
+
+if TYPE_CHECKING:
+    import plotly.graph_objects
 
 
 @named
@@ -113,19 +116,16 @@ class TrajectoryResult(Result):
 
     pictures: ClassVar[tuple[Picture, ...]] = (
         Picture(
-            "norm_quantiles",
-            "Norm of the residual",
-            "Norm of a token's residual at each layer, as quantiles over tokens " + AUBRY.format("figure 24, row 1"),
-        ),
-        Picture(
-            "update_norm_quantiles",
-            "Norm of each block's update",
-            "Equal at every block if layers are equidistant, which they are not in trained language models "
-            + AUBRY.format("figures 23 and 24, row 3"),
+            "lss_quantiles",
+            "Line-shape score, and norms by layer",
+            "Left: the line-shape score of tokens, median and quantiles; 1 is a straight path through the layers; points are "
+            "the means of the rows of the data. Right: norms of the residual stream and of the update of each block, as "
+            "quantiles over tokens. Updates are equally long if layers are equidistant, which they are not in trained "
+            "language models " + AUBRY.format("figures 23 and 24, rows 1 and 3"),
         ),
         Picture(
             "growth",
-            "Growth of the residual",
+            "Growth of the residual stream's norm in each block",
             "ln(|x| after / |x| before) of each block; equal at every block if norms grow exponentially "
             + AUBRY.format("section 3.3"),
         ),
@@ -162,6 +162,18 @@ class TrajectoryResult(Result):
     def equidistance(self) -> Spread:
         """Distribution of the equidistance over tokens."""
         return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
+
+    def plot(self, field: str = "lss_quantiles") -> plotly.graph_objects.Figure:
+        """The line-shape score of tokens beside the norms by layer; or another field, as of any result.
+
+        Args:
+            field: "lss_quantiles", or another tensor field such as "norm_quantiles" or "growth".
+        """
+        from ..reporting.panels import shape_and_norms
+
+        if field != "lss_quantiles":
+            return super().plot(field)
+        return shape_and_norms(self, self.pictures[0].title)
 
     def by_prompt(self) -> dict[str, float]:
         """Mean line-shape score of each row of the data, by names such as "row 3", as `relate` takes them; without NaN.

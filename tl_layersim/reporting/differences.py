@@ -79,7 +79,8 @@ def _curves(labels: dict[str, tuple[Any, ...]], found: ConfidenceInterval) -> go
             name=label,
             legendgroup=label,
             mode="lines+markers",
-            line={"color": colour, "width": 2},
+            line={"color": colour},
+            marker={"color": colour},
             customdata=np.stack([np.array(names, dtype=object), low[number], high[number]], axis=-1),
             hovertemplate="%{customdata[0]}<br>%{y:.4g} (%{customdata[1]:.4g} to %{customdata[2]:.4g})<extra></extra>",
         )

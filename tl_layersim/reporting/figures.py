@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import plotly.graph_objects as go
 
 from ..core.results import Result
-from .curves import Series, lines, sublayer_lines, with_baseline
-from .interval_bands import interval_ends
-from .labels import quantity
+from .curves import LOGARITHMIC, WIDE, Series, lines, quantile_lines, sublayer_lines, with_baseline
+from .interval_bands import Ends, interval_ends
+from .labels import quantity, series_label
 from .matrix import layer_heatmap, series_heatmap
 from .site_labels import site_words
-from .style import SHADES, described
+from .stitches import step_curve
+from .style import MOST_LINES, described, series_look
+from .two_models import model_lines
 
 LAYER_MATRICES = (
     ("row", "column"),
@@ -21,6 +25,8 @@ LAYER_MATRICES = (
     ("vision_layer", "other_vision_layer"),
     ("text_layer", "other_text_layer"),
 )
+# Axes along which a few series have an order.
+ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
 
 
 def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
@@ -37,48 +43,58 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     return described(_figure(result, field, axes), result.provenance)
 
 
+def title_of(result: Result, field: str) -> str:
+    """The title of a field's figure: that of its picture in reports, else the quantity in words.
+
+    Args:
+        result: whose field.
+        field: its name.
+    """
+    picture = next((picture for picture in result.pictures if picture.field == field), None)
+    return site_words(result.layers, picture.title if picture else quantity(type(result).__name__, field))
+
+
 def _figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     values = (result.values if field == result.values_name else getattr(result, field)).numpy()
-    picture = next((p for p in result.pictures if p.field == field), None)
-    unit = quantity(type(result).__name__, field)
-    title = site_words(result.layers, picture.title if picture else unit)
-    ends = interval_ends(result, field)
+    unit, title, ends = quantity(type(result).__name__, field), title_of(result, field), interval_ends(result, field)
     if axes in LAYER_MATRICES:
         return layer_heatmap(result, field, axes, title, unit, ends)
-    if axes == ("sublayer",):
-        return sublayer_lines(result.coordinates("sublayer"), values, title, unit, ends)
     if len(axes) == 1:
-        fig = lines(result.coordinates(axes[0]), [Series(unit, values, 1.0, ends)], title, unit, axes[0])
-        reference = result.baseline(field)
-        return fig if reference is None else with_baseline(fig, *reference)
+        return _curve(result, field, axes[0], values, ends)
+    if len(axes) != 2:
+        raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")
+    labels, names = result.coordinates(axes[0]), result.coordinates(axes[1])
     if axes in (("layer", "direction"), ("residual", "direction")):
         # By depth, a line for each of a few directions: the first, the last, and some between.
-        labels = result.coordinates("direction")
-        shown = sorted({round(n) for n in np.geomspace(1, len(labels), min(len(labels), len(SHADES)))})
+        shown = sorted({round(n) for n in np.geomspace(1, len(names), min(len(names), MOST_LINES))})
         series = [
-            Series(f"number {n}", values[:, n - 1], shade, ends and ends.at((slice(None), n - 1)))
-            for n, shade in zip(shown, SHADES, strict=False)
+            Series(series_label("direction", n), values[:, n - 1], ends and ends.at((slice(None), n - 1)), **look)
+            for n, look in zip(shown, series_look(len(shown), ordered=True), strict=True)
         ]
-        return lines(result.coordinates(axes[0]), series, title, unit, axes[0], log=True)
-    if len(axes) == 2 and axes[0] == "quantile":
-        levels = result.coordinates("quantile")
-        # The median stands out; the further from it, the fainter. Bands of all quantiles would hide each other.
-        distances = [abs(level - 0.5) for level in levels]
+        return lines(labels, series, title, unit, axes[0], log=True)
+    if axes[0] == "quantile":
+        return quantile_lines(labels, names, values, (title, unit), axes[1], ends)
+    if axes[0] in ("model", "stage"):
+        return model_lines((labels, names), values, field, (title, unit), axes[1], ends)
+    if len(labels) <= MOST_LINES:
+        looks = series_look(len(labels), ordered=axes[0] in ORDERED_AXES)
         series = [
-            Series(f"{level:.0%} of tokens below", values[n], 1.0 - 1.6 * away, ends and ends.at(n), away == min(distances))
-            for n, (level, away) in enumerate(zip(levels, distances, strict=True))
+            Series(series_label(axes[0], label), values[n], ends and ends.at(n), **look)
+            for n, (label, look) in enumerate(zip(labels, looks, strict=True))
         ]
-        return lines(result.coordinates(axes[1]), series, title, unit, axes[1])
-    if len(axes) == 2 and len(result.coordinates(axes[0])) <= len(SHADES):
-        labels = result.coordinates(axes[0])
-        # Of evaluations during a training, and of models before and after one, the last stands out.
-        shades = SHADES[: len(labels)][::-1] if axes[0] in ("look", "model", "stage") else SHADES
-        names = [str(label) if axes[0] in ("model", "stage", "comparison") else f"{axes[0]} = {label}" for label in labels]
-        series = [
-            Series(name, values[n], shade, ends and ends.at(n))
-            for n, (name, shade) in enumerate(zip(names, shades, strict=False))
-        ]
-        return lines(result.coordinates(axes[1]), series, title, unit, axes[1])
-    if len(axes) == 2:
-        return series_heatmap(result, field, axes, title, unit, ends)
-    raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")
+        return lines(names, series, title, unit, axes[1])
+    return series_heatmap(result, field, axes, title, unit, ends)
+
+
+def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None) -> go.Figure:
+    """The figure of a field over one axis."""
+    unit, title, names = quantity(type(result).__name__, field), title_of(result, field), result.coordinates(axis)
+    if axis == "sublayer":
+        return sublayer_lines(names, values, title, unit, ends)
+    if axis == "step" and len(values):
+        return step_curve(values, title, unit, ends)
+    known = values[np.isfinite(values)]
+    log = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > WIDE * max(known.min(), 0))
+    fig = lines(names, [Series(unit, values, ends)], title, unit, axis, log)
+    reference = result.baseline(field)
+    return fig if reference is None else with_baseline(fig, *reference)

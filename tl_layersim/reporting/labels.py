@@ -48,7 +48,7 @@ QUANTITIES = {
     "cosine_to_last": "Cosine similarity",
     "cosine_to_final": "Cosine similarity",
     "cosine_to_final_std": "Standard deviation of the cosine",
-    "counts": "Tokens",
+    "counts": "Tokens that saturate",
     "coupling": "Coupling",
     "cross_entropy": "Cross-entropy (nats)",
     "cumulative": "Tokens (fraction)",
@@ -71,7 +71,7 @@ QUANTITIES = {
     "expodistance_mean": "Expodistance",
     "expodistance_quantiles": "Expodistance",
     "giou": "Generalised IoU",
-    "growth": "Growth of the norm (log ratio)",
+    "growth": "Growth of the norm, ln(after / before)",
     "held_out_loss": "Cross-entropy (nats)",
     "kl_to_final": "KL divergence (nats)",
     "largest": "Relative change (largest in a row)",
@@ -80,12 +80,12 @@ QUANTITIES = {
     "later_probability_change": "Change of the probabilities (norm)",
     "later_probability_change_largest": "Change of the probabilities (largest norm in a row)",
     "loss": "Loss (nats)",
-    "losses": "Cross-entropy (nats)",
+    "losses": "Held-out cross-entropy (nats)",
     "lss_mean": "Line-shape score",
     "lss_quantiles": "Line-shape score",
     "mcc": "Matthews correlation",
     "miscoupling": "Mis-coupling",
-    "nc1": "NC1",
+    "nc1": "NC1 (variability within / between classes)",
     "mismatched": "Cosine similarity",
     "no_object": "Queries (fraction)",
     "norm": "Norm of the residual",
@@ -126,6 +126,64 @@ QUANTITIES = {
     "windowed_lss": "Line-shape score",
     "vision_to_last": "Cosine similarity",
     "within": "Variance within classes",
+    "AlignedAdapters.curve": "Aligned loss (nats)",
+    "AlignedResult.accuracy": "Held-out accuracy (fraction of targets)",
+    "AlignedResult.held_out_loss": "Held-out cross-entropy (nats)",
+    "AlignedResult.loss": "Training loss (nats)",
+    "BlockCouplingResult.defined": "Prompts with a coupling",
+    "BlockCouplingResult.residual": "Error of the singular vectors (relative)",
+    "BlockCouplingResult.step_error": "Error of a replayed block (relative)",
+    "BlockCouplingResult.whole_rows": "Prompts",
+    "BlockJacobians.step_error": "Error of a replayed block (relative)",
+    "CalibratedMatrix.values": "Similarity",
+    "CosineResult.mean": "Mean activation",
+    "CouplingMatrices.residual": "Error of the singular vectors (relative)",
+    "CouplingMatrices.step_error": "Error of a replayed block (relative)",
+    "GenerationQuality.texts": "Texts that count",
+    "GroupComparison.mean": "Mean distance of two models",
+    "GroupCurves.mean": "Mean over pairs of models",
+    "LayerChange.cosine_to_last": "Cosine similarity to the last layer",
+    "LayerCurve.values": "Value",
+    "LayerMatrix.values": "Value",
+    "LinearProbeResult.samples": "Training samples",
+    "MinibatchMatrix.values": "Similarity",
+    "Penalties.penalty": "Stitching penalty",
+    "StitchGrid.accuracy": "Accuracy of the stitched model (fraction of targets)",
+    "StitchGrid.accuracy_high": "Upper end of the accuracy penalty (fraction of targets)",
+    "StitchGrid.accuracy_low": "Lower end of the accuracy penalty (fraction of targets)",
+    "StitchGrid.accuracy_penalty": "Accuracy penalty (fraction of targets)",
+    "StitchGrid.back_loss": "Cross-entropy of the back alone (nats)",
+    "StitchGrid.high": "Upper end of the penalty (nats)",
+    "StitchGrid.loss": "Cross-entropy of the stitched model (nats)",
+    "StitchGrid.low": "Lower end of the penalty (nats)",
+    "StitchGrid.penalty": "Stitching penalty (nats)",
+    "StitchGrid.stopped": "Step at which the training was stopped (0: none)",
+    "batch_back_correct": "Right predictions of the back alone",
+    "batch_back_loss": "Summed cross-entropy of the back alone (nats)",
+    "batch_correct": "Right predictions of the stitched model",
+    "batch_loss": "Summed cross-entropy of the stitched model (nats)",
+    "batch_tokens": "Targets",
+    "bias": "Bias of the adapter",
+    "by_length_std": "Standard deviation of the coupling",
+    "count": "Pairs of models",
+    "curves": "Cross-entropy of the batch (nats)",
+    "distance": "Distance",
+    "distances": "Distance of two models",
+    "early_share": "Positions that saturate before the last layer (fraction)",
+    "effective_depth": "Effective depth (blocks)",
+    "exit_accuracy": "Accuracy at the exits (fraction)",
+    "exit_agreement": "Agreement at the exits (fraction)",
+    "explained": "Variance of the last layer (fraction)",
+    "length_count": "Prompts",
+    "max_null": "Largest similarity of a random pairing",
+    "probability": "Probability",
+    "samples": "Samples",
+    "saturation_layer": "Saturation layer (number)",
+    "sd": "Standard deviation over pairs of models",
+    "speedup_at_agreement": "Speed-up at 95 % agreement (blocks of the model / blocks run)",
+    "test_samples": "Held-out samples",
+    "weight": "Weight of the adapter",
+    "windowed_lss_std": "Standard deviation of the line-shape score",
 }
 AXES = {
     "affected": "Affected block",
@@ -147,6 +205,44 @@ AXES = {
     "text_layer": "After block of the text tower",
     "threshold": "Threshold of the top probability",
     "vision_layer": "After block of the vision tower",
+    "back_bias": "Dimension of the back",
+    "back_dim": "Dimension of the back",
+    "block": "Block",
+    "comparison": "Groups of the two models",
+    "component": "Principal component",
+    "connection": "Block",
+    "dim": "Dimension of the stream",
+    "dimension": "Dimension of the stream",
+    "front_dim": "Dimension of the front",
+    "k": "Number of most likely predictions (k)",
+    "model": "Model",
+    "quantile": "Quantile (fraction of tokens below)",
+    "stage": "Stage",
+    "token": "Token of the prompt",
+}
+# Names of lines, of which there is one for each label of an axis.
+SERIES = {
+    "direction": "number {}",
+    "k": "top {}",
+    "look": "after {:,} steps",
+    "quantile": "{:.0%} of tokens below",
+    "threshold": "threshold {:g}",
+}
+# Axes whose labels are names.
+NAMED = ("comparison", "model", "stage")
+# Which of two values is the better one, by field.
+BETTER = {
+    "accuracy": "higher",
+    "agreement": "higher",
+    "coherence": "higher",
+    "cross_entropy": "lower",
+    "diversity": "higher",
+    "f1": "higher",
+    "held_out_loss": "lower",
+    "losses": "lower",
+    "mcc": "higher",
+    "nc1": "lower",
+    "perplexity": "lower",
 }
 
 
@@ -168,6 +264,19 @@ def axis_title(axis: str) -> str:
         ('Prompt length (tokens)', 'Head number')
     """
     return AXES.get(axis) or _words(axis)
+
+
+def series_label(axis: str, label: object) -> str:
+    """The name of a line that belongs to one label of an axis.
+
+    Examples:
+        >>> series_label("k", 5), series_label("look", 1000), series_label("model", "before"), series_label("head_group", 2)
+        ('top 5', 'after 1,000 steps', 'before', 'head group 2')
+    """
+    if axis in NAMED:
+        return str(label)
+    template = SERIES.get(axis)
+    return template.format(label) if template else f"{_words(axis).lower()} {label}"
 
 
 def _words(name: str) -> str:

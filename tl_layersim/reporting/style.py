@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+import math
 import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io
+from plotly.colors import sample_colorscale
 
 from ..core.provenance import JOINT, Provenance
 from .site_labels import heads_in_block, short_names, site_axis_title
@@ -22,8 +24,10 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 FAINT = "rgba(0, 114, 178, {})"
 GREY = "#666666"
-# Opacities of the lines of a few series, the strongest first.
-SHADES = (1.0, 0.75, 0.5, 0.35, 0.25)
+# Most series that are drawn as lines; more are a heat map.
+MOST_LINES = 5
+# Colours of lines in an order, such as by depth: the part of this scale that is dark enough on white.
+ORDERED, BRIGHTEST = "Plasma", 0.62
 SOLID = {"color": BLUE, "width": 2}
 # Sequential colours of values: uniform to the eye, and readable without colours.
 SEQUENTIAL = "Viridis"
@@ -40,6 +44,8 @@ BUTTONS = 24
 LONG_LABEL = 6
 # Pixels of a line of the title, of the subtitle, above the subtitle, and below both; pixels of a letter of the title.
 TITLE_LINE, SUBTITLE_LINE, ABOVE_SUBTITLE, BELOW_TITLE, TITLE_LETTER = 21, 18, 8, 14, 8.3
+# Pixels of a letter of an axis title.
+AXIS_LETTER = 7
 # Names of the templates, as `fig.update_layout(template=...)` takes them.
 SCREEN, PRINT = "tl_layersim", "tl_layersim_print"
 
@@ -111,6 +117,10 @@ def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH)
         width: of the figure in pixels.
     """
     lines = _broken(title, int((width - 40) / TITLE_LETTER))
+    for axis in fig.select_yaxes():
+        # The title of a vertical axis is no longer than the axis.
+        if axis.title.text:
+            axis.title.text = "<br>".join(_broken(axis.title.text, (height - 110) // AXIS_LETTER))
     return fig.update_layout(
         title={
             "text": "<br>".join(lines),
@@ -185,7 +195,9 @@ def on_what(provenance: Provenance) -> str:
     """
     models = list(dict.fromkeys(part for part in provenance.model.split(JOINT) if part))
     names = " and ".join(model_name(model) for model in models[:2]) + (f" and {len(models) - 2} more" if models[2:] else "")
-    count = f"{provenance.tokens:,} token{'s' if provenance.tokens != 1 else ''}" if provenance.tokens else ""
+    # One position of each row: images, sentences.
+    unit = "row" if provenance.tokens == provenance.sequences else "token"
+    count = f"{provenance.tokens:,} {unit}{'s' if provenance.tokens != 1 else ''}" if provenance.tokens else ""
     return " · ".join(part for part in (names, count) if part)
 
 
@@ -207,6 +219,60 @@ def _broken(text: str, letters: int) -> list[str]:
             [line] if "<" in line else textwrap.wrap(line, max(letters, 20), break_long_words=False, break_on_hyphens=False)
         )
     return parts or [""]
+
+
+def ordered_colours(count: int) -> list[str]:
+    """Colours of lines in an order, the darkest first.
+
+    Args:
+        count: of the lines.
+
+    Examples:
+        >>> len(ordered_colours(3)), ordered_colours(1)
+        (3, ['#0d0887'])
+    """
+    return [ordered_colour(number / max(1, count - 1)) for number in range(count)]
+
+
+def ordered_colour(position: float) -> str:
+    """The colour of a line at a position of an order.
+
+    Args:
+        position: 0 (darkest) to 1.
+    """
+    [colour] = sample_colorscale(ORDERED, [BRIGHTEST * min(max(position, 0.0), 1.0)], colortype="tuple")
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+
+
+def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
+    """Colour, dash and symbol of each of a few lines, as `Series` takes them.
+
+    Args:
+        count: of the lines.
+        ordered: whether the lines have an order, which the colours follow.
+    """
+    colours = ordered_colours(count) if ordered else [PALETTE[n % len(PALETTE)] for n in range(count)]
+    dashes = ["solid" if ordered else DASHES[n // len(PALETTE) % len(DASHES)] for n in range(count)]
+    return [{"colour": colours[n], "dash": dashes[n], "symbol": SYMBOLS[n % len(SYMBOLS)]} for n in range(count)]
+
+
+def log_axis(low: float, high: float) -> dict[str, Any]:
+    """A logarithmic axis with a label at each power of 10, and at 2 and 5 where the axis spans few of them.
+
+    Args:
+        low: smallest value on the axis, above 0.
+        high: largest value.
+
+    Examples:
+        >>> log_axis(0.5, 20)["ticktext"]
+        ['0.5', '1', '2', '5', '10', '20']
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    step = max(1, (last - first) // 8)
+    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    ticks = [factor * 10.0**decade for decade in range(first, last + 1, step) for factor in factors]
+    ticks = [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5] if len(factors) > 1 else ticks
+    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def colour_bar(title: str) -> dict[str, Any]:

@@ -10,10 +10,21 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import qualitative, sample_colorscale
 
 from .site_labels import short_names, site_axis_title
-from .style import BLUE, ORANGE, colour_bar, layer_axis, styled
+from .style import (
+    BLUE,
+    DASHES,
+    GREY,
+    ORANGE,
+    PALETTE,
+    SEQUENTIAL,
+    colour_bar,
+    layer_axis,
+    ordered_colour,
+    styled,
+    with_subtitle,
+)
 
 # Numbers that span this factor or more stand on a logarithmic axis.
 WIDE = 100
@@ -21,8 +32,6 @@ WIDE = 100
 MOST_LABELS = 10
 # Most keys whose ticks stand on a heat map.
 MOST_KEYS = 24
-# The part of the colour scale that is dark enough for lines on white.
-SCALE, DARK = "Viridis", 0.92
 DEPTH_TITLE = "Relative depth (0: first site, 1: last)"
 
 
@@ -99,15 +108,6 @@ def short_number(value: float) -> str:
     return f"{value:g}"
 
 
-def depth_colour(depth: float) -> str:
-    """The colour of a relative depth.
-
-    Args:
-        depth: 0 to 1.
-    """
-    return str(sample_colorscale(SCALE, [DARK * min(max(depth, 0.0), 1.0)])[0])
-
-
 def lines_over_keys(lines: list[Line], axis: KeyAxis, titles: tuple[str, str], by_depth: bool) -> go.Figure:
     """Line plot over training steps, model sizes or names.
 
@@ -127,8 +127,8 @@ def lines_over_keys(lines: list[Line], axis: KeyAxis, titles: tuple[str, str], b
         _band(fig, axis.positions, line.low, line.high, line.colour)
     for line in lines:
         _draw_line(fig, axis.positions, line.values, html.escape(labels[line.name]), line.colour, line.dash, hover)
-    fig.update_xaxes(title=axis.title, zeroline=False, automargin=True, **axis.ticks())
-    fig.update_yaxes(title=titles[1], zeroline=False, automargin=True)
+    fig.update_xaxes(title=axis.title, **axis.ticks())
+    fig.update_yaxes(title=titles[1])
     sites = tuple(line.name for line in lines)
     legend = site_axis_title(sites, "After block") if by_depth else ""
     return _finished(fig, titles[0], len(lines), legend, ("Relative depth", [0.0, 1.0], ["0", "1"]))
@@ -145,14 +145,15 @@ def lines_over_depth(curves: list[tuple[Any, ...]], axis: KeyAxis, titles: tuple
     fig = go.Figure()
     places = np.array(axis.positions)
     scaled = (places - places.min()) / (np.ptp(places) or 1.0)
-    distinct = not axis.numeric and len(curves) <= len(qualitative.D3)
-    colours = [qualitative.D3[n] if distinct else depth_colour(float(place)) for n, place in enumerate(scaled)]
+    distinct = not axis.numeric and len(curves) <= MOST_LABELS
+    colours = [PALETTE[n % len(PALETTE)] if distinct else ordered_colour(float(place)) for n, place in enumerate(scaled)]
+    dashes = [DASHES[n // len(PALETTE)] if distinct else DASHES[0] for n in range(len(curves))]
     for (depth, _, _, low, high), colour in zip(curves, colours, strict=True):
         _band(fig, list(depth), low, high, colour)
-    for key, (depth, sites, values, _, _), colour in zip(axis.keys, curves, colours, strict=True):
-        _draw_line(fig, list(depth), values, html.escape(_key_text(key)), colour, "solid", list(sites))
-    fig.update_xaxes(title=DEPTH_TITLE, zeroline=False)
-    fig.update_yaxes(title=titles[1], zeroline=False, automargin=True)
+    for key, (depth, sites, values, _, _), colour, dash in zip(axis.keys, curves, colours, dashes, strict=True):
+        _draw_line(fig, list(depth), values, html.escape(_key_text(key)), colour, dash, list(sites))
+    fig.update_xaxes(title=DEPTH_TITLE)
+    fig.update_yaxes(title=titles[1])
     ticks = axis.ticks()
     span = np.ptp(places) or 1.0
     if ticks:
@@ -174,7 +175,7 @@ def heatmap_over_keys(values: list[list[float]], sites: tuple[str, ...], axis: K
     names = [_key_text(key) for key in axis.keys]
     heat = go.Heatmap(
         z=np.array(values).T,
-        colorscale=SCALE,
+        colorscale=SEQUENTIAL,
         colorbar=colour_bar(titles[1]),
         customdata=[[(name, site) for name in names] for site in sites],
         hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}<extra></extra>",
@@ -183,14 +184,15 @@ def heatmap_over_keys(values: list[list[float]], sites: tuple[str, ...], axis: K
     step = max(1, -(-len(names) // MOST_KEYS))
     shown = list(range(0, len(names), step))
     ticks = {"tickmode": "array", "tickvals": shown, "ticktext": [html.escape(names[n]) for n in shown]}
-    fig.update_xaxes(title=axis.title, showgrid=False, automargin=True, tickangle=-45 if len(shown) > 8 else 0, **ticks)
+    fig.update_xaxes(title=axis.title, showgrid=False, tickangle=-45 if len(shown) > 8 else 0, **ticks)
     layer_axis(fig.update_yaxes, sites, "After block")
-    fig.update_yaxes(showgrid=False, automargin=True)
-    return styled(fig, titles[0], height=440, width=700)
+    # The first layer on top, as in heat maps of layers by layers.
+    fig.update_yaxes(showgrid=False, autorange="reversed")
+    return styled(fig, titles[0])
 
 
 def fitted_curve(
-    x: Any, y: Any, sites: tuple[str, ...], fits: Mapping[str, tuple[Any, Any]], titles: tuple[str, str]
+    x: Any, y: Any, sites: tuple[str, ...], fits: Mapping[str, tuple[Any, Any]], titles: tuple[str, str, str]
 ) -> go.Figure:
     """Points over depth, and curves that were fitted to them.
 
@@ -199,21 +201,21 @@ def fitted_curve(
         y: of the points.
         sites: names of the points.
         fits: positions and values of each curve, by its equation.
-        titles: of the figure, and of the vertical axis.
+        titles: of the figure, below it, and of the vertical axis.
     """
     fig = go.Figure()
     hover = "%{customdata}<br>%{y:.4g}<extra></extra>"
     marker = {"size": 8, "color": BLUE}
     fig.add_scatter(x=x, y=y, mode="markers", name="measured", marker=marker, customdata=list(sites), hovertemplate=hover)
-    looks = ({"color": ORANGE, "width": 2}, {"color": "grey", "width": 1.5, "dash": "dash"})
+    looks = ({"color": ORANGE}, {"color": GREY, "dash": "dash"})
     for (name, (places, values)), look in zip(fits.items(), looks, strict=True):
         fig.add_scatter(x=places, y=values, mode="lines", name=html.escape(name), line=look, hoverinfo="skip")
     step = max(1, -(-len(sites) // MOST_KEYS))
     labels = short_names(sites)
     ticks = {"tickmode": "array", "tickvals": list(x[::step]), "ticktext": labels[::step]}
-    fig.update_xaxes(title=site_axis_title(sites, "After block"), zeroline=False, **ticks)
-    fig.update_yaxes(title=titles[1], zeroline=False, automargin=True)
-    return styled(fig, titles[0], height=440, width=640)
+    fig.update_xaxes(title=site_axis_title(sites, "After block"), **ticks)
+    fig.update_yaxes(title=titles[2])
+    return with_subtitle(styled(fig, titles[0]), html.escape(titles[1]))
 
 
 def _draw_line(fig: go.Figure, x: list[float], y: list[float], name: str, colour: str, dash: str, hover: list[str]) -> None:
@@ -222,8 +224,8 @@ def _draw_line(fig: go.Figure, x: list[float], y: list[float], name: str, colour
         y=y,
         name=name,
         mode="lines+markers",
-        line={"color": colour, "width": 1.5 if dash == "dash" else 2, "dash": dash},
-        marker={"size": 5},
+        line={"color": colour, "dash": dash},
+        marker={"color": colour},
         customdata=hover,
         hovertemplate="%{customdata}<br>%{y:.4g}<extra>" + name + "</extra>",
     )
@@ -242,13 +244,13 @@ def _band(fig: go.Figure, x: Sequence[float], low: list[float] | None, high: lis
 
 def _finished(fig: go.Figure, title: str, count: int, legend: str, bar: tuple[str, list[float], list[str]]) -> go.Figure:
     """The figure with a legend beside it, or with a colour bar where there are many lines."""
-    styled(fig, title, height=440, width=720)
+    styled(fig, title)
     if count == 1:
         return fig.update_layout(showlegend=False)
     if count <= MOST_LABELS:
-        beside = {"orientation": "v", "yanchor": "top", "y": 1, "x": 1.02, "title": {"text": legend}}
-        return fig.update_layout(showlegend=True, legend=beside)
-    scale = [[n / 10, depth_colour(n / 10)] for n in range(11)]
+        beside = {"orientation": "v", "yref": "paper", "yanchor": "top", "y": 1, "xref": "paper", "xanchor": "left", "x": 1.02}
+        return fig.update_layout(showlegend=True, legend=beside | {"title": {"text": legend}})
+    scale = [[n / 10, ordered_colour(n / 10)] for n in range(11)]
     ticks = {"tickmode": "array", "tickvals": bar[1], "ticktext": bar[2], **colour_bar(bar[0])}
     marker = {"color": [0, 1], "cmin": 0, "cmax": 1, "colorscale": scale, "showscale": True, "colorbar": ticks}
     fig.add_scatter(x=[None], y=[None], mode="markers", marker=marker, hoverinfo="skip", showlegend=False)

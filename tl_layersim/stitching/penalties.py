@@ -108,4 +108,4 @@ def penalty_words(of: PenaltyField, unit: str) -> str:
         of: the penalty in loss or in accuracy.
         unit: of a target.
     """
-    return f"Stitching penalty (nats a {unit})" if of == "penalty" else "Accuracy penalty (fraction of targets)"
+    return f"Stitching penalty (nats per {unit})" if of == "penalty" else "Accuracy penalty (fraction of targets)"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class StitchResult(Result):
     """The losses of one stitch: the back that reads the front's layer through an adapter, and the back alone.
 
-    Tensors are float64. Losses are nats a token (of a classifier a row), on data that the adapter was not fitted on.
+    Tensors are float64. Losses are nats per token (of a classifier a row), on data that the adapter was not fitted on.
 
     Args:
         join: makes the stitched model with an adapter; None where a model is on a server. Files do not hold it.
@@ -75,8 +75,8 @@ class StitchResult(Result):
         Picture(
             "curve",
             "Learning curve of the adapter",
-            "Cross-entropy of the stitched model at each training step, and dashed that of the back alone (Brown et al. "
-            "2023, figure 6).",
+            "Cross-entropy of the stitched model at each training step. Horizontal lines: held-out cross-entropy of the "
+            "stitched model, and of the back alone (Brown et al. 2023, figure 6).",
         ),
     )
 
@@ -185,20 +185,24 @@ class StitchResult(Result):
 
     def plot(self, field: str = "") -> plotly.graph_objects.Figure:
         """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); by default the curve where there is one."""
-        from ..reporting.curves import learning_curve, over_groups
+        from ..reporting.stitches import learning_curve, over_groups
+        from ..reporting.style import described
 
         field = field or ("curve" if len(self.values) else "penalty")
         if field == "penalty":
             each = (self.batch_loss - self.batch_back_loss) / self.batch_tokens
-            return over_groups(each.numpy(), self.penalty_interval(), "Penalty by batch", f"nats a {self.unit}")
+            unit = f"nats per {self.unit}"
+            fig = over_groups(each.numpy(), self.penalty_interval(), "Stitching penalty of each batch", unit)
+            return described(fig, self.provenance)
         if field not in ("curve", "values"):
             return super().plot(field)
-        return learning_curve(self.values.numpy(), self.loss, self.back_loss, f"nats a {self.unit}")
+        fig = learning_curve(self.values.numpy(), self.loss, self.back_loss, f"nats per {self.unit}")
+        return described(fig, self.provenance)
 
     def headline(self) -> dict[str, float]:
         low, high = self.penalty_interval()[1:]
         return {
-            f"penalty, nats a {self.unit}": self.penalty,
+            f"penalty, nats per {self.unit}": self.penalty,
             "  from (95 %)": low,
             "  to": high,
             "loss": self.loss,
@@ -215,7 +219,7 @@ class StitchGrid(Result):
     Tensors are float64; `seam` is the axis of stitch points.
 
     Attributes:
-        values: `front back seam`, the same as `penalty`: loss of the stitched model minus that of the back alone, nats a token.
+        values: `front back seam`, the same as `penalty`: loss of the stitched model minus that of the back alone, in nats.
         low: lower end of the penalty's 95 % confidence interval over batches.
         high: the upper end.
         loss: loss of the stitched model.
@@ -258,13 +262,13 @@ class StitchGrid(Result):
     pictures = (
         Picture(
             "penalty",
-            "Stitching penalty",
-            "How many nats a token the back loses when it reads the front's layer through an adapter, with 95 % "
+            "Stitching penalty of each direction by layer",
+            "How many nats per token the back loses when it reads the front's layer through an adapter, with 95 % "
             "intervals over batches; dashed: a model with itself, the cost of fitting alone (Brown et al. 2023, figure 1).",
         ),
         Picture(
             "accuracy_penalty",
-            "Accuracy penalty",
+            "Loss of accuracy by stitching, by layer",
             "The accuracy that the back loses in the same stitches (Brown et al. 2023, figure 2).",
         ),
     )
@@ -349,20 +353,23 @@ class StitchGrid(Result):
 
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
         """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
-        from ..reporting.curves import directions
+        from ..reporting.labels import quantity
+        from ..reporting.stitches import directions
+        from ..reporting.style import with_subtitle
 
         field = "penalty" if field == "values" else field
         if field != "penalty" and self.tensor_fields().get(field) != ("front", "back", "seam"):
             return super().plot(field)
-        ends = {"penalty": (self.low, self.high), "accuracy_penalty": (self.accuracy_low, self.accuracy_high)}
+        intervals = {"penalty": (self.low, self.high), "accuracy_penalty": (self.accuracy_low, self.accuracy_high)}
         values = self.values if field == "penalty" else getattr(self, field)
-        low, high = ends.get(field, (values, values))
+        low, high = intervals.get(field, (values, values))
         titles = {picture.field: picture.title for picture in self.pictures}
-        title = f"{titles.get(field, field)}: {self.kind}{f', {self.fit}' if self.fit else ''}"
-        unit = (
-            "fraction of targets" if "accuracy" in field else "training step" if field == "stopped" else f"nats a {self.unit}"
-        )
-        return directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, title, unit)
+        words = quantity("StitchGrid", field)
+        axis = words.replace("(nats)", f"(nats per {self.unit})").replace("of targets", f"of {self.unit}s")
+        words_of_figure = (titles.get(field, words.partition(" (")[0]), axis)
+        fig = directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words_of_figure)
+        how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
+        return with_subtitle(fig, f"{how} · {int(self.batch_tokens.sum()):,} {self.unit}s of evaluation")
 
     def headline(self) -> dict[str, float]:
         own = torch.eye(len(self.fronts), dtype=torch.bool)

@@ -1,0 +1,158 @@
+"""The style of figures: colours that every reader can tell apart, titles that fit, legends below the axes, templates."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import plotly.graph_objects as go
+import plotly.io
+import pytest
+
+from tl_layersim.reporting.style import (
+    PALETTE,
+    PRINT,
+    SCREEN,
+    described,
+    log_axis,
+    on_what,
+    ordered_colours,
+    series_look,
+    styled,
+    with_subtitle,
+)
+
+from ..views import provenance
+
+# Machado, Oliveira and Fernandes 2009, severity 1: linear RGB as readers without one kind of cone see it.
+SIMULATED = {
+    "all cones": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+TO_XYZ = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+WHITE_POINT = [0.95047, 1.0, 1.08883]
+
+
+def linear(colour: str) -> np.ndarray:
+    parts = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
+def contrast_on_white(colour: str) -> float:
+    """WCAG 2, with 3 as the least for parts of graphics."""
+    return 1.05 / (float(np.array(TO_XYZ[1]) @ linear(colour)) + 0.05)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    xyz = np.array(TO_XYZ) @ np.clip(rgb, 0, 1) / WHITE_POINT
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def distance(first: str, second: str, reader: str) -> float:
+    return float(np.linalg.norm(lab(SIMULATED[reader] @ linear(first)) - lab(SIMULATED[reader] @ linear(second))))
+
+
+def figure(title: str = "Cosine similarity", width: int = 600) -> go.Figure:
+    fig = go.Figure()
+    fig.add_scatter(x=[0, 1], y=[0, 1], name="one")
+    return styled(fig, title, width=width)
+
+
+def test_colours_are_dark_enough_on_white():
+    for colour in (*PALETTE, *ordered_colours(5)):
+        assert contrast_on_white(colour) >= 3, colour
+
+
+@pytest.mark.parametrize("reader", SIMULATED)
+def test_colours_differ_for_every_reader(reader):
+    for first, second in itertools.combinations(PALETTE, 2):
+        assert distance(first, second, reader) > 15, (first, second)
+    # Of two hues, as for two models, blue and orange are far apart.
+    assert distance(PALETTE[0], PALETTE[1], reader) > 50
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_an_order_of_colours_gets_lighter(count):
+    lightness = [lab(linear(colour))[0] for colour in ordered_colours(count)]
+    assert (np.diff(lightness) > 5).all()
+
+
+def test_lines_differ_by_more_than_their_colour():
+    looks = series_look(5, ordered=False)
+    assert len({look["symbol"] for look in looks}) == 5
+    # After the last colour the dash changes.
+    many = series_look(8, ordered=False)
+    assert (many[0]["colour"], many[5]["colour"]) == (PALETTE[0], PALETTE[0])
+    assert many[0]["dash"] != many[5]["dash"]
+
+
+def test_the_legend_stands_below_the_axes():
+    legend = figure().layout.legend
+    # A legend at an edge of the container gets room outside of the axes.
+    assert (legend.yref, legend.yanchor, legend.xref) == ("container", "bottom", "container")
+    assert legend.y < 0.05
+
+
+def test_a_long_title_is_broken_and_gets_room():
+    short, long = figure(), figure("A title of so many words that it does not fit into the width of a figure in one line")
+    assert long.layout.title.text.count("<br>") == 1
+    assert all(len(line) < 70 for line in long.layout.title.text.split("<br>"))
+    assert long.layout.margin.t > short.layout.margin.t
+    # Markup stays in one piece.
+    marked = "<i>" + "word " * 20 + "</i>"
+    assert figure(marked).layout.title.text == marked
+
+
+def test_a_subtitle_names_models_and_tokens_and_gets_room():
+    one = described(figure(), provenance(model="EleutherAI/pythia-14m", tokens=12345, sequences=10))
+    assert one.layout.title.subtitle.text == "EleutherAI/pythia-14m · 12,345 tokens"
+    assert one.layout.margin.t > figure().layout.margin.t
+    assert one.layout.height > figure().layout.height
+    two = with_subtitle(one, "a second line")
+    assert two.layout.title.subtitle.text.split("<br>") == ["EleutherAI/pythia-14m · 12,345 tokens", "a second line"]
+    assert with_subtitle(figure(), "").layout == figure().layout
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "sequences", "words"),
+    [
+        ("/home/me/models/tuned/", 1, 3, "tuned · 1 token"),
+        ("a | b", 2, 1, "a and b · 2 tokens"),
+        ("a | a", 2, 1, "a · 2 tokens"),
+        ("a | b | c | d", 0, 0, "a and b and 2 more"),
+        ("vit", 500, 500, "vit · 500 rows"),
+    ],
+)
+def test_what_a_figure_was_measured_on(model, tokens, sequences, words):
+    assert on_what(provenance(model=model, tokens=tokens, sequences=sequences)) == words
+
+
+def test_names_of_models_are_no_markup():
+    fig = described(figure(), provenance(model="<script>x"))
+    assert fig.layout.title.subtitle.text.startswith("&lt;script&gt;x")
+
+
+def test_the_print_template_is_black_on_white_with_thicker_lines():
+    screen, printed = plotly.io.templates[SCREEN], plotly.io.templates[PRINT]
+    assert printed.layout.font.color == "black"
+    assert printed.layout.paper_bgcolor == printed.layout.plot_bgcolor == "white"
+    assert printed.data.scatter[0].line.width > screen.data.scatter[0].line.width
+    assert printed.layout.font.size > screen.layout.font.size
+    # A figure sets no width of a main line, so that the template decides.
+    from ..core.helpers import curve
+
+    fig = curve().plot().update_layout(template=PRINT)
+    assert fig.data[0].line.width is None
+    assert fig.layout.template.layout.font.color == "black"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 20), (1, 1e7), (3e-9, 2e-8), (2, 2.5)])
+def test_a_logarithmic_axis_has_a_few_labels_within_its_range(low, high):
+    axis = log_axis(low, high)
+    assert 1 <= len(axis["tickvals"]) <= 14
+    assert len(axis["tickvals"]) == len(set(axis["ticktext"]))
+    assert min(axis["tickvals"]) <= high
+    assert max(axis["tickvals"]) >= low
