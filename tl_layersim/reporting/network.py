@@ -14,7 +14,7 @@ from .style import DARK, colour_bar, styled, with_subtitle
 
 # Edges of a similar strength are drawn as one trace: plotly is slow with thousands of traces.
 LEVELS = 20
-NAMED = "%{customdata}<extra></extra>"
+NAME_ONLY = "%{customdata}<extra></extra>"
 
 
 def coupling_network(
@@ -61,7 +61,7 @@ def coupling_network(
         hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>"
         "%{customdata[2]:.3f}%{customdata[3]} beyond chance<extra></extra>",
     )
-    fig.add_scatter(x=x, y=y, mode="markers", marker={"size": 8, "color": DARK}, customdata=list(names), hovertemplate=NAMED)
+    fig.add_scatter(x=x, y=y, mode="markers", marker={"size": 8, "color": DARK}, customdata=list(names), hovertemplate=NAME_ONLY)
     fig.add_scatter(
         x=1.1 * x,
         y=1.1 * y,
@@ -69,7 +69,7 @@ def coupling_network(
         text=short_names(names),
         textfont={"size": 13},
         customdata=list(names),
-        hovertemplate=NAMED,
+        hovertemplate=NAME_ONLY,
     )
     fig.update_layout(showlegend=False)
     fig.update_xaxes(visible=False, range=[-1.2, 1.2], constrain="domain")
