@@ -76,7 +76,7 @@ def overlay(
     shown = first.values_name if held == "values" else held
     quantity, note = quantity_of(first, shown), _data(list(results.values()))
     chosen = select or {}
-    if len(axes) == 2 and not chosen and all(_over_sites(first, axis) for axis in axes):
+    if len(axes) == 2 and not chosen and all(_over_sites(axis) for axis in axes):
         return overlaid_heatmaps(results, shown, axes, (title or _overlay_title(first, shown, ""), quantity), note)
     curves = {name: field_curve(result, shown, chosen, level) for name, result in results.items()}
     if not all(curve.sites for curve in curves.values()):
@@ -191,22 +191,19 @@ def _not_over_sites(result: Result, field: str) -> LayersimError:
 def _fields_over_sites(result: Result) -> list[str]:
     fields = result.tensor_fields().items()
     return [
-        result.values_name if name == "values" else name
-        for name, axes in fields
-        if any(_over_sites(result, axis) for axis in axes)
+        result.values_name if name == "values" else name for name, axes in fields if any(_over_sites(axis) for axis in axes)
     ]
 
 
-def _over_sites(result: Result, axis: str) -> bool:
+def _over_sites(axis: str) -> bool:
     return axis in (*SITE_AXES, "vision_layer", "text_layer", "other_vision_layer", "other_text_layer")
 
 
 def _overlay_title(result: Result, field: str, words: str) -> str:
-    from ..reporting.site_labels import site_words
+    """The title of the field's own figure, with what was taken of the field's other axes."""
+    from ..reporting.figures import title_of
 
-    plain = quantity_of(result, field).partition(" (")[0]
-    picture = next((one.title for one in result.pictures if one.field == field), plain)
-    return site_words(result.layers, picture) + (f" ({words})" if words else "")
+    return title_of(result, field).partition(" (")[0] + (f" ({words})" if words else "")
 
 
 def _data(results: list[Result]) -> str:

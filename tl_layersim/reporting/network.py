@@ -61,7 +61,9 @@ def coupling_network(
         hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>"
         "%{customdata[2]:.3f}%{customdata[3]} beyond chance<extra></extra>",
     )
-    fig.add_scatter(x=x, y=y, mode="markers", marker={"size": 8, "color": DARK}, customdata=list(names), hovertemplate=NAME_ONLY)
+    fig.add_scatter(
+        x=x, y=y, mode="markers", marker={"size": 8, "color": DARK}, customdata=list(names), hovertemplate=NAME_ONLY
+    )
     fig.add_scatter(
         x=1.1 * x,
         y=1.1 * y,
