@@ -10,7 +10,7 @@ import tl_layersim as lsim
 from ..tiny_models import random_tokens, tiny_llama
 
 
-def run(layers: int = 2, seed: int = 0, intervals: bool = False, rows: int = 8):
+def run(layers: int = 2, seed: int = 0, intervals: bool = False, rows: int = 16):
     analyzers = [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.CKA(minibatch=8)]
     return lsim.analyze(tiny_llama(layers=layers, seed=seed), random_tokens(rows), analyzers, batch_size=1, intervals=intervals)
 
