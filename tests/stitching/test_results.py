@@ -60,7 +60,7 @@ class TestResult:
         [each] = [trace.y for trace in result.plot("penalty").data if trace.name == "each batch"]
         np.testing.assert_allclose(each, (result.batch_loss - result.batch_back_loss) / result.batch_tokens)
         plain = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(), at=(2, 1), adapter="identity")
-        assert plain.plot().layout.title.text == "Penalty by batch"
+        assert plain.plot().layout.title.text == "Stitching penalty of each batch"
         assert "nats per token" in plain.plot().layout.yaxis.title.text
         assert len(result.plot("batch_loss").data) == 1
         assert "penalty, nats" in repr(result)

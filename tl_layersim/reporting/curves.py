@@ -14,7 +14,7 @@ from .style import BLUE, GREEN, GREY, ORANGE, WIDTH, layer_axis, log_axis, order
 # Axes of a result whose labels are layers.
 LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer")
 # Positive values that span this factor or more stand on a logarithmic axis, where a figure allows one; and fields that do.
-WIDE = 20
+LOG_FACTOR = 20
 LOGARITHMIC = ("nc1", "perplexity")
 # Most points of a curve that have markers.
 MOST_MARKERS = 60
@@ -232,7 +232,7 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
     fig = go.Figure()
     known = values[np.isfinite(values)]
     # The MLP of the first block often multiplies the norm, and would flatten all other values on a linear axis.
-    wide = len(known) > 0 and bool(known.min() > 0) and bool(known.max() > WIDE * known.min())
+    wide = len(known) > 0 and bool(known.min() > 0) and bool(known.max() > LOG_FACTOR * known.min())
     drawn = on_log_axis(ends, values) if ends is not None and wide else ends
     blocks = tuple(dict.fromkeys(name.rsplit(".", 1)[0] for name in names))
     kinds = (

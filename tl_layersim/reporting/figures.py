@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ..core.results import Result
-from .curves import LOGARITHMIC, WIDE, Series, lines, quantile_lines, sublayer_lines, with_baseline
+from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines, quantile_lines, sublayer_lines, with_baseline
 from .interval_bands import Ends, interval_ends
 from .labels import quantity, series_label
 from .matrix import layer_heatmap, series_heatmap
@@ -40,7 +40,7 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     Raises:
         ValueError: the field has other axes.
     """
-    return described(_figure(result, field, axes), result.provenance)
+    return described(_field_figure(result, field, axes), result.provenance)
 
 
 def title_of(result: Result, field: str) -> str:
@@ -54,7 +54,7 @@ def title_of(result: Result, field: str) -> str:
     return site_words(result.layers, picture.title if picture else quantity(type(result).__name__, field))
 
 
-def _figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
+def _field_figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     values = (result.values if field == result.values_name else getattr(result, field)).numpy()
     unit, title, ends = quantity(type(result).__name__, field), title_of(result, field), interval_ends(result, field)
     if axes in LAYER_MATRICES:
@@ -94,7 +94,7 @@ def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None
     if axis == "step" and len(values):
         return step_curve(values, title, unit, ends)
     known = values[np.isfinite(values)]
-    log = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > WIDE * max(known.min(), 0))
+    log = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
     fig = lines(names, [Series(unit, values, ends)], title, unit, axis, log)
     reference = result.baseline(field)
     return fig if reference is None else with_baseline(fig, *reference)

@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from .curves import WIDE, add_fan, label_axis
+from .curves import LOG_FACTOR, add_fan, label_axis
 from .interval_bands import Ends, hover_texts, interval_ends, whiskers
 from .labels import quantity
 from .style import BLUE, DARK, FAINT, GREY, HEIGHT, ORANGE, described, log_axis, styled
@@ -68,7 +68,7 @@ def exit_tradeoff(result: Any, title: str) -> go.Figure:
     fig.update_xaxes(title="Agreement with the full model<br>(fraction of positions)", row=1, col=1)
     if len(fields) > 1:
         known = result.perplexity.numpy()[np.isfinite(result.perplexity.numpy())]
-        scale = log_axis(float(known.min()), float(known.max())) if known.max() > WIDE * known.min() else {}
+        scale = log_axis(float(known.min()), float(known.max())) if known.max() > LOG_FACTOR * known.min() else {}
         fig.update_xaxes(title="Perplexity at the exits<br>(lower is better)", **scale, row=1, col=2)
     fig.update_yaxes(title="Speed-up<br>(blocks of the model / blocks run)", row=1, col=1)
     fig.update_yaxes(rangemode="tozero")
@@ -145,7 +145,7 @@ def shape_and_norms(result: Any, title: str) -> go.Figure:
         add_fan(fig, x, (result.quantiles, own), values, interval_ends(result, field), colour, name, row=1, col=2)
     both = np.concatenate([result.norm_quantiles.numpy().ravel(), result.update_norm_quantiles.numpy().ravel()])
     known = both[np.isfinite(both)]
-    wide = bool(len(known)) and bool(known.min() > 0) and bool(known.max() > WIDE * known.min())
+    wide = bool(len(known)) and bool(known.min() > 0) and bool(known.max() > LOG_FACTOR * known.min())
     scale = log_axis(float(known.min()), float(known.max())) if wide else {"rangemode": "tozero"}
     label_axis(fig, names, "residual")
     fig.update_xaxes(title=None, tickmode="array", tickvals=[0], ticktext=["all layers"], row=1, col=1, tickangle=0)

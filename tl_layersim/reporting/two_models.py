@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from .curves import LOGARITHMIC, WIDE, Series, lines
+from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines
 from .interval_bands import Ends
 from .labels import BETTER
 from .style import series_look, with_subtitle
@@ -34,7 +34,7 @@ def model_lines(
     """
     models, names = labels
     known = values[np.isfinite(values)]
-    wide = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > WIDE * max(known.min(), 0))
+    wide = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
     looks = series_look(len(models), ordered=False)
     series = [
         Series(html.escape(model), values[n], ends and ends.at(n), **look)
