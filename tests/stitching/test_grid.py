@@ -66,7 +66,7 @@ class TestGrid:
         assert list(figure.layout.xaxis.ticktext) == ["0", "1", "2"]
         assert grid.plot("accuracy_penalty").data[0].error_y.array is not None
         np.testing.assert_allclose(grid.plot("loss").data[0].y, grid.loss[0, 1])
-        assert "affine, lstsq" in figure.layout.title.text
+        assert figure.layout.title.subtitle.text.startswith("affine adapter, fitted by lstsq · ")
         again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
         assert torch.equal(again.values, grid.values)
         page = lsim.Report({"stitches": grid}).to_html(tmp_path / "page.html").read_text()

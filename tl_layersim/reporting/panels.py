@@ -109,7 +109,7 @@ def saturation_bars(result: Any, title: str) -> go.Figure:
     ):
         values, ends = getattr(result, field).numpy(), interval_ends(result, field)
         margins = [""] * len(x) if ends is None else hover_texts(ends, digits)
-        hover = {"customdata": list(zip(names, margins, strict=True))}
+        hover: dict[str, Any] = {"customdata": list(zip(names, margins, strict=True))}
         hover |= {"hovertemplate": f"%{{customdata[0]}}<br>%{{y:{digits}}}%{{customdata[1]}}<extra>{name}</extra>"}
         # Whiskers on bars are dark, so that they are seen inside the bar too.
         bars = {} if ends is None else {"error_y": whiskers(values, ends) | {"color": DARK if field == "counts" else colour}}
