@@ -74,7 +74,7 @@ def test_what_cannot_be_overlaid_is_refused_with_the_names_that_exist(runs):
         lsim.overlay(runs, "rsa")
     with pytest.raises(lsim.LayersimError, match=r"must name one of the results(.|\n)*'cosine', 'logit_lens', 'cka'"):
         lsim.overlay(runs)
-    with pytest.raises(lsim.LayersimError, match=r"CosineResult has no field 'to_lst'(.|\n)*one of cosine, .*to_last"):
+    with pytest.raises(lsim.LayersimError, match=r"CosineResult has no field 'to_lst'(.|\n)*one of values, .*to_last"):
         lsim.overlay(runs, "cosine", "to_lst")
     with pytest.raises(lsim.LayersimError, match="analyzer` is for reports"):
         lsim.overlay([runs[0]["cka"]], "cka")
