@@ -217,7 +217,7 @@ def test_a_result_like_others(tmp_path):
     assert list(table.columns) == ["comparison", "mean", "sd", "count"]
     assert len(found.to_frame("distances")) == 16
     figure = found.plot()
-    assert "p = " in figure.layout.title.text
+    assert "p = " in figure.layout.title.subtitle.text
     assert figure.layout.yaxis.title.text == "Distance"
     assert "within and between groups" in lsim.Report({"groups": found}).to_html(tmp_path / "page.html").read_text()
 

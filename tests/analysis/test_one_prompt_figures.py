@@ -52,7 +52,7 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
     assert len(figure.layout.shapes) == len(grid.tokens)
     assert any("<b>" in cell for row in figure.data[0].text for cell in row)
     # The last row is final everywhere.
-    assert all(cell.startswith("<b>") for cell in figure.data[0].text[-1])
+    assert all("<b>" in cell for cell in figure.data[0].text[-1])
     again = lsim.load(grid.save(tmp_path / "grid.safetensors"))
     assert (again.words, again.tokens) == (grid.words, grid.tokens)
     assert worst(again, grid) == 0
@@ -60,11 +60,14 @@ def test_the_demo_knows_its_stories(demo, tmp_path):
 
 
 def test_tokens_are_no_markup():
-    from tl_layersim.reporting.tokens import prediction_heatmap
+    from tl_layersim.reporting.tokens import Predictions, prediction_heatmap
 
-    figure = prediction_heatmap((("<b>", "\n"),) * 3, np.ones((3, 2)), [0, 1, 1], ("<i>", "a", "b"), ("x", "y"))
-    assert figure.data[0].text[0][0] == "<b>&lt;b&gt;</b>"
+    nothing = np.full((3, 2), np.nan)
+    predictions = Predictions((("<b>", "\n"),) * 3, np.ones((3, 2)), [0, 1, 1], nothing)
+    figure = prediction_heatmap(predictions, ("<i>", "a", "b"), ("x", "y"), "")
+    assert "<b>&lt;b&gt;</b>" in figure.data[0].text[0][0]
     assert figure.layout.xaxis.ticktext[0] == "&lt;i&gt;"
+    assert "1. &lt;b&gt;  1.000" in figure.data[0].customdata[0][0]
 
 
 def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
@@ -80,8 +83,9 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
     np.testing.assert_allclose(found.explained, sigma[:2] ** 2 / (sigma**2).sum(), rtol=1e-5)
     np.testing.assert_allclose(found.values[:, -1].mean(0), 0, atol=1e-4)
     figure = found.plot()
-    assert len(figure.data) == len(found.tokens) == 15
-    assert figure.data[-1].line.color == "black"
+    paths = [trace for trace in figure.data if trace.mode == "lines+markers"]
+    assert len(paths) == len(found.tokens) == 15
+    assert [path.name for path in paths[-2:]] == ["first token: Once", "last token: ·house"]
     assert worst(lsim.load(found.save(tmp_path / "pca.safetensors")), found) == 0
 
 

@@ -129,7 +129,7 @@ class TestCoupling:
         found = from_views(lsim.BlockCoupling(k=3), [view(residuals(1)[:, :9])])
         graph = lsim.plot_adjacency(found)
         assert list(graph.data[-1].text) == ["0", "1", "2"]
-        edges = {frozenset(one[:2]): one[2] for one in graph.data[-2].customdata}
+        edges = {frozenset(one[:2]): one[2] for one in graph.data[-3].customdata}
         chance = (found.null[0, 2] - found.values[0, 2]) / found.null[0, 2]
         back = (found.null[2, 0] - found.values[2, 0]) / found.null[2, 0]
         expected = max(0.0, float(chance + back) / 2)

@@ -213,12 +213,14 @@ def test_cells_of_heat_maps_name_their_intervals(result):
     for i, row in enumerate(heat.customdata):
         assert [cell[2] for cell in row] == texts(low[i], high[i])
         assert [tuple(cell[:2]) for cell in row] == [(result.layers[i], column) for column in result.layers]
-    assert heat.hovertemplate == "%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}%{customdata[2]}<extra></extra>"
+    before = "row: %{customdata[0]}<br>column: %{customdata[1]}<br>Matrix"
+    assert heat.hovertemplate == before + ": %{z:.4f}%{customdata[2]}<extra></extra>"
     low, high = ends_of(result, "many")
     heat = result.plot("many").data[0]
     for i, row in enumerate(heat.customdata):
-        assert [tuple(cell) for cell in row] == list(zip(result.layers[1:], texts(low[i], high[i], ".5g"), strict=True))
-    assert heat.hovertemplate == "Class %{y}<br>%{customdata[0]}<br>%{z:.5g}%{customdata[1]}<extra></extra>"
+        assert [tuple(cell[1:]) for cell in row] == list(zip(result.layers[1:], texts(low[i], high[i], ".5g"), strict=True))
+    before = "Class: %{customdata[0]}<br>Block: %{customdata[1]}<br>Many"
+    assert heat.hovertemplate == before + ": %{z:.5g}%{customdata[2]}<extra></extra>"
 
 
 @pytest.mark.parametrize("field", ["curve", *list(Shown.tensor_fields())[1:]])
@@ -234,8 +236,8 @@ def test_without_intervals_a_figure_has_the_same_points_and_nothing_else(result,
         # With intervals, the text at a point is that of a figure without them and the interval.
         names = trace.pop("customdata", None), before.pop("customdata", None)
         if names[1] is not None and field != "matrix":
-            first = [[cell[0] for cell in row] for row in names[0]] if field == "many" else [row[0] for row in names[0]]
-            assert first == [list(row) for row in names[1]] if field == "many" else first == list(names[1])
+            first = [[list(cell[:2]) for cell in row] for row in names[0]] if field == "many" else [row[0] for row in names[0]]
+            assert first == [[list(cell) for cell in row] for row in names[1]] if field == "many" else first == list(names[1])
         for added in ("error_y", "legendgroup", "hovertemplate"):
             trace.pop(added, None)
         for added in ("legendgroup", "hovertemplate"):

@@ -58,7 +58,7 @@ def _field_figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figur
     values = (result.values if field == result.values_name else getattr(result, field)).numpy()
     unit, title, ends = quantity(type(result).__name__, field), title_of(result, field), interval_ends(result, field)
     if axes in LAYER_MATRICES:
-        return layer_heatmap(result, values, axes, title, unit, ends)
+        return layer_heatmap(result, field, axes, title, unit, ends)
     if len(axes) == 1:
         return _curve(result, field, axes[0], values, ends)
     if len(axes) != 2:
@@ -83,7 +83,7 @@ def _field_figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figur
             for n, (label, look) in enumerate(zip(labels, looks, strict=True))
         ]
         return lines(names, series, title, unit, axes[1])
-    return series_heatmap(result, values, axes, title, unit, ends)
+    return series_heatmap(result, field, axes, title, unit, ends)
 
 
 def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None) -> go.Figure:

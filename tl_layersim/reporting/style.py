@@ -194,15 +194,19 @@ def on_what(provenance: Provenance) -> str:
         'EleutherAI/pythia-14m · 12,345 tokens'
     """
     models = list(dict.fromkeys(part for part in provenance.model.split(JOINT) if part))
-    names = " and ".join(_model_name(model) for model in models[:2]) + (f" and {len(models) - 2} more" if models[2:] else "")
+    names = " and ".join(model_name(model) for model in models[:2]) + (f" and {len(models) - 2} more" if models[2:] else "")
     # One position of each row: images, sentences.
     unit = "row" if provenance.tokens == provenance.sequences else "token"
     count = f"{provenance.tokens:,} {unit}{'s' if provenance.tokens != 1 else ''}" if provenance.tokens else ""
     return " · ".join(part for part in (names, count) if part)
 
 
-def _model_name(model: str) -> str:
-    """A model's name as its hub writes it; of a folder, the last part of its path."""
+def model_name(model: str) -> str:
+    """A model's name as its hub writes it; of a folder, the last part of its path.
+
+    Args:
+        model: as its provenance has it.
+    """
     is_path = model.startswith(("/", ".", "~")) or "\\" in model or model.count("/") > 1
     return model.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if is_path else model
 

@@ -1,0 +1,87 @@
+"""Colour scales of heatmaps: ends that fit the field, and texts that are readable on every colour."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from plotly.colors import sample_colorscale, unlabel_rgb
+
+import tl_layersim as lsim
+from tl_layersim.reporting.colour_scales import (
+    SPREAD,
+    ColourScale,
+    about_zero,
+    cell_numbers,
+    end_above,
+    luminance,
+    on_cells,
+    scale_within,
+    text_colours,
+)
+
+from ..tiny_models import random_tokens, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def report():
+    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=16), lsim.Procrustes(permutations=19)]
+    return lsim.analyze(tiny_llama(), random_tokens(), analyzers)
+
+
+@pytest.mark.parametrize("name", ["Viridis", "Viridis_r", SPREAD, "RdBu_r", "Blues"])
+def test_text_has_a_contrast_of_4_5_on_every_colour(name):
+    values = np.linspace(0, 1, 101)[None]
+    [chosen] = text_colours(values, ColourScale(name, 0.0, 1.0))
+    for colour, text in zip(sample_colorscale(name, values[0].tolist()), chosen, strict=True):
+        light, dark = sorted([luminance(unlabel_rgb(colour)), float(text == "#ffffff")], reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+    assert set(chosen) == {"#ffffff", "#000000"}
+
+
+def test_a_colour_beyond_an_end_is_that_of_the_end():
+    scale = ColourScale("Blues", 0.0, 1.0)
+    assert text_colours([[-5.0, 7.0]], scale) == text_colours([[0.0, 1.0]], scale)
+    assert on_cells([["a", ""]], [[1.0, math.nan]], scale) == [['<span style="color:#ffffff">a</span>', ""]]
+
+
+def test_similarities_share_their_ends_and_deviations_have_their_own(report):
+    cosine = report["cosine"]
+    values, spread = cosine.plot().data[0], cosine.plot("std").data[0]
+    low = float(cosine.values.min())
+    assert values.zmax == 1.0
+    assert values.zmin == (-1.0 if low < -0.1 else min(0.0, low))
+    assert spread.zmin == 0.0
+    assert spread.zmax == end_above(float(cosine.std.max())) < 1.0
+    assert spread.colorscale != values.colorscale
+    angle = report["procrustes"].plot("angle").data[0]
+    assert (angle.zmin, angle.zmax) == (0.0, math.pi / 2)
+    assert report["procrustes"].plot("p_values").data[0].zmax == 1.0
+
+
+def test_clearly_negative_values_stand_about_zero():
+    assert scale_within([[-0.3, 0.9]], (-1, 1)) == ColourScale("RdBu_r", -1, 1)
+    assert scale_within([[-0.03, 0.9]], (-1, 1)) == ColourScale("Viridis", -0.03, 1)
+    assert scale_within([[-7.0, 0.9]], (-math.inf, 1)).note == "lowest colour: -1 or less"
+    assert about_zero([[-0.03, 0.011]]) == ColourScale("RdBu_r", -0.03, 0.03)
+    assert scale_within([[math.nan]], (0, math.inf)) == ColourScale("Viridis", 0.0, 1.0)
+
+
+def test_few_cells_carry_their_numbers_and_many_do_not(report):
+    heat = report["cka"].plot().data[0]
+    assert heat.text[0][0].endswith(">1.00</span>")
+    assert heat.texttemplate == "%{text}"
+    scale = ColourScale("Viridis", 0.0, 1.0)
+    assert cell_numbers(np.full((13, 13), 0.5), scale) == {}
+    assert cell_numbers(np.array([[math.nan, -0.001]]), scale)["text"][0][0] == ""
+    assert ">0.00<" in cell_numbers(np.array([[math.nan, -0.001]]), scale)["text"][0][1]
+
+
+def test_figures_are_at_most_600_pixels_wide_and_cells_are_square(report):
+    for result in report.values():
+        fig = result.plot()
+        assert fig.layout.width <= 600
+        assert fig.layout.yaxis.scaleanchor == "x"
+        assert fig.data[0].colorbar.title.text
+        assert "row: %{customdata[0]}" in fig.data[0].hovertemplate
