@@ -154,9 +154,7 @@ class LogitLensResult(Result):
         correct = with_margin(self, lambda result: result.accuracy[-1], percent=True)
         where = site_in_words(self.layers[1:][first])
         accuracy = "" if math.isnan(float(self.accuracy[-1])) else f"; the last layer predicts {correct} of the targets"
-        return (
-            f"From {where} on, the prediction is mostly the last layer's ({agreement} of the positions there){accuracy}."
-        )
+        return f"From {where} on, the prediction is mostly the last layer's ({agreement} of the positions there){accuracy}."
 
     def _blocks_run(self) -> list[int]:
         """Number of blocks up to each layer; a block of which attention alone has run counts."""

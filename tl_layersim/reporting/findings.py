@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.findings import margin_text, site_in_words
+from ..core.findings import margin_text, site_in_words, with_margin
 from ..core.intervals import headline_texts
 from ..core.provenance import JOINT
 from ..core.results import LayerMatrix, Result
@@ -16,6 +16,8 @@ from .labels import quantity
 
 # Headline numbers in a sentence of a result that has no words of its own.
 MOST_NUMBERS = 2
+# Quantities in a sentence about several models.
+MOST_CHANGES = 3
 
 
 def finding(result: Result) -> str:
@@ -33,8 +35,8 @@ def finding(result: Result) -> str:
             return found
     models, lines = side_by_side(result)
     if models:
-        changes = [f"{name} {', '.join(values)}" for name, *values in lines[:MOST_NUMBERS]]
-        return f"{' and '.join(models)}: {'; '.join(changes)}." if changes else ""
+        changes = [f"{line[0]} {' → '.join(line[1 : len(models) + 1])}" for line in lines[:MOST_CHANGES]]
+        return f"{' → '.join(models)}: {'; '.join(changes)}."
     numbers = [f"{name}: {text}" for name, text in list(headline_texts(result).items())[:MOST_NUMBERS]]
     return "; ".join(numbers)[:1].upper() + "; ".join(numbers)[1:] + "." if numbers else ""
 
@@ -46,14 +48,25 @@ def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]
         result: any.
 
     Returns:
-        Names of the models, and lines of a quantity and its value for each model; nothing for a result of one model.
+        Names of the models; and lines of a quantity, its value for each model and, of two models, the change from the first to
+        the second. Nothing for a result of one model.
     """
     models = tuple(map(str, getattr(result, "models", ())))
     texts = headline_texts(result)
     if len(models) < 2 or not texts or not all(any(name.startswith(f"{model}: ") for model in models) for name in texts):
         return (), []
-    quantities = dict.fromkeys(name.partition(": ")[2] for name in texts)
-    return models, [(name, *(texts.get(f"{model}: {name}", "") for model in models)) for name in quantities]
+    lines: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(name.partition(": ")[2] for name in texts):
+        keys = [f"{model}: {name}" for model in models]
+        change = [_change(result, keys[0], keys[1])] if len(models) == 2 and all(key in texts for key in keys) else []
+        lines.append((name, *(texts.get(key, "") for key in keys), *change))
+    return models, lines
+
+
+def _change(result: Result, before: str, after: str) -> str:
+    """The second headline number minus the first, with its sign and its own margin: both were measured on the same data."""
+    text = with_margin(result, lambda one: one.headline()[after] - one.headline()[before])
+    return text if text.startswith("-") else f"+{text}"
 
 
 def _extremes(result: LayerMatrix) -> str:
@@ -67,6 +80,8 @@ def _extremes(result: LayerMatrix) -> str:
     compared = ~values.isnan()
     if not two_models and rows == columns:
         compared &= ~torch.eye(len(rows), dtype=torch.bool)
+        if torch.allclose(values, values.T, rtol=1e-6, atol=1e-9, equal_nan=True):
+            compared = compared.triu()
     if not bool(compared.any()):
         return ""
     high_text = _pair(result, values.where(compared, -math.inf).argmax(), margins, two_models)

@@ -100,7 +100,15 @@ def _add_panel(whole: go.Figure, title: str, figure: go.Figure, cell: tuple[floa
         for drawn in layout.get(kind, ()):
             whole.layout[kind] = (*whole.layout[kind], _placed(drawn, inner, offset))
     whole.add_annotation(
-        text=f"<b>{title}</b>", x=left, y=top, xref="paper", yref="paper", xanchor="left", yanchor="top", showarrow=False
+        text=f"<b>{title}</b>",
+        font={"size": 14},
+        x=left,
+        y=top,
+        xref="paper",
+        yref="paper",
+        xanchor="left",
+        yanchor="top",
+        showarrow=False,
     )
 
 

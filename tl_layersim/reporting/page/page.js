@@ -48,24 +48,32 @@ function onDarkPage(layout) {
   Object.assign(own, clear);
   Object.assign(layout, clear);
   own.font = { ...own.font, color: "#dde4ec" };
+  layout.modebar = { ...layout.modebar, bgcolor: "rgba(0,0,0,0)", color: "#7b8896", activecolor: "#dde4ec" };
   if (layout.font) layout.font.color = "#dde4ec";
   for (const name of ["xaxis", "yaxis"]) {
     own[name] = { ...own[name], gridcolor: "#333d48", linecolor: "#7b8896", tickcolor: "#7b8896", zerolinecolor: "#4a5663" };
   }
-  for (const name of Object.keys(layout)) if (/^[xy]axis/.test(name)) for (const key of ["gridcolor", "zerolinecolor"]) delete layout[name][key];
+  for (const name of Object.keys(layout).filter((key) => /^[xy]axis/.test(key))) {
+    delete layout[name].gridcolor;
+    delete layout[name].zerolinecolor;
+  }
 }
+
+const COLOUR = /^#([0-9a-f]{2})([0-9a-f]{2})([0-9a-f]{2})$|^rgba?\((\d+), *(\d+), *(\d+)(?:, *([\d.]+))?\)$/i;
 
 function darkened(value, key = "") {
   if (["colorscale", "customdata", "text", "ticktext"].includes(key)) return value;
   if (Array.isArray(value)) return value.map((one) => darkened(one, key));
   if (value && typeof value === "object") return Object.fromEntries(Object.entries(value).map(([name, one]) => [name, darkened(one, name)]));
-  const hex = typeof value === "string" && /color$/i.test(key) && (value === "black" ? "#000000" : value).match(/^#([0-9a-f]{6})$/i);
-  if (!hex) return value;
-  const parts = [0, 2, 4].map((at) => parseInt(hex[1].slice(at, at + 2), 16));
+  const match = typeof value === "string" && /color$/i.test(key) && (value === "black" ? "#000000" : value).match(COLOUR);
+  if (!match) return value;
+  const parts = match[1] ? [1, 2, 3].map((at) => parseInt(match[at], 16)) : [4, 5, 6].map((at) => Number(match[at]));
   const light = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
-  if (light < 110 && Math.max(...parts) - Math.min(...parts) < 24) return `rgb(${parts.map((part) => 235 - part / 2).join(",")})`;
-  // Hues that are dark are mixed with white.
-  return light < 110 ? `rgb(${parts.map((part) => Math.round(part * 0.62 + 97)).join(",")})` : value;
+  if (light >= 130) return value;
+  const grey = Math.max(...parts) - Math.min(...parts) < 24;
+  // Dark greys are turned over; hues that are dark are mixed with white.
+  const lighter = parts.map((part) => Math.round(grey ? 235 - part / 2 : part * 0.62 + 97));
+  return `rgba(${lighter.join(",")},${match[7] ?? 1})`;
 }
 
 function redraw() {
