@@ -104,7 +104,8 @@ class EffectiveRankResult(Result):
         if len(known) < 2:
             return ""
         low, last = int(known[self.values[known].argmin()]), int(known[-1])
-        lowest, at_last = (with_margin(self, lambda one, at=at: one.values[at]) for at in (low, last))
+        lowest = with_margin(self, lambda one: one.values[low])
+        at_last = with_margin(self, lambda one: one.values[last])
         return (
             f"The effective rank is lowest at {site_in_words(self.layers[low])} ({lowest} of {self.widths[low]} dimensions) "
             f"and {at_last} at {site_in_words(self.layers[last])}."

@@ -90,10 +90,9 @@ class SkipEffectResult(Result):
         half = len(self.values) // 2
         if not half or bool(self.values.isnan().all()):
             return ""
-        every, first, second = (
-            with_margin(self, lambda one, part=part: one.values[part].nanmean())
-            for part in (slice(None), slice(half), slice(half, None))
-        )
+        every = with_margin(self, lambda one: one.values.nanmean())
+        first = with_margin(self, lambda one: one.values[:half].nanmean())
+        second = with_margin(self, lambda one: one.values[half:].nanmean())
         return (
             f"Skipping a block changes what later blocks add by a relative {every} on average: {first} in the first half of "
             f"the blocks, {second} in the second."
