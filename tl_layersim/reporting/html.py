@@ -135,6 +135,7 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
     models = names_of_models(run)
     options = run.options
     remarks = []
+    counted = "tokens" if options.get("positions", "all") == "all" else "positions"
     if options.get("positions", "all") != "all":
         remarks.append(f"positions of each row: {options['positions']}")
     if options.get("skip_first"):
@@ -143,7 +144,7 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
     blocks = sorted({len(result.block_tokens) for result in results if result.has_intervals})
     facts = [
         ("Models" if len(models) > 1 else "Model", " and ".join(models), run.dtype.replace("torch.", "")),
-        ("Data", f"{run.tokens:,} tokens", "; ".join([f"in {run.sequences:,} rows", *remarks])),
+        ("Data", f"{run.tokens:,} {counted}", "; ".join([f"in {run.sequences:,} rows", *remarks])),
     ]
     if sites:
         kind = "residual stream" if all(is_stream(result.layers) for result in results) else "see each section"
