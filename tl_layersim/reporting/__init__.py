@@ -1,6 +1,6 @@
 """Figures of results by kind, and the HTML page of a report.
 
 Other packages may import from these modules when they draw: `figures`, `curves`, `connections`, `models`, `network`,
-`overlays`, `panels`, `scatter`, `stitches`, `sweeps`, `tokens`, `token_paths`, `differences`, `interval_bands`, `html`;
-`labels` and `site_labels`, quantities and sites in words; `style`, colours.
+`notebook`, `overlays`, `panels`, `report_panels`, `scatter`, `stitches`, `sweeps`, `tokens`, `token_paths`, `differences`,
+`interval_bands`, `html`; `labels` and `site_labels`, quantities and sites in words; `style`, colours.
 """
