@@ -1,8 +1,8 @@
 """mkdocs hook: execute the code of pages and notebooks at build time, and show the outputs below the code.
 
-A page whose front matter has `executed: true`, and every notebook in `docs/`, is executed by one Jupyter kernel from top to bottom.
-The lines that a page shows are the lines that run. An error in a cell is an error of the build. Figures are embedded as data and
-drawn in the browser by one local plotly.js, which `javascripts/figures.js` loads and calls when a figure comes into view.
+A page whose front matter has `executed: true`, and every notebook in `docs/`, is executed by one Jupyter kernel from top to
+bottom. The lines that a page shows are the lines that run. An error in a cell is an error of the build. Figures are embedded as
+data, and drawn by `javascripts/figures.js` with one local plotly.js when they come into view.
 
 Blocks of pages that begin with ```` ```python ```` are cells; code that is not to be executed begins with ```` ```py ````.
 """
@@ -88,7 +88,8 @@ def executed_cells(name: str, code: list[str], server: bool) -> list[dict[str, A
         code: of its cells.
         server: whether the page needs an NDIF server.
     """
-    sys.path.insert(0, str(ROOT)) if str(ROOT) not in sys.path else None
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
     from docs.hooks import ndif_server
 
     kept = CACHE / f"{Path(name).stem}-{_digest(code, ndif_server.kind() if server else '')}.json"
@@ -115,12 +116,15 @@ def _digest(code: list[str], server: str) -> str:
 def _run(name: str, code: list[str], environment: dict[str, str], folder: str) -> list[dict[str, Any]]:
     import os
 
+    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
     from nbformat.v4 import new_code_cell, new_notebook
 
     notebook = new_notebook(cells=[new_code_cell(text) for text in code])
-    client = NotebookClient(notebook, timeout=LONGEST_CELL, resources={"metadata": {"path": folder}})
+    # Sockets in the file system: nobody else on the machine can speak to the kernel.
+    kernel = AsyncKernelManager(transport="ipc", connection_file=str(Path(folder, "kernel.json")))
+    client = NotebookClient(notebook, km=kernel, timeout=LONGEST_CELL, resources={"metadata": {"path": folder}})
     try:
         client.execute(env={**os.environ, **environment})
     except CellExecutionError as error:
@@ -153,7 +157,8 @@ def _shown(output: dict[str, Any]) -> str:
         return PLACE.format(key)
     if "text/html" in data:
         # A blank line would end the block of HTML.
-        return f'<div class="executed-html">{re.sub(r"\s*\n\s*", " ", "".join(data["text/html"]))}</div>'
+        table = re.sub(r"\s*\n\s*", " ", "".join(data["text/html"]))
+        return f'<div class="executed-html">{table}</div>'
     return _text("".join(data["text/plain"]))
 
 

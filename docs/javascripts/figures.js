@@ -78,6 +78,7 @@
     }
     layout = { ...layout, template: base, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" };
     if (mode === "dark") layout.hoverlabel = { bgcolor: "#22252c", font: { color: TEXT.dark }, ...layout.hoverlabel };
+    layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: "#9aa0aa", activecolor: TEXT[mode] };
     const room = element.clientWidth;
     if (layout.width && layout.width > room) {
       // Heat maps keep their proportions.
@@ -97,7 +98,7 @@
       element.append(place);
     }
     const { data, layout } = specification(element);
-    Plotly.react(place, data, layout, { displaylogo: false, responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] });
+    Plotly.react(place, data, layout, { displaylogo: false, displayModeBar: "hover", responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] });
     drawn.add(element);
   }
 
