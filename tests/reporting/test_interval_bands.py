@@ -103,7 +103,7 @@ def test_a_curve_has_a_band_below_its_line(result, field, x):
     assert_band(band, low, high, x)
     # Drawn before the line, in its colour, nearly transparent.
     assert fig.data[0] is band
-    assert band.fillcolor == "rgba(42, 92, 154, 0.16)"
+    assert band.fillcolor == "rgba(0, 114, 178, 0.16)"
     line = fig.data[1]
     assert line.legendgroup == band.legendgroup
     assert [own[1] for own in line.customdata] == texts(low, high)
@@ -149,7 +149,7 @@ def test_each_of_a_few_series_has_its_band(result):
         line = line_of(fig, f"threshold = {result.thresholds[n]}")
         assert line.legendgroup == band.legendgroup
         assert [own[1] for own in line.customdata] == texts(low[n], high[n])
-    assert [band.fillcolor for band in bands(fig)] == ["rgba(42, 92, 154, 0.16)", "rgba(42, 92, 154, 0.12)"]
+    assert [band.fillcolor for band in bands(fig)] == ["rgba(0, 114, 178, 0.16)", "rgba(0, 114, 178, 0.12)"]
 
 
 def test_spectra_have_a_band_for_each_direction(result):
@@ -180,7 +180,7 @@ def test_sublayers_have_bands_in_their_colours(result):
     attention, mlp = bands(fig)
     assert_band(attention, low[::2], high[::2], [0, 1, 2])
     assert_band(mlp, low[1::2], high[1::2], [0, 1, 2])
-    assert (attention.fillcolor, mlp.fillcolor) == ("rgba(42, 92, 154, 0.16)", "rgba(200, 100, 30, 0.16)")
+    assert (attention.fillcolor, mlp.fillcolor) == ("rgba(0, 114, 178, 0.16)", "rgba(213, 94, 0, 0.16)")
     line = line_of(fig, "MLP")
     assert [tuple(own) for own in line.customdata] == list(
         zip(result.sublayers[1::2], texts(low[1::2], high[1::2]), strict=True)

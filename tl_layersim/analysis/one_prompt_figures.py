@@ -17,7 +17,7 @@ from ..core.errors import LayersimError
 from ..core.results import Result, axes
 from ..data.labels import NO_LABEL
 from ..models.activation_checks import refuse_bad_logits
-from ..models.chunked_logit_lens import read_lens, saturation_layers
+from ..models.chunked_logit_lens import likeliest, read_lens, saturation_layers
 from ..models.model_info import Model
 from ..models.view import View
 from ..remote.open import open_source
@@ -26,6 +26,9 @@ from .prompt_run import PromptKernel, run_on_prompt
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
+
+# Number of likely next tokens that a prediction grid holds for each block and token.
+RANKS = 5
 
 
 @typed
@@ -36,14 +39,21 @@ class PredictionGrid(Result):
     Attributes:
         values: `token layer`, the same as `probability`: probability of the layer's first choice.
         saturation_layer: `token`, index from 0 of the block from which on the first choice is the final one.
+        entropy: `token layer`, entropy of the block's distribution, in nats.
+        top_probability: `token layer rank`, probabilities of the five most likely next tokens.
         words: `token layer`, the first choices as text.
+        top_words: `token layer rank`, the five most likely next tokens as text.
         tokens: the prompt's tokens as text.
     """
 
     values_name = "probability"
     values: Float64[Tensor, "token layer"] = axes("token", "layer", within=(0, 1))
     saturation_layer: Float64[Tensor, " token"] = axes("token", within=(0, math.inf))
+    # Files of earlier versions lack the next two and `top_words`.
+    entropy: Float64[Tensor, "token layer"] = axes("token", "layer", default=None, within=(0, math.inf))
+    top_probability: Float64[Tensor, "token layer rank"] = axes("token", "layer", "rank", default=None, within=(0, 1))
     words: tuple[tuple[str, ...], ...]
+    top_words: tuple[tuple[tuple[str, ...], ...], ...] = ()
     tokens: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -57,6 +67,11 @@ class PredictionGrid(Result):
             )
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Labels of the `rank` axis, from 1; none in files of earlier versions."""
+        return tuple(range(1, len(self.top_words[0][0]) + 1)) if self.top_words else ()
+
+    @property
     def probability(self) -> Tensor:
         """Probability of each first choice, `token layer`; the same as `values`."""
         return self.values
@@ -65,14 +80,26 @@ class PredictionGrid(Result):
         """A heatmap with a column for each token and a row for each block: the first choice and its probability.
 
         Bold words are final: this block and all later ones choose the last block's word. The saturation layer is framed
-        (Jiang, Zhou and Zhu 2024, figure 20).
+        (Jiang, Zhou and Zhu 2024, figure 20). A long prompt is broken into lines. The text at the pointer has the five most
+        likely tokens, the entropy, and the token that follows in the prompt.
         """
-        from ..reporting.tokens import prediction_heatmap
+        from ..reporting.style import described
+        from ..reporting.tokens import Predictions, prediction_heatmap
 
         if field not in ("values", "probability"):
             return super().plot(field)
-        saturation = self.saturation_layer.long().tolist()
-        return prediction_heatmap(self.words, self.values.numpy(), saturation, self.tokens, self.layers[1:])
+        predictions = Predictions(
+            words=self.words,
+            probability=self.values.numpy(),
+            saturation=self.saturation_layer.long().tolist(),
+            entropy=self.entropy.numpy(),
+            top=tuple(tuple(zip(*own, strict=True)) for own in zip(self.top_words, self.top_probability.tolist(), strict=True))
+            if self.top_words
+            else (),
+        )
+        normed = self.provenance.options.get("norm") != "none"
+        note = f"logit lens {'with' if normed else 'without'} the final norm below the last block"
+        return described(prediction_heatmap(predictions, self.tokens, self.layers[1:], note), self.provenance)
 
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """A tidy table; for `probability` also with the word, the token's position and whether the word is final."""
@@ -111,12 +138,17 @@ class TrajectoryPCA(Result):
         return ("PC 1", "PC 2")
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
-        """One line for each token, from the embedding to the last block; the prompt's last token in black."""
-        from ..reporting.tokens import token_paths
+        """One line for each token, from the embedding to the last block; the first and the last token stand out.
+
+        Labels of tokens that would overlap are left out, and are shown where the pointer is.
+        """
+        from ..reporting.style import described
+        from ..reporting.token_paths import token_paths
 
         if field != "values":
             return super().plot(field)
-        return token_paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
+        figure = token_paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
+        return described(figure, self.provenance)
 
     def headline(self) -> dict[str, float]:
         return {"fraction of the last layer's variance in the plane": float(self.explained.sum())}
@@ -165,7 +197,7 @@ def prediction_grid(
         need_head(described, "prediction_grid", targets=True)
 
     check_memory(lens_memory_mb)
-    kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb))
+    kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
     source = open_source(model, layers=layers, unembed=unembed, remote=remote)
     needs = PromptKernel(make=lambda _: kernel, options={"norm": norm}, check=check, lens=True)
     out, tokens, word, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
@@ -173,7 +205,10 @@ def prediction_grid(
     return PredictionGrid(
         values=out["probability"].double().T.contiguous(),
         saturation_layer=out["saturation"].double(),
+        entropy=out["entropy"].double().T.contiguous(),
+        top_probability=out["top_probability"].double().transpose(0, 1).contiguous(),
         words=tuple(tuple(word(i) for i in row) for row in out["best"].T.tolist()),
+        top_words=tuple(tuple(tuple(word(i) for i in ids) for ids in own) for own in out["top"].transpose(0, 1).tolist()),
         tokens=tokens,
         layers=source.model.layers,
         provenance=provenance,
@@ -233,16 +268,20 @@ def trajectory_pca(
     )
 
 
-def grid_kernel(view: View, *, normed: bool, memory_mb: float) -> dict[str, Tensor]:
-    """First choices `layer token`, their probabilities, and each token's saturation layer."""
+def grid_kernel(view: View, *, normed: bool, memory_mb: float, ranks: int) -> dict[str, Tensor]:
+    """First choices `layer token`, the likeliest tokens, their probabilities, entropies, and each token's saturation layer."""
     nothing = torch.full_like(view.tokens, NO_LABEL)
     lens = read_lens(view, nothing, normed, memory_mb, 1, "none")
     saturation, bad = saturation_layers(view, normed, memory_mb)
+    top, top_probability = likeliest(view, normed, lens["best"], ranks)
     return {
         "bad": bad,
         "best": lens["best"],
+        "entropy": lens["entropy"],
         "probability": lens["best_prob"],
         "saturation": saturation,
+        "top": top,
+        "top_probability": top_probability,
     }
 
 

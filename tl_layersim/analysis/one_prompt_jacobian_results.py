@@ -128,16 +128,31 @@ class CouplingMatrices(Result):
         return self.lefts
 
     def plot(self, field: str = "matrices") -> plotly.graph_objects.Figure:
-        """A figure of all |A|, a tile for each pair.
+        """A figure of all |A|, a tile for each pair: a row for each Jacobian, a column for each basis of singular vectors.
 
         Args:
-            field: "matrices", or another tensor field for the figure that every result has.
+            field: "matrices"; "miscoupling", "coupling" or "null" for a heatmap; or another tensor field for the figure that
+                every result has.
         """
-        from ..reporting.matrix import matrix_tiles
+        from ..reporting.connections import connection_heatmap, connection_labels, matrix_tiles
+        from ..reporting.labels import quantity
+        from ..reporting.style import described
 
-        if field != "matrices":
+        field = self.values_name if field == "values" else field
+        if field not in ("matrices", "miscoupling", "coupling", "null"):
             return super().plot(field)
-        return matrix_tiles(self.matrices.abs().numpy(), self.connections, "Coupling matrices")
+        labels = connection_labels(self.connections, self.tokens)
+        if field != "matrices":
+            values = (self.values if field == self.values_name else getattr(self, field)).numpy()
+            words = quantity(type(self).__name__, field)
+            return described(connection_heatmap(values, labels, f"{words} of Jacobians on one prompt", words), self.provenance)
+        means = self.headline()
+        note = f"k = {len(self.lefts)}"
+        if len(means) > 1:
+            coupling, random = means.values()
+            note += f"; mean coupling of different connections {coupling:.2f}, of random vectors {random:.2f}"
+        title = "Jacobians between the singular vectors of others"
+        return described(matrix_tiles(self.matrices.abs().numpy(), labels, title, note), self.provenance)
 
     def headline(self) -> dict[str, float]:
         other = ~torch.eye(len(self.values), dtype=torch.bool)

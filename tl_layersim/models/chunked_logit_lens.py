@@ -132,6 +132,30 @@ def read_lens(
     return out
 
 
+def likeliest(view: View, normed: bool, best: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most likely ids at every layer and token, and their probabilities, both `layer token rank`.
+
+    Logits of one token at all layers are held at once.
+
+    Args:
+        view: with the model's unembedding.
+        normed: see `read_lens`.
+        best: `layer token`, the most likely id, the lowest among equals; as `read_lens` returns it.
+        count: number of ids, at most those of the vocabulary.
+    """
+    assert view.unembed is not None
+    x, needs_norm = head_input(view, view.activations[1:], normed)
+    found = []
+    for token in range(x.shape[1]):
+        z = on_float64_device(logits_of_layers(view.unembed, x[:, token : token + 1], needs_norm, normed))[0].double()
+        first = best[:, token : token + 1].to(z.device)
+        # The id of `best` comes first, also where others have the same logit.
+        ids = z.scatter(1, first, torch.inf).topk(min(count, z.shape[-1]), -1).indices
+        found.append((ids.to(x.device), torch.softmax(z, -1).gather(1, ids).to(x.device)))
+    ids, probabilities = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+    return ids, probabilities
+
+
 def _read_chunk(z: Tensor, target: Tensor, ranked: int) -> dict[str, Tensor]:
     """The statistics of `read_lens`, each `token layer`, for one chunk of logits `token layer vocabulary`."""
     known = target != NO_LABEL

@@ -11,7 +11,7 @@ from .interval_bands import interval_ends
 from .labels import quantity
 from .matrix import layer_heatmap, series_heatmap
 from .site_labels import site_words
-from .style import SHADES
+from .style import SHADES, described
 
 LAYER_MATRICES = (
     ("row", "column"),
@@ -24,7 +24,7 @@ LAYER_MATRICES = (
 
 
 def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
-    """The figure of one field, with its intervals where the result has them.
+    """The figure of one field, with its intervals where the result has them, and with model and tokens below its title.
 
     Args:
         result: whose field.
@@ -34,13 +34,17 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     Raises:
         ValueError: the field has other axes.
     """
+    return described(_figure(result, field, axes), result.provenance)
+
+
+def _figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     values = (result.values if field == result.values_name else getattr(result, field)).numpy()
     picture = next((p for p in result.pictures if p.field == field), None)
     unit = quantity(type(result).__name__, field)
     title = site_words(result.layers, picture.title if picture else unit)
     ends = interval_ends(result, field)
     if axes in LAYER_MATRICES:
-        return layer_heatmap(result, values, axes, title, unit, ends)
+        return layer_heatmap(result, field, axes, title, unit, ends)
     if axes == ("sublayer",):
         return sublayer_lines(result.coordinates("sublayer"), values, title, unit, ends)
     if len(axes) == 1:
@@ -76,5 +80,5 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
         ]
         return lines(result.coordinates(axes[1]), series, title, unit, axes[1])
     if len(axes) == 2:
-        return series_heatmap(result, values, axes, title, unit, ends)
+        return series_heatmap(result, field, axes, title, unit, ends)
     raise ValueError(f"no plot of {field!r} over {axes}: use to_frame({field!r})")

@@ -69,20 +69,30 @@ def point_hover(names: Sequence[Any], ends: Ends | None, label: str) -> dict[str
     return {"customdata": data, "hovertemplate": "%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>"}
 
 
-def cell_hover(rows: Sequence[str], columns: Sequence[str], ends: Ends | None) -> dict[str, Any]:
+def cell_hover(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    ends: Ends | None,
+    quantity: str = "",
+    sides: tuple[str, str] = ("row", "column"),
+) -> dict[str, Any]:
     """Data and template of the text at a cell: the names of its row and column, its value, and its interval where it has one.
 
     Args:
         rows: names of the rows.
         columns: names of the columns.
         ends: of the intervals, `row column`; None without intervals.
+        quantity: the value in words, as markup.
+        sides: what rows and columns are, as markup.
     """
     names = [[(row, column) for column in columns] for row in rows]
-    template = "%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4f}"
+    before = f"{sides[0]}: %{{customdata[0]}}<br>{sides[1]}: %{{customdata[1]}}<br>"
+    value = f"{quantity}: %{{z:.4f}}" if quantity else "%{z:.4f}"
+    cells: dict[str, Any] = {"hoverongaps": False}
     if ends is None:
-        return {"customdata": names, "hovertemplate": template + "<extra></extra>"}
+        return cells | {"customdata": names, "hovertemplate": f"{before}{value}<extra></extra>"}
     data = [[(*pair, text) for pair, text in zip(*row, strict=True)] for row in zip(names, hover_texts(ends), strict=True)]
-    return {"customdata": data, "hovertemplate": template + "%{customdata[2]}<extra></extra>"}
+    return cells | {"customdata": data, "hovertemplate": f"{before}{value}%{{customdata[2]}}<extra></extra>"}
 
 
 def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, strength: float = 1.0, **trace: Any) -> None:

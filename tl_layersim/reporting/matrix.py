@@ -1,132 +1,153 @@
-"""Figures of matrices: layers by layers, series by layers, and tiles of small matrices."""
+"""Figures of matrices: layers by layers, and series by layers."""
 
 from __future__ import annotations
 
+import html
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from ..core.provenance import JOINT
 from ..core.results import Result
-from .interval_bands import Ends, cell_hover, hover_texts
+from .colour_scales import SPREAD, ColourScale, cell_numbers, narrow_scale, scale_of
+from .interval_bands import Ends, cell_hover
 from .labels import axis_title
-from .site_labels import heads_in_block
-from .style import colour_bar, layer_axis, styled, turn_labels
+from .site_labels import heads_in_block, short_names
+from .style import SEQUENTIAL, WIDTH, colour_bar, layer_axis, model_name, styled, turn_labels, with_subtitle
+
+# Titles of the rows and columns of matrices whose sides are not the layers of the stream.
+SIDES = {"row_block": ("Jacobian of block l", "Singular vectors of block l'")}
+# Of coupling, the attribute that holds what random vectors give.
+NULLS = {"coupling": "null_coupling", "miscoupling": "null"}
+# Pixels beside the cells: of a colour bar, of a letter of a label, and of what stands above and below.
+BAR, LETTER, ABOVE_AND_BELOW = 88, 7.2, 94
+# Rows or columns of a heatmap without lines between its cells.
+MANY = 24
+# Highest heatmap, for many more rows than columns.
+HIGHEST = 900
 
 
 def layer_heatmap(
-    result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str, ends: Ends | None = None
+    result: Result, field: str, axes: tuple[str, ...], title: str, quantity: str, ends: Ends | None = None
 ) -> go.Figure:
     """Heatmap of layers by layers, of one model or of two; between blocks the diagonal is left out.
 
     Args:
-        result: whose layers and models stand on the axes.
-        values: `row column`.
-        axes: their names.
+        result: whose field.
+        field: its name.
+        axes: of the field.
         title: of the figure.
         quantity: title of the colour bar.
         ends: of the intervals of the values; None without intervals.
     """
     rows, columns = (result.coordinates(axis) for axis in axes)
-    low, high = min(0.0, float(np.nan_to_num(values).min())), 1.0
+    values = (result.values if field == result.values_name else getattr(result, field)).numpy()
+    scale, note = scale_of(result, field, values), ""
     if axes[0] == "row_block" and len(rows) > 1:
         # A block in its own basis is diagonal by definition, and its values would hide those between blocks.
         values = np.where(np.eye(len(rows), dtype=bool), np.nan, values)
-        low, high = (float(f(values)) for f in (np.nanmin, np.nanmax)) if not np.isnan(values).all() else (0.0, 1.0)
+        scale = narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
+        note = _between_blocks(result, field)
     if axes[0] == "skipped":
         # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
-        high = min(1.0, float(np.nanmax(values))) if not np.isnan(values).all() else 1.0
-        quantity += " (top: 1 or more)" if high == 1.0 else ""
-    heat = go.Heatmap(
-        z=values,
-        x=list(range(len(columns))),
-        y=list(range(len(rows))),
-        zmin=low,
-        zmax=high,
-        colorscale="Viridis",
-        colorbar=colour_bar(quantity),
-        **cell_hover(rows, columns, ends),
+        beyond = bool((np.nan_to_num(values) > 1).any())
+        scale = ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
+    note = note or scale.note
+    fig = go.Figure(
+        go.Heatmap(
+            z=values,
+            x=list(range(len(columns))),
+            y=list(range(len(rows))),
+            colorbar=colour_bar(quantity),
+            xgap=1 if len(columns) <= MANY else 0,
+            ygap=1 if len(rows) <= MANY else 0,
+            **scale.trace(),
+            **cell_numbers(values, scale),
+            **cell_hover(rows, columns, ends, html.escape(quantity, quote=False)),
+        )
     )
-    fig = go.Figure(heat)
-    models = result.provenance.model.split(" | ")
-    names = [f"Block of {model}" for model in (models[-1], models[0])] if len(models) > 1 else ["After block"] * 2
-    names = ["Singular vectors of block", "Jacobian of block"] if axes[0] == "row_block" else names
-    named = axes[0] in ("skipped", "vision_layer", "text_layer")
-    names = [axis_title(axis) for axis in axes[::-1]] if named else names
-    layer_axis(fig.update_xaxes, columns, names[0])
-    layer_axis(fig.update_yaxes, rows, names[1])
-    fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")
-    fig.update_xaxes(constrain="domain")
+    sides = _sides(result, axes)
+    layer_axis(fig.update_yaxes, rows, sides[0])
+    layer_axis(fig.update_xaxes, columns, sides[1])
     turn_labels(fig, columns)
-    # Labels of heads need more room than numbers of blocks.
-    side = 760 if heads_in_block(rows) or heads_in_block(columns) else 520
-    return styled(fig, title, height=side, width=side + 100)
+    height = square_cells(fig, short_names(rows), short_names(columns))
+    return with_subtitle(styled(fig, title, height=height), html.escape(note, quote=False))
 
 
 def series_heatmap(
-    result: Result, values: Any, axes: tuple[str, ...], title: str, quantity: str, ends: Ends | None = None
+    result: Result, field: str, axes: tuple[str, ...], title: str, quantity: str, ends: Ends | None = None
 ) -> go.Figure:
     """Heatmap of many series over layers or dimensions: one row for each series, with its label.
 
     Args:
-        result: whose labels stand on the axes.
-        values: `series layer`.
-        axes: their names.
+        result: whose field.
+        field: its name.
+        axes: of the field.
         title: of the figure.
         quantity: title of the colour bar.
         ends: of the intervals of the values; None without intervals.
     """
     rows, columns = (result.coordinates(axis) for axis in axes)
-    hover: dict[str, Any] = {"customdata": [list(columns) for _ in rows], "hovertemplate": "%{customdata}<br>%{z:.5g}"}
-    if ends is not None:
-        texts = hover_texts(ends, ".5g")
-        hover["customdata"] = [list(zip(columns, own, strict=True)) for own in texts]
-        hover["hovertemplate"] = "%{customdata[0]}<br>%{z:.5g}%{customdata[1]}"
-    hover["hovertemplate"] = f"{axis_title(axes[0])} %{{y}}<br>{hover['hovertemplate']}<extra></extra>"
+    values = (result.values if field == result.values_name else getattr(result, field)).numpy()
+    scale = scale_of(result, field, values)
+    layers = all(isinstance(column, str) for column in columns)
+    titles = axis_title(axes[0]), axis_title("layer" if layers else axes[1])
+    names = [str(row) for row in rows]
     heat = go.Heatmap(
         z=values,
         x=list(range(len(columns))),
-        y=[str(row) for row in rows],
-        colorscale="Viridis",
+        y=names,
         colorbar=colour_bar(quantity),
-        **hover,
+        **scale.trace(),
+        **cell_hover(names, [str(column) for column in columns], ends, html.escape(quantity, quote=False), titles),
     )
     fig = go.Figure(heat)
-    if all(isinstance(column, str) for column in columns):
-        layer_axis(fig.update_xaxes, columns, axis_title("layer"))
+    if layers:
+        layer_axis(fig.update_xaxes, columns, titles[1])
         turn_labels(fig, columns)
     else:
         # Dimensions of the stream, which have numbers.
-        fig.update_xaxes(title=axis_title(axes[1]))
-    fig.update_yaxes(title=axis_title(axes[0]), type="category")
-    return styled(fig, title, height=520, width=620)
+        fig.update_xaxes(title=titles[1])
+    fig.update_xaxes(showgrid=False)
+    fig.update_yaxes(title=titles[0], type="category", showgrid=False, tickfont={"size": 11})
+    return with_subtitle(styled(fig, title, height=500), html.escape(scale.note, quote=False))
 
 
-def matrix_tiles(matrices: Any, labels: tuple[str, ...], title: str) -> go.Figure:
-    """Small matrices side by side, each divided by its largest entry, with gaps between.
+def square_cells(fig: go.Figure, row_labels: Sequence[str], column_labels: Sequence[str], bar: int = BAR) -> int:
+    """Make the cells of a heatmap square, with the first row at the top, and return the height that leaves no empty space.
 
     Args:
-        matrices: `row column k k`.
-        labels: of rows and columns.
-        title: of the figure.
+        fig: of one heatmap.
+        row_labels: tick labels of all rows.
+        column_labels: tick labels of all columns.
+        bar: pixels of what stands to the right of the cells.
     """
-    rows, columns, k, _ = matrices.shape
-    top = np.maximum(matrices.max(axis=(2, 3), keepdims=True), 1e-300)
-    padded = np.full((rows, columns, k + 1, k + 1), np.nan)
-    padded[:, :, :k, :k] = matrices / top
-    heat = go.Heatmap(
-        z=padded.transpose(0, 2, 1, 3).reshape(rows * (k + 1), columns * (k + 1)),
-        zmin=0.0,
-        zmax=1.0,
-        colorscale="Viridis",
-        colorbar=colour_bar("Entry / largest entry of its matrix"),
-        hovertemplate="%{z:.3f}<extra></extra>",
-    )
-    fig = go.Figure(heat)
-    at = [(k + 1) * n + (k - 1) / 2 for n in range(max(rows, columns))]
-    step = max(1, -(-len(labels) // 16))
-    for update, name in ((fig.update_xaxes, "Singular vectors of block"), (fig.update_yaxes, "Jacobian of block")):
-        shown = {"tickvals": at[: len(labels) : step], "ticktext": list(labels[::step])}
-        update(title=name, tickmode="array", showgrid=False, zeroline=False, constrain="domain", **shown)
-    fig.update_yaxes(autorange="reversed", scaleanchor="x")
-    return styled(fig, title, height=700, width=780)
+    # Invisible ticks keep labels away from the cells.
+    plain = {"constrain": "domain", "showgrid": False, "showline": False, "tickcolor": "rgba(0, 0, 0, 0)"}
+    fig.update_yaxes(autorange="reversed", scaleanchor="x", **plain)
+    fig.update_xaxes(**plain)
+    left = max(64.0, 44 + LETTER * max(map(len, row_labels), default=0))
+    turned = fig.layout.xaxis.tickangle
+    below = LETTER * max(map(len, column_labels), default=0) * (abs(np.sin(np.radians(turned))) if turned else 0)
+    cells = (WIDTH - left - bar) * max(len(row_labels), 1) / max(len(column_labels), 1)
+    return int(min(cells, HIGHEST) + below + ABOVE_AND_BELOW)
+
+
+def _sides(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
+    """Titles of the rows and of the columns."""
+    if axes[0] in SIDES:
+        return SIDES[axes[0]]
+    if axes[0] in ("skipped", "vision_layer", "text_layer"):
+        return axis_title(axes[0]), axis_title(axes[1])
+    models = result.provenance.model.split(JOINT)
+    first, last = (f"After block of {html.escape(model_name(model), quote=False)}" for model in (models[0], models[-1]))
+    return (first, last) if len(models) > 1 else ("After block", "After block")
+
+
+def _between_blocks(result: Result, field: str) -> str:
+    """What is left out of a matrix of blocks by blocks, and what random vectors give."""
+    null = getattr(result, NULLS.get(field, ""), None)
+    found = "" if null is None else f" Random vectors give {float(null[~np.eye(len(null), dtype=bool)].nanmean()):.2f}."
+    return "A block with itself is left out." + found

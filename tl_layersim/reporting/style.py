@@ -1,22 +1,36 @@
-"""Fonts, colours and axes that all figures share."""
+"""Fonts, colours, templates and axes that all figures share."""
 
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import plotly.graph_objects as go
+import plotly.io
 
+from ..core.provenance import JOINT, Provenance
 from .site_labels import heads_in_block, short_names, site_axis_title
 
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
+# Okabe and Ito's colours that have a contrast of 3 or more on white, with a darker purple and a lighter black.
+# tests/reporting/test_style.py measures contrasts, and differences for readers who do not see all colours.
+BLUE, ORANGE, GREEN, PURPLE, DARK = "#0072b2", "#d55e00", "#009e73", "#a8518a", "#222222"
+PALETTE = (BLUE, ORANGE, GREEN, PURPLE, DARK)
+DASHES = ("solid", "dash", "dot", "dashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
+FAINT = "rgba(0, 114, 178, {})"
+GREY = "#666666"
 # Opacities of the lines of a few series, the strongest first.
 SHADES = (1.0, 0.75, 0.5, 0.35, 0.25)
-BLUE, FAINT = "#2a5c9a", "rgba(42, 92, 154, {})"
-ORANGE = "#c8641e"
-GREEN = "#4f8a4b"
 SOLID = {"color": BLUE, "width": 2}
+# Sequential colours of values: uniform to the eye, and readable without colours.
+SEQUENTIAL = "Viridis"
+# Colours about 0.
+DIVERGING = "RdBu_r"
+# Size of a figure of curves: all of it is readable in a column of 600 pixels.
+WIDTH, HEIGHT = 600, 400
 # Most tick labels on an axis of layers.
 MOST_TICKS = 24
 MOST_HEAD_TICKS = 40
@@ -24,19 +38,175 @@ MOST_HEAD_TICKS = 40
 BUTTONS = 24
 # Number of letters from which a tick label is turned.
 LONG_LABEL = 6
+# Pixels of a line of the title, of the subtitle, above the subtitle, and below both; pixels of a letter of the title.
+TITLE_LINE, SUBTITLE_LINE, ABOVE_SUBTITLE, BELOW_TITLE, TITLE_LETTER = 21, 18, 8, 14, 8.3
+# Names of the templates, as `fig.update_layout(template=...)` takes them.
+SCREEN, PRINT = "tl_layersim", "tl_layersim_print"
 
 
-def styled(fig: go.Figure, title: str, height: int, width: int) -> go.Figure:
-    """The figure with its title, size, font and margins."""
+def _template(font: dict[str, Any], axis: dict[str, Any], line: float, marker: float) -> go.layout.Template:
+    """A template: white background, these fonts and axes, and lines and markers of this size where a figure sets none."""
+    scatter = {"line": {"width": line}, "marker": {"size": marker}}
+    bar = {"outlinewidth": 0, "ticks": "outside", "ticklen": 4, "thickness": 16}
+    return go.layout.Template(
+        layout={
+            "font": font,
+            "colorway": list(PALETTE),
+            "paper_bgcolor": "white",
+            "plot_bgcolor": "white",
+            "xaxis": axis,
+            "yaxis": axis,
+            "hoverlabel": {"align": "left", "font": {"family": FONT, "size": 12}},
+            "modebar": {"remove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]},
+            "colorscale": {"sequential": SEQUENTIAL, "diverging": DIVERGING},
+        },
+        data={"scatter": [scatter], "heatmap": [{"colorbar": bar}]},
+    )
+
+
+plotly.io.templates[SCREEN] = _template(
+    {"family": FONT, "size": 13, "color": "#333333"},
+    {
+        "automargin": True,
+        "gridcolor": "#e6e6e6",
+        "linecolor": "#999999",
+        "showline": True,
+        "ticks": "outside",
+        "ticklen": 4,
+        "tickcolor": "#999999",
+        "zeroline": False,
+        "title": {"standoff": 10},
+    },
+    line=2,
+    marker=6,
+)
+plotly.io.templates[PRINT] = _template(
+    {"family": "Helvetica, Arial, sans-serif", "size": 15, "color": "black"},
+    {
+        "automargin": True,
+        "gridcolor": "#dddddd",
+        "linecolor": "black",
+        "linewidth": 1.5,
+        "showline": True,
+        "mirror": True,
+        "ticks": "outside",
+        "ticklen": 5,
+        "tickwidth": 1.5,
+        "tickcolor": "black",
+        "zeroline": False,
+        "title": {"standoff": 10},
+    },
+    line=3,
+    marker=9,
+)
+
+
+def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH) -> go.Figure:
+    """The figure with its title, size, font and margins; the legend stands below the axes, and never over the curves.
+
+    Args:
+        fig: to style.
+        title: what the figure shows; a long one is broken into lines.
+        height: of the figure in pixels, without plotly's buttons.
+        width: of the figure in pixels.
+    """
+    lines = _broken(title, int((width - 40) / TITLE_LETTER))
     return fig.update_layout(
-        title={"text": title, "font": {"size": 16}, "y": 1, "yanchor": "top", "pad": {"t": BUTTONS + 10}},
-        template="plotly_white",
-        font={"family": FONT, "size": 12},
+        title={
+            "text": "<br>".join(lines),
+            "font": {"size": 17},
+            "x": 0,
+            "xref": "container",
+            "xanchor": "left",
+            "y": 1,
+            "yanchor": "top",
+            "pad": {"t": BUTTONS, "l": 16},
+            "automargin": False,
+        },
+        template=SCREEN,
         height=height + BUTTONS,
         width=width,
-        margin={"l": 60, "r": 20, "t": 46 + BUTTONS, "b": 50},
-        legend={"orientation": "h", "yanchor": "top", "y": -0.18},
+        margin={"l": 64, "r": 24, "t": BUTTONS + TITLE_LINE * len(lines) + BELOW_TITLE, "b": 56},
+        legend={
+            "orientation": "h",
+            "xref": "container",
+            "x": 0.5,
+            "xanchor": "center",
+            "yref": "container",
+            "y": 0.01,
+            "yanchor": "bottom",
+        },
     )
+
+
+def described(fig: go.Figure, provenance: Provenance) -> go.Figure:
+    """The figure with the model and the number of tokens below its title, where they are known.
+
+    Args:
+        fig: with a title, as `styled` leaves it.
+        provenance: of the result that it shows.
+    """
+    return with_subtitle(fig, html.escape(on_what(provenance)))
+
+
+def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
+    """The figure with a smaller line or lines below its title, and room for them.
+
+    Args:
+        fig: with a title, as `styled` leaves it.
+        text: the line, as markup. An empty one changes nothing.
+    """
+    if not text:
+        return fig
+    letters = int((fig.layout.width - 40) / (0.8 * TITLE_LETTER))
+    lines = _broken(text, letters)
+    before = fig.layout.title.subtitle.text
+    size = SUBTITLE_LINE * len(lines) + (0 if before else ABOVE_SUBTITLE)
+    fig.update_layout(
+        title_subtitle={"text": "<br>".join([before, *lines] if before else lines), "font": {"size": 13, "color": GREY}},
+        height=fig.layout.height + size,
+        margin_t=fig.layout.margin.t + size,
+    )
+    return fig
+
+
+def on_what(provenance: Provenance) -> str:
+    """The model and the number of positions of a run in words.
+
+    Args:
+        provenance: of the run.
+
+    Examples:
+        >>> from dataclasses import fields
+        >>> empty = {field.name: "" for field in fields(Provenance)} | {"options": {}, "versions": {}, "seed": None}
+        >>> numbers = {"tokens": 12345, "sequences": 9, "batches": 9, "seconds": 1.0}
+        >>> on_what(Provenance(**(empty | numbers | {"model": "EleutherAI/pythia-14m"})))
+        'EleutherAI/pythia-14m · 12,345 tokens'
+    """
+    models = list(dict.fromkeys(part for part in provenance.model.split(JOINT) if part))
+    names = " and ".join(model_name(model) for model in models[:2]) + (f" and {len(models) - 2} more" if models[2:] else "")
+    count = f"{provenance.tokens:,} token{'s' if provenance.tokens != 1 else ''}" if provenance.tokens else ""
+    return " · ".join(part for part in (names, count) if part)
+
+
+def model_name(model: str) -> str:
+    """A model's name as its hub writes it; of a folder, the last part of its path.
+
+    Args:
+        model: as its provenance has it.
+    """
+    is_path = model.startswith(("/", ".", "~")) or "\\" in model or model.count("/") > 1
+    return model.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1] if is_path else model
+
+
+def _broken(text: str, letters: int) -> list[str]:
+    """A text in lines of at most so many letters, broken between words; a line with tags is left as it is."""
+    parts: list[str] = []
+    for line in text.split("<br>"):
+        parts += (
+            [line] if "<" in line else textwrap.wrap(line, max(letters, 20), break_long_words=False, break_on_hyphens=False)
+        )
+    return parts or [""]
 
 
 def colour_bar(title: str) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""Colour scales of heatmaps: their limits by field, and texts that are readable on every colour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from plotly.colors import sample_colorscale, unlabel_rgb
+
+from ..core.intervals import bounds_of
+from ..core.results import Result
+from .style import DIVERGING, SEQUENTIAL
+
+# Standard deviations have a scale of their own, so that their figure is not taken for one of the values.
+SPREAD = "Magma"
+# Similarities below this are more than noise about 0, and need a scale about 0.
+NEGATIVE = -0.1
+# Numbers at which a scale may end, times a power of ten.
+ENDS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+# Most rows and columns of a heatmap with its values in the cells.
+MOST_NUMBERS = 12
+
+
+class ColourScale(NamedTuple):
+    """Colours of a heatmap.
+
+    Attributes:
+        name: of plotly's scale.
+        low: value of the first colour.
+        high: value of the last colour.
+        note: in words, where values beyond an end have the colour of the end; "" where there are none.
+    """
+
+    name: str
+    low: float
+    high: float
+    note: str = ""
+
+    def trace(self) -> dict[str, Any]:
+        """Settings of a plotly heatmap."""
+        return {"colorscale": self.name, "zmin": self.low, "zmax": self.high}
+
+
+def scale_of(result: Result, field: str, values: Any) -> ColourScale:
+    """The colour scale of a field: fixed ends where the field has bounds, ends that fit the values where it has none.
+
+    Args:
+        result: whose field.
+        field: its name.
+        values: those that are drawn.
+    """
+    held = "values" if field == result.values_name else field
+    if field.endswith("std") or field == "sd":
+        return ColourScale(SPREAD, 0.0, end_above(_largest(values)))
+    if field == "p_values":
+        return ColourScale(f"{SEQUENTIAL}_r", 0.0, 1.0)
+    return scale_within(values, bounds_of(result).get(held) or (-math.inf, math.inf))
+
+
+def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
+    """The colour scale of values with these bounds.
+
+    Similarities that are clearly negative stand about 0, from -1 to 1. Others begin at 0, or at the lowest value.
+
+    Args:
+        values: those that are drawn.
+        bounds: that no value exceeds, infinite where there is none.
+
+    Examples:
+        >>> scale_within([[0.2, 1.0]], (-1, 1)), scale_within([[-0.5, 1.0]], (-1, 1))
+        (ColourScale(name='Viridis', low=0.0, high=1, note=''), ColourScale(name='RdBu_r', low=-1, high=1, note=''))
+        >>> scale_within([[0.2, 17.0]], (0, float("inf"))).high
+        20.0
+    """
+    low, high = _smallest(values), bounds[1] if math.isfinite(bounds[1]) else end_above(_largest(values))
+    if low < NEGATIVE:
+        far = bounds[1] if math.isfinite(bounds[1]) else end_above(max(-low, _largest(values)))
+        return ColourScale(DIVERGING, -far, far, f"lowest colour: {-far:g} or less" if low < -far else "")
+    return ColourScale(SEQUENTIAL, min(0.0, low), high)
+
+
+def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
+    """The colour scale from the smallest to the largest value, for values that are all far from the ends of their field.
+
+    Args:
+        values: those that are drawn.
+        name: of plotly's scale.
+    """
+    low, high = _smallest(values), _largest(values)
+    return ColourScale(name, low, high if high > low else low + 1e-9)
+
+
+def about_zero(values: Any) -> ColourScale:
+    """The colour scale of differences, with 0 in its middle.
+
+    Args:
+        values: those that are drawn.
+    """
+    far = end_above(max(_largest(values), -_smallest(values)))
+    return ColourScale(DIVERGING, -far, far)
+
+
+def end_above(value: float) -> float:
+    """The smallest round number that is at least a value, at which a scale may end.
+
+    Examples:
+        >>> end_above(0.113), end_above(17.0), end_above(0.0)
+        (0.12, 20.0, 1.0)
+    """
+    if not value > 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(round(end * power, 12) for end in ENDS if end * power >= value * (1 - 1e-9))
+
+
+def cell_numbers(values: Any, scale: ColourScale, decimals: int = 2) -> dict[str, Any]:
+    """Settings of a plotly heatmap that write each value into its cell, if there is room for them.
+
+    Args:
+        values: `row column`.
+        scale: of the heatmap.
+        decimals: of the numbers.
+    """
+    if max(np.shape(values)) > MOST_NUMBERS:
+        return {}
+    texts = [
+        ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
+        for row in np.asarray(values).tolist()
+    ]
+    return {"text": on_cells(texts, values, scale), "texttemplate": "%{text}", "textfont": {"size": 11}}
+
+
+def on_cells(texts: Sequence[Sequence[str]], values: Any, scale: ColourScale) -> list[list[str]]:
+    """Texts as markup, each in black or white, whichever is easier to read on the colour of its cell.
+
+    Args:
+        texts: `row column`, markup.
+        values: `row column`, of the cells.
+        scale: of the heatmap.
+    """
+    colours = text_colours(values, scale)
+    return [
+        [f'<span style="color:{colour}">{text}</span>' if text else "" for text, colour in zip(*row, strict=True)]
+        for row in zip(texts, colours, strict=True)
+    ]
+
+
+def text_colours(values: Any, scale: ColourScale) -> list[list[str]]:
+    """Black or white for the text in each cell, by the contrast of WCAG 2; at least 4.5 on every colour.
+
+    Args:
+        values: `row column`.
+        scale: of the heatmap.
+    """
+    array = np.nan_to_num(np.asarray(values, dtype=float), nan=scale.low)
+    places = np.clip((array - scale.low) / (scale.high - scale.low), 0.0, 1.0)
+    colours = sample_colorscale(scale.name, places.ravel().tolist())
+    light = [1.05 / (luminance(unlabel_rgb(colour)) + 0.05) for colour in colours]
+    # Contrasts with white and with black multiply to 21.
+    chosen = ["#ffffff" if contrast > math.sqrt(21) else "#000000" for contrast in light]
+    width = array.shape[1]
+    return [chosen[start : start + width] for start in range(0, len(chosen), width)] if width else [[] for _ in array]
+
+
+def luminance(colour: Sequence[float]) -> float:
+    """Relative luminance of a colour, from 0 for black to 1 for white, as WCAG 2 defines it.
+
+    Args:
+        colour: red, green and blue, 0 to 255.
+
+    Examples:
+        >>> luminance((0, 0, 0)), luminance((255, 255, 255))
+        (0.0, 1.0)
+    """
+    parts = [part / 255 for part in colour]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _smallest(values: Any) -> float:
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    return float(known.min()) if known.size else 0.0
+
+
+def _largest(values: Any) -> float:
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    return float(known.max()) if known.size else 1.0
