@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help check demo test test-tl3 test-ndif test-oldest mutation lint types docs examples bench format clean
+.PHONY: help check demo test test-tl3 test-ndif test-oldest mutation lint types docs pictures examples bench format clean
 
 help: ## List every task
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -88,6 +88,9 @@ types: $(VENV)/dev ## Check types, strictly
 
 docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors
 	$(VENV)/bin/mkdocs build --strict --quiet
+
+pictures: $(VENV)/test ## Render the pictures of the README and of the home page again; needs chromium
+	$(VENV)/bin/python -W ignore -m tests.docs.pictures
 
 # Two at a time, each on one core; the output of each follows its name.
 examples: $(VENV)/base ## Run every example

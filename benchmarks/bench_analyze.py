@@ -390,9 +390,11 @@ def machine(args: argparse.Namespace) -> str:
     for package in ("torch", "transformers", "transformer-lens", "nnsight", "tl_layersim", "ckatorch", "torch-cka"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages.append(f"{package} {importlib.metadata.version(package)}")
-    what = f"{args.batch} images" if args.shape == "vit-b16" else f"{args.batch} x {args.seq_len} tokens"
+    # Other benchmarks, which call this too, have no shapes.
+    shape = getattr(args, "shape", None)
+    what = f"{args.batch} images" if shape == "vit-b16" else f"{args.batch} x {args.seq_len} tokens"
     return (
-        f"{args.shape or 'the model'}: {what}, float32, median of {args.repeats}. {datetime.date.today()}; {cpu}, "
+        f"{shape or 'the model'}: {what}, float32, median of {args.repeats}. {datetime.date.today()}; {cpu}, "
         f"{os.cpu_count()} cores, torch threads: {torch.get_num_threads()}, {psutil.virtual_memory().total / 2**30:.0f} GiB, "
         f"load {os.getloadavg()[0]:.1f} at the end; Python {platform.python_version()}, {', '.join(packages)}."
     )

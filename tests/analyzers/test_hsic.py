@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tl_layersim.analyzers._hsic import centred, grams, hsic_from_moments, moments
+from tl_layersim.analyzers._hsic import GRAM_ROWS, centred, grams, hsic_from_moments, moments
 
 from .. import oracles
 from ..views import residuals
@@ -39,3 +39,12 @@ def test_centred_gram_matrices_multiply_to_the_estimators(biased, tokens):
     expected = [[factor * hsic(one @ one.T, other @ other.T) for other in y] for one in x]
     np.testing.assert_allclose(a @ b.T, expected, rtol=1e-9, atol=1e-9 * np.abs(expected).max())
     np.testing.assert_allclose(r_x, ((x - x.mean(1, keepdims=True)) ** 2).sum(-1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [4, GRAM_ROWS, GRAM_ROWS + 1, 3 * GRAM_ROWS - 5])
+def test_gram_matrices_of_any_number_of_samples(samples):
+    """Only the upper triangle is multiplied, some rows at a time."""
+    x = torch.randn(3, samples, 7, dtype=torch.float64) + 5
+    gram = grams(x)
+    centred_x = x - x.mean(1, keepdim=True)
+    torch.testing.assert_close(gram, centred_x @ centred_x.mT, rtol=1e-12, atol=1e-12)

@@ -18,10 +18,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Code that asks a server, which tests/remote and tests/ndif have; and the gallery, of test_gallery.py.
 ELSEWHERE = ("ndif.md", "gallery.md")
 # Warnings that a page explains.
-EXPLAINED: dict[str, str] = dict.fromkeys(("README.md", "quickstart.md", "hook_points.md"), "CKA is dominated by a few samples")
+EXPLAINED: dict[str, str] = dict.fromkeys(("quickstart.md", "hook_points.md"), "CKA is dominated by a few samples")
 # Of a sixth of the texts there are few blocks.
-EXPLAINED |= {"intervals.md": "Intervals of .* rest on"}
-EXPLAINED["README.md"] += "|Intervals of .* rest on"
+EXPLAINED |= dict.fromkeys(("intervals.md", "fine_tunes.md"), "Intervals of .* rest on")
+EXPLAINED["quickstart.md"] += "|Intervals of .* rest on"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p) and p.name not in ELSEWHERE], ids=lambda p: p.name)
@@ -56,3 +56,11 @@ def test_every_error_that_is_explained_is_raised():
         parts = [part.strip() for part in quoted.split("...") if len(part.strip()) > 8]
         assert parts
         assert all(part.split("Cosine")[-1].strip() in code for part in parts), quoted
+
+
+def test_the_readme_cites_what_the_citation_file_says():
+    citation = (ROOT / "CITATION.cff").read_text()
+    bibtex = (ROOT / "README.md").read_text().split("```bibtex")[1]
+    for field in ("title", "version", "license"):
+        [value] = re.findall(rf'^{field}: "?(.*?)"?$', citation, re.MULTILINE)
+        assert f"{field} = {{{value}}}" in bibtex
