@@ -61,7 +61,10 @@ def notebook_markdown(path: Path) -> str:
         source = "".join(cell["source"])
         parts += [f"```python\n{source}\n```" if cell["cell_type"] == "code" else source, ""]
         if number == 0:
-            parts += [f"[:material-download: Download this notebook]({path.name}){{ .md-button }}", ""]
+            parts += [
+                f"[:material-download: Download this notebook]({path.name}){{ .md-button }}",
+                "",
+            ]
     return "\n".join(parts)
 
 
@@ -176,7 +179,11 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     """Put the data of figures in their places: after the page was rendered and indexed for the search."""
     if "data-executed-figure" not in output:
         return output
-    output = re.sub(r'<div data-executed-figure="(\w+)"></div>', lambda found: _figure_html(_figures[found[1]]), output)
+    output = re.sub(
+        r'<div data-executed-figure="(\w+)"></div>',
+        lambda found: _figure_html(_figures[found[1]]),
+        output,
+    )
     from mkdocs.utils import get_relative_url
 
     sources = [get_relative_url(path, page.file.url) for path in (PLOTLY, "javascripts/figures.js")]

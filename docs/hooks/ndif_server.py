@@ -19,6 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tl-layersim/demo"
+DESCRIPTIONS = {
+    "NDIF": "a real NDIF server on this machine",
+    "stand-in": "the small server of the tests, which speaks NDIF's protocol",
+}
 
 
 def kind() -> str:
@@ -53,7 +57,7 @@ def running() -> Iterator[dict[str, str]]:
             "HF_HOME": str(Path(folder, "client")),
             "NDIF_API_KEY": "5e1f0000-1234-4321-abcd-00000000beef",
             "LAYERSIM_NDIF_MODEL": MODEL,
-            "LAYERSIM_NDIF_KIND": kind(),
+            "LAYERSIM_NDIF_KIND": DESCRIPTIONS[kind()],
         }
         try:
             if kind() == "NDIF":
@@ -73,7 +77,11 @@ def _stand_in(environment: dict[str, str]) -> Iterator[str]:
 
     [port] = free_ports(1)
     command = [sys.executable, str(ROOT / "tests/remote/small_ndif.py"), str(port)]
-    process = subprocess.Popen(command, env={**os.environ, **environment, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
     try:
         end = time.monotonic() + 180
         while True:
