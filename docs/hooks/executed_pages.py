@@ -62,7 +62,7 @@ def notebook_markdown(path: Path) -> str:
         parts += [f"```python\n{source}\n```" if cell["cell_type"] == "code" else source, ""]
         if number == 0:
             parts += [
-                f"[:material-download: Download this notebook]({path.name}){{ .md-button }}",
+                f"[:material-download: Download this notebook]({path.name})",
                 "",
             ]
     return "\n".join(parts)
@@ -119,15 +119,16 @@ def _digest(code: list[str], server: str) -> str:
 def _run(name: str, code: list[str], environment: dict[str, str], folder: str) -> list[dict[str, Any]]:
     import os
 
-    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
     from nbformat.v4 import new_code_cell, new_notebook
+    from traitlets.config import Config
 
     notebook = new_notebook(cells=[new_code_cell(text) for text in code])
     # Sockets in the file system: nobody else on the machine can speak to the kernel.
-    kernel = AsyncKernelManager(transport="ipc", connection_file=str(Path(folder, "kernel.json")))
-    client = NotebookClient(notebook, km=kernel, timeout=LONGEST_CELL, resources={"metadata": {"path": folder}})
+    sockets = Config(KernelManager={"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))})
+    where = {"metadata": {"path": folder}}
+    client = NotebookClient(notebook, config=sockets, timeout=LONGEST_CELL, resources=where)
     try:
         client.execute(env={**os.environ, **environment})
     except CellExecutionError as error:
@@ -144,7 +145,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _with_outputs(found: re.Match[str], outputs: list[dict[str, Any]]) -> str:
-    parts = [textwrap.dedent(found[0]), *filter(None, map(_shown, outputs))]
+    # A warning that two calls of a cell raise is shown once.
+    parts = [textwrap.dedent(found[0]), *dict.fromkeys(filter(None, map(_shown, outputs)))]
     return textwrap.indent("\n\n".join(parts), found["indent"])
 
 
@@ -161,6 +163,8 @@ def _shown(output: dict[str, Any]) -> str:
     if "text/html" in data:
         # A blank line would end the block of HTML.
         table = re.sub(r"\s*\n\s*", " ", "".join(data["text/html"]))
+        # The theme styles tables without a class.
+        table = table.replace('<table border="1" class="dataframe">', "<table>")
         return f'<div class="executed-html">{table}</div>'
     return _text("".join(data["text/plain"]))
 

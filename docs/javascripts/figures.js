@@ -73,6 +73,8 @@
     }
     const base = structuredClone(layout.template || { layout: {} });
     base.layout.font = { ...base.layout.font, color: TEXT[mode] };
+    const family = getComputedStyle(document.body).fontFamily;
+    layout = { ...layout, font: { ...layout.font, family } };
     for (const axis of ["xaxis", "yaxis"]) {
       base.layout[axis] = { ...base.layout[axis], gridcolor: GRID[mode], zerolinecolor: GRID[mode], linecolor: GRID[mode] };
     }
@@ -98,7 +100,7 @@
       element.append(place);
     }
     const { data, layout } = specification(element);
-    Plotly.react(place, data, layout, { displaylogo: false, displayModeBar: "hover", responsive: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] });
+    Plotly.react(place, data, layout, { displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] });
     drawn.add(element);
   }
 
