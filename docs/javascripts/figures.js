@@ -42,11 +42,15 @@
 
   const COLOURS = new Set(["color", "fillcolor", "bgcolor", "bordercolor", "linecolor", "gridcolor", "zerolinecolor", "outlinecolor"]);
 
+  // Tick labels that name their colour in markup.
+  const spanOnDark = (text) => String(text).replace(/color:\s*([^;"']+)/g, (_, colour) => `color:${onDark(colour)}`);
+
   function recolour(node) {
     if (Array.isArray(node)) return node.map((one) => (one && typeof one === "object" ? recolour(one) : one));
     const copy = {};
     for (const [key, value] of Object.entries(node)) {
-      if (COLOURS.has(key)) copy[key] = Array.isArray(value) ? value.map(onDark) : onDark(value);
+      if (key === "ticktext" && Array.isArray(value)) copy[key] = value.map(spanOnDark);
+      else if (COLOURS.has(key)) copy[key] = Array.isArray(value) ? value.map(onDark) : onDark(value);
       else if (key === "colorscale" || !value || typeof value !== "object") copy[key] = value;
       else copy[key] = recolour(value);
     }

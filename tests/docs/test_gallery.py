@@ -29,7 +29,7 @@ EXPLAINED = (
 
 
 def classes_with_figures() -> dict[type, set[str]]:
-    """Every class of the package that draws, with the fields of its pictures; "" is the figure of a class without pictures."""
+    """Every class of the package that draws, with the fields of its pictures; "" is any figure of a class without pictures."""
     for module in pkgutil.walk_packages(lsim.__path__, "tl_layersim."):
         if "demo.make" not in module.name:
             importlib.import_module(module.name)
@@ -90,11 +90,12 @@ def run(code: str, name: str, names: dict) -> object:
 
 def noting(plot, seen):
     def plot_and_note(self, *args, **options):
-        field = args[0] if args else options.get("field", inspect.signature(plot).parameters.get("field"))
-        field = getattr(field, "default", field) or ""
-        seen.add((type(self), str(field)))
+        called = inspect.signature(plot).bind(self, *args, **options)
+        called.apply_defaults()
+        field = called.arguments.get("field", "")
         # `plot()` draws the values under their own name.
-        seen.add((type(self), getattr(self, "values_name", "") if field == "values" else ""))
+        own = getattr(self, "values_name", "") if field == "values" else field
+        seen.update({(type(self), field), (type(self), own), (type(self), "")})
         return plot(self, *args, **options)
 
     return plot_and_note
