@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .analysis.merging import merge
     from .analysis.one_prompt_figures import prediction_grid, trajectory_pca
     from .analysis.one_prompt_jacobians import block_jacobians, coupling_matrices
+    from .analysis.overlays import overlay
     from .analysis.score_relation import relate
     from .analysis.server_capabilities import capabilities
     from .analysis.submitted_run import load_run
@@ -85,6 +86,7 @@ _HOME = {
     "analysis.device_speeds": ("Devices",),
     "analysis.estimate": ("estimate",),
     "analysis.exponential_fits": ("exponential_fit",),
+    "analysis.overlays": ("overlay",),
     "analysis.score_relation": ("relate",),
     "analysis.sweep_api": ("sweep",),
     "analysis.sweep_figures": ("plot_sweep",),
@@ -174,6 +176,7 @@ __all__ = [
     "load_report",
     "load_run",
     "merge",
+    "overlay",
     "plot_adjacency",
     "plot_sweep",
     "prediction_grid",

@@ -22,13 +22,13 @@ else:
 def plot_adjacency(
     result: BlockCouplingResult, *, strongest: int | float | None = None, title: str = "Coupling of blocks"
 ) -> Figure:
-    """A figure of blocks on a circle; the edge between two blocks is more opaque the more they are coupled beyond chance.
+    """A figure of blocks on a circle; the edge between two blocks is darker the more they are coupled beyond chance.
 
     The strength of an edge is the mean of both directions, from 0 at the null to 1 at full coupling.
 
     Args:
         result: of `BlockCoupling` with `normalize=True`.
-        strongest: strength of an edge that is fully opaque, for figures that are compared; by default the strongest edge here.
+        strongest: strength of an edge that is darkest, for figures that are compared; by default the strongest edge here.
         title: of the figure.
 
     Returns:
@@ -39,12 +39,13 @@ def plot_adjacency(
     """
     from ..reporting.interval_bands import interval_ends
     from ..reporting.network import coupling_network
+    from ..reporting.style import described
 
     if strongest is not None and not 0 < strongest < math.inf:
         raise LayersimError(
             "`strongest` must be above 0.",
             given=f"strongest={strongest}",
-            expected="the strength of a fully opaque edge, 0 to 1",
+            expected="the strength of the darkest edge, 0 to 1",
             do="leave strongest= out",
         )
     if not result.normalize:
@@ -57,7 +58,7 @@ def plot_adjacency(
     strength = _strength(result)
     full = float(strength.max()) if strongest is None else strongest
     ends = interval_ends(result, _strength)
-    return coupling_network(strength.numpy(), full, result.layers[1:], title, ends)
+    return described(coupling_network(strength.numpy(), full, result.layers[1:], title, ends), result.provenance)
 
 
 def _strength(result: BlockCouplingResult) -> Tensor:

@@ -109,7 +109,8 @@ class Difference:
     def plot(self, field: str = "values", level: int | float = 0.95) -> plotly.graph_objects.Figure:
         """A plotly figure of the difference: curves with their intervals as bands, or a heatmap.
 
-        A dot in a cell of a heatmap says that the interval excludes 0.
+        A dot in a cell of a heatmap says that the interval of this cell excludes 0. Dots are not corrected for the number
+        of cells; `to_frame` has corrected p-values.
 
         Args:
             field: name of a tensor field over one axis or two.
@@ -119,6 +120,7 @@ class Difference:
             LayersimError: as `interval`; or the field has other axes.
         """
         from ..reporting.differences import difference_figure
+        from ..reporting.style import model_name
 
         labels = self.labels(field)
         if len(labels) not in (1, 2):
@@ -129,7 +131,9 @@ class Difference:
                 do=f"difference.to_frame({field!r})",
             )
         own = bounded_field(self.second, field)[0]
-        return difference_figure(self.second, own, labels, self.interval(field, level), level, self.relative_depth)
+        models = [model_name(result.provenance.model) for result in (self.first, self.second)]
+        names = (models[0], models[1]) if models[0] != models[1] else ("first run", "second run")
+        return difference_figure(self.second, own, labels, self.interval(field, level), level, self.relative_depth, names)
 
     def summary(self) -> pandas.DataFrame:
         """A table of the headline numbers that both results have.

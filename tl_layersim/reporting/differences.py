@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import hex_to_rgb, qualitative
+from plotly.colors import hex_to_rgb
 
 from ..core.jackknife import ConfidenceInterval
 from ..core.results import Result
+from .colour_scales import about_zero, on_cells
 from .curves import LAYER_AXES
 from .figures import LAYER_MATRICES
 from .labels import axis_title, quantity
-from .site_labels import heads_in_block
-from .style import colour_bar, layer_axis, styled, turn_labels
+from .matrix import square_cells
+from .site_labels import short_names
+from .style import PALETTE, colour_bar, layer_axis, styled, turn_labels, with_subtitle
 
 # Series over layers up to this number are curves, more are a heatmap.
 MOST_CURVES = 5
@@ -28,6 +31,7 @@ def difference_figure(
     found: ConfidenceInterval,
     level: float,
     relative_depth: bool,
+    names: tuple[str, str],
 ) -> go.Figure:
     """The figure of the difference of one field.
 
@@ -38,17 +42,23 @@ def difference_figure(
         found: the difference and its interval.
         level: of the interval.
         relative_depth: whether sites stand at their relative depths.
+        names: of the two runs.
     """
-    unit = f"Difference: {quantity(type(result).__name__, field)}"
-    title = f"Second minus first, {level:.0%} intervals"
+    words = quantity(type(result).__name__, result.values_name if field == "values" else field)
+    unit = f"Difference: {words}"
+    title = f"Difference: {words.partition(' (')[0]}"
+    of_runs = f"{names[1]} minus {names[0]}"
     axes = tuple(labels)
     if len(axes) == 1 or (axes not in LAYER_MATRICES and len(labels[axes[0]]) <= MOST_CURVES):
         fig = _curves(labels, found)
         fig.update_yaxes(title=unit, zeroline=True, zerolinecolor="#888")
         _label(fig.update_xaxes, axes[-1], labels[axes[-1]], relative_depth)
-        return styled(fig, title, height=420, width=620).update_layout(showlegend=len(axes) > 1)
-    title = f"Second minus first (dot: {level:.0%} interval excludes 0)"
-    return _heatmap(labels, found, title, unit, relative_depth)
+        styled(fig, title, height=420).update_layout(showlegend=len(axes) > 1, margin_b=56 if len(axes) == 1 else 110)
+        note = f"{of_runs}; band: {level:.0%} interval of each point"
+    else:
+        fig = _heatmap(labels, found, title, words, relative_depth)
+        note = f"{of_runs}; dot: the {level:.0%} interval of the cell excludes 0, not corrected for the number of cells"
+    return with_subtitle(fig, html.escape(note, quote=False))
 
 
 def _curves(labels: dict[str, tuple[Any, ...]], found: ConfidenceInterval) -> go.Figure:
@@ -58,7 +68,7 @@ def _curves(labels: dict[str, tuple[Any, ...]], found: ConfidenceInterval) -> go
     fig = go.Figure()
     x = list(range(len(names)))
     for number, label in enumerate(series):
-        colour = qualitative.D3[number % len(qualitative.D3)]
+        colour = PALETTE[number % len(PALETTE)]
         band = "rgba({}, {}, {}, 0.15)".format(*hex_to_rgb(colour))
         edge: dict[str, Any] = {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
         fig.add_scatter(x=x, y=high[number], legendgroup=label, **edge)
@@ -81,35 +91,37 @@ def _heatmap(
 ) -> go.Figure:
     (row_axis, rows), (column_axis, columns) = labels.items()
     value, low, high = (end.numpy() for end in found[:3])
-    top = float(np.nanmax(np.abs(value))) if np.isfinite(value).any() else 1.0
+    scale = about_zero(value)
+    dots = np.where((low > 0) | (high < 0), "•", "")
     fig = go.Figure(
         go.Heatmap(
             z=value,
             x=list(range(len(columns))),
             y=list(range(len(rows))),
-            zmid=0.0,
-            zmin=-top,
-            zmax=top,
-            colorscale="RdBu_r",
-            colorbar=colour_bar(unit),
-            text=np.where((low > 0) | (high < 0), "•", ""),
+            colorbar=colour_bar(f"Difference: {unit}"),
+            text=on_cells(dots.tolist(), value, scale),
             texttemplate="%{text}",
+            textfont={"size": 14},
+            hoverongaps=False,
+            **scale.trace(),
             customdata=[
                 [(row, column, low[i, j], high[i, j]) for j, column in enumerate(columns)] for i, row in enumerate(rows)
             ],
-            hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>%{z:.4g} "
+            hovertemplate="row: %{customdata[0]}<br>column: %{customdata[1]}<br>difference: %{z:.4g} "
             "(%{customdata[2]:.4g} to %{customdata[3]:.4g})<extra></extra>",
         )
     )
     _label(fig.update_xaxes, column_axis, columns, relative_depth)
     _label(fig.update_yaxes, row_axis, rows, relative_depth)
-    if (row_axis, column_axis) in LAYER_MATRICES:
-        fig.update_yaxes(autorange="reversed", scaleanchor="x", constrain="domain")
-        fig.update_xaxes(constrain="domain")
     if not relative_depth and column_axis in LAYER_AXES:
         turn_labels(fig, columns)
-    side = 760 if not relative_depth and column_axis in LAYER_AXES and heads_in_block(columns) else 520
-    return styled(fig, title, height=side, width=side + 100)
+    height = 500
+    if (row_axis, column_axis) in LAYER_MATRICES:
+        shown = [short_names(names) if not relative_depth else ["0.00"] * len(names) for names in (rows, columns)]
+        height = square_cells(fig, *shown)
+    fig.update_xaxes(showgrid=False)
+    fig.update_yaxes(showgrid=False)
+    return styled(fig, title, height=height)
 
 
 def _label(update: Any, axis: str, names: tuple[Any, ...], relative_depth: bool) -> None:

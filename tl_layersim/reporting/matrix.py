@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -14,7 +13,7 @@ from ..core.results import Result
 from .colour_scales import SPREAD, ColourScale, cell_numbers, narrow_scale, scale_of
 from .interval_bands import Ends, cell_hover
 from .labels import axis_title
-from .site_labels import heads_in_block, short_names
+from .site_labels import short_names
 from .style import SEQUENTIAL, WIDTH, colour_bar, layer_axis, model_name, styled, turn_labels, with_subtitle
 
 # Titles of the rows and columns of matrices whose sides are not the layers of the stream.
@@ -43,18 +42,10 @@ def layer_heatmap(
         ends: of the intervals of the values; None without intervals.
     """
     rows, columns = (result.coordinates(axis) for axis in axes)
-    values = (result.values if field == result.values_name else getattr(result, field)).numpy()
-    scale, note = scale_of(result, field, values), ""
-    if axes[0] == "row_block" and len(rows) > 1:
-        # A block in its own basis is diagonal by definition, and its values would hide those between blocks.
-        values = np.where(np.eye(len(rows), dtype=bool), np.nan, values)
-        scale = narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
-        note = _between_blocks(result, field)
-    if axes[0] == "skipped":
-        # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
-        beyond = bool((np.nan_to_num(values) > 1).any())
-        scale = ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
-    note = note or scale.note
+    values = drawn_values(result, field, axes)
+    scale = matrix_scale(result, field, axes, values)
+    left_out = axes[0] == "row_block" and len(rows) > 1
+    note = _between_blocks(result, field) if left_out else scale.note
     fig = go.Figure(
         go.Heatmap(
             z=values,
@@ -68,7 +59,7 @@ def layer_heatmap(
             **cell_hover(rows, columns, ends, html.escape(quantity, quote=False)),
         )
     )
-    sides = _sides(result, axes)
+    sides = sides_of(result, axes)
     layer_axis(fig.update_yaxes, rows, sides[0])
     layer_axis(fig.update_xaxes, columns, sides[1])
     turn_labels(fig, columns)
@@ -135,8 +126,46 @@ def square_cells(fig: go.Figure, row_labels: Sequence[str], column_labels: Seque
     return int(min(cells, HIGHEST) + below + ABOVE_AND_BELOW)
 
 
-def _sides(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
-    """Titles of the rows and of the columns."""
+def drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
+    """The values of a matrix, without those of blocks with themselves, as an array.
+
+    Args:
+        result: whose field.
+        field: its name.
+        axes: of the field.
+    """
+    values = (result.values if field in ("values", result.values_name) else getattr(result, field)).numpy()
+    # A block in its own basis is diagonal by definition, and its values would hide those between blocks.
+    own = axes[0] == "row_block" and len(values) > 1
+    return np.where(np.eye(len(values), dtype=bool), np.nan, values) if own else values
+
+
+def matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any) -> ColourScale:
+    """The colour scale of a matrix, or of several of one field.
+
+    Args:
+        result: whose field.
+        field: its name.
+        axes: of the field.
+        values: that are drawn.
+    """
+    scale = scale_of(result, field, values)
+    if axes[0] == "row_block":
+        return narrow_scale(values, SPREAD if scale.name == SPREAD else SEQUENTIAL)
+    if axes[0] == "skipped":
+        # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
+        beyond = bool((np.nan_to_num(values) > 1).any())
+        return ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
+    return scale
+
+
+def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
+    """Titles of the rows and of the columns of a matrix.
+
+    Args:
+        result: whose matrix.
+        axes: of the field.
+    """
     if axes[0] in SIDES:
         return SIDES[axes[0]]
     if axes[0] in ("skipped", "vision_layer", "text_layer"):

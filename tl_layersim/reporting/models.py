@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.colors import qualitative
 
+from .colour_scales import on_cells, scale_within
 from .interval_bands import Ends, cell_hover, hover_texts, point_hover, whiskers
-from .style import BLUE, BUTTONS, ORANGE, colour_bar, layer_axis, styled, turn_labels
+from .matrix import square_cells
+from .style import BLUE, ORANGE, PALETTE, WIDTH, colour_bar, layer_axis, styled, turn_labels, with_subtitle
 
-# Most models whose distances stand in the cells of a heat map, and whose names fit without being turned.
+# Most models whose distances stand in the cells of a heat map.
 MOST_NUMBERS = 12
-# Pixels of a character and of a model on an axis.
-CHARACTER, CELL = 7, 26
+# Pixels of a character, of an axis title with its tick labels, and of a legend.
+CHARACTER, TITLED, LEGEND = 7, 46, 34
 
 
 def model_heatmap(
@@ -39,27 +41,26 @@ def model_heatmap(
         sides: titles of the rows and of the columns.
         ends: of the intervals of the values; None without intervals.
     """
-    low = min(0.0, float(np.nan_to_num(values).min()))
+    scale = scale_within(values, (-math.inf, math.inf))
     numbers: dict[str, Any] = {}
     if len(names) <= MOST_NUMBERS:
-        numbers = {"text": _in_one_unit(values), "texttemplate": "%{text}"}
+        numbers = {"text": on_cells(_in_one_unit(values), values, scale), "texttemplate": "%{text}", "textfont": {"size": 11}}
     heat = go.Heatmap(
         z=values,
-        zmin=low,
-        colorscale="Viridis",
         colorbar=colour_bar(quantity),
-        **cell_hover(names, names, ends),
+        xgap=1,
+        ygap=1,
+        **scale.trace(),
+        **cell_hover(names, names, ends, html.escape(quantity)),
         **numbers,
     )
     fig = go.Figure(heat)
     ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": _coloured(names, groups)}
-    fig.update_xaxes(title=sides[1], constrain="domain", showgrid=False, automargin=True, **ticks)
-    fig.update_yaxes(title=sides[0], autorange="reversed", scaleanchor="x", constrain="domain", **ticks)
-    fig.update_yaxes(showgrid=False, automargin=True)
-    fig.update_xaxes(tickangle=_angle(names))
+    fig.update_xaxes(title=sides[1], tickangle=-90 if max(map(len, names)) > 2 else 0, **ticks)
+    fig.update_yaxes(title=sides[0], **ticks)
     _legend_of_groups(fig, groups)
-    side = max(460, CELL * len(names) + 200)
-    return _with_room(styled(fig, title, height=side, width=side + 110), names, groups)
+    height = square_cells(fig, names, names)
+    return _with_legend(styled(fig, title, height=height), names if fig.layout.xaxis.tickangle else [], bool(groups), 1.0)
 
 
 def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: str, quantity: str) -> go.Figure:
@@ -80,15 +81,15 @@ def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: 
     order = [int(number) for number in fig.layout.xaxis.ticktext]
     fig.update_traces(line={"color": BLUE, "width": 2}, hoverinfo="y", showlegend=False)
     shown = [[names[n] for n in order], [groups[n] for n in order] if groups else []]
-    fig.update_xaxes(
-        title="Model", ticktext=_coloured(*shown), tickangle=_angle(names), ticks="", showline=False, automargin=True
-    )
+    turned = _angle(names)
+    ticks = {"ticktext": _coloured(*shown), "tickangle": turned, "ticks": "", "showline": False, "showgrid": False}
     # Leaves stand at 5, 15, 25, ...
-    fig.update_xaxes(range=[0, 10 * len(names)])
-    fig.update_yaxes(title=quantity, rangemode="tozero", showline=False, ticks="", showgrid=True, automargin=True)
+    fig.update_xaxes(title="Model", range=[0, 10 * len(names)], mirror=False, **ticks)
+    fig.update_yaxes(title=quantity, rangemode="tozero", showline=True, mirror=False, ticks="outside", showgrid=True)
     fig.update_layout(showlegend=len(groups) > 0)
     _legend_of_groups(fig, groups)
-    return _with_room(styled(fig, title, height=440, width=max(560, CELL * len(names) + 160)), names, groups)
+    height = 400 + (_below(names) if turned else 0)
+    return _with_legend(styled(fig, title, height=height), names if turned else [], bool(groups), 0.8)
 
 
 def group_distances(
@@ -131,9 +132,11 @@ def group_distances(
     fig.update_xaxes(title="Groups of the two models", automargin=True, tickangle=_angle(list(series)))
     low = min((float(np.min(values)) for values in series.values() if len(values)), default=0.0)
     fig.update_yaxes(title=quantity, rangemode="tozero" if low >= 0 else "normal")
-    title = f"{quantity.partition(' (')[0]} within and between groups<br><sub>{html.escape(test)}</sub>"
-    fig = styled(fig, title, height=480, width=max(620, 130 * len(series) + 120))
-    return _with_room(fig.update_layout(margin_t=76 + BUTTONS, title_pad_t=BUTTONS + 24), list(series), ["shown"])
+    title = f"{quantity.partition(' (')[0]} within and between groups"
+    names = list(series) if _angle(list(series)) else []
+    fig = styled(fig, title, height=420 + int(0.8 * _below(names)))
+    note = f"{html.escape(test)}. A point is a pair of models; boxes are quartiles."
+    return with_subtitle(_with_legend(fig, names, True, 0.8), note[:1].upper() + note[1:])
 
 
 def group_lines(
@@ -180,7 +183,10 @@ def group_lines(
         turn_labels(fig, tuple(sites))
     fig.update_yaxes(title=quantity)
     title = f"{quantity.partition(' (')[0]} within and between groups, by layer"
-    return styled(fig, title, height=460, width=680).update_layout(legend_y=-0.22)
+    fig = _with_legend(styled(fig, title, height=420), [], True, 1.0)
+    return with_subtitle(
+        fig, "Bands: standard deviation over pairs" + ("; whiskers: 95 % intervals of the means" if ends else "")
+    )
 
 
 def _in_one_unit(values: Any) -> list[list[str]]:
@@ -201,7 +207,7 @@ def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
 
 def _colours(groups: Sequence[str]) -> dict[str, str]:
     """A colour for each group, by its place among the sorted groups."""
-    return {group: qualitative.D3[n % len(qualitative.D3)] for n, group in enumerate(sorted(set(groups)))}
+    return {group: PALETTE[n % len(PALETTE)] for n, group in enumerate(sorted(set(groups)))}
 
 
 def _legend_of_groups(fig: go.Figure, groups: Sequence[str]) -> None:
@@ -217,13 +223,23 @@ def _legend_entry(fig: go.Figure, name: str, colour: str) -> None:
 
 def _angle(names: Sequence[str]) -> int:
     """The angle of labels along the horizontal axis: turned where they would overlap."""
-    return -45 if max(map(len, names)) * len(names) > 60 else 0
+    return -45 if (max(map(len, names)) + 2) * len(names) * CHARACTER > WIDTH - 100 else 0
 
 
-def _with_room(fig: go.Figure, names: Sequence[str], groups: Sequence[str]) -> go.Figure:
-    """The figure with its legend below the labels of the horizontal axis."""
-    turned = bool(_angle(names))
-    room = CHARACTER * max(map(len, names)) * 0.75 if turned else 15
-    height = fig.layout.height + (room if turned else 0) + (30 if groups else 0)
-    below = (room + 55) / (height - BUTTONS - 130 - room)
-    return fig.update_layout(height=int(height), legend={"orientation": "h", "yanchor": "top", "y": -below, "x": 0})
+def _below(names: Sequence[str]) -> float:
+    """Pixels of upright labels below the horizontal axis."""
+    return float(CHARACTER * max(map(len, names), default=0))
+
+
+def _with_legend(fig: go.Figure, names: Sequence[str], legend: bool, slope: float) -> go.Figure:
+    """The figure with room for its legend below the labels of the horizontal axis.
+
+    Args:
+        fig: as `styled` leaves it.
+        names: labels that are turned; none for others.
+        legend: whether there is one.
+        slope: sine of the angle of the labels.
+    """
+    below = max(fig.layout.margin.b, TITLED + slope * _below(names)) + (LEGEND if legend else 0)
+    height = fig.layout.height + (LEGEND if legend else 0)
+    return fig.update_layout(height=int(height), margin_b=int(below))

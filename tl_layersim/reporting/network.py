@@ -6,23 +6,25 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 
 from .interval_bands import Ends, hover_texts
 from .site_labels import short_names
-from .style import FAINT, styled
+from .style import DARK, colour_bar, styled, with_subtitle
 
 # Edges of a similar strength are drawn as one trace: plotly is slow with thousands of traces.
 LEVELS = 20
+NAMED = "%{customdata}<extra></extra>"
 
 
 def coupling_network(
     strength: Any, strongest: float, names: tuple[str, ...], title: str, ends: Ends | None = None
 ) -> go.Figure:
-    """Blocks on a circle with an edge between each pair of blocks; the stronger their coupling, the more opaque the edge.
+    """Blocks on a circle with an edge between each pair of blocks; the stronger their coupling, the darker the edge.
 
     Args:
         strength: `layer layer`, symmetric, 0 for no edge.
-        strongest: strength of an edge that is fully opaque.
+        strongest: strength of an edge that is darkest.
         names: of the blocks.
         title: of the figure.
         ends: of the intervals of the strengths; None without intervals.
@@ -33,38 +35,53 @@ def coupling_network(
     x, y = np.cos(angle), np.sin(angle)
     fig = go.Figure()
     opacity = np.clip(strength / max(strongest, 1e-12), 0, 1)
+    # Weak edges first, below the strong ones.
     for level in range(1, LEVELS + 1):
         pairs = [(a, b) for a in range(blocks) for b in range(a) if int(np.ceil(LEVELS * opacity[a, b])) == level]
         if pairs:
             xs = [v for a, b in pairs for v in (x[a], x[b], None)]
             ys = [v for a, b in pairs for v in (y[a], y[b], None)]
-            line = {"color": FAINT.format(level / LEVELS), "width": 0.5 + 3.5 * level / LEVELS}
+            line = {"color": edge_colour(level / LEVELS), "width": 0.5 + 4.5 * level / LEVELS}
             fig.add_scatter(x=xs, y=ys, mode="lines", line=line, hoverinfo="skip")
     middle = [
         ((x[a] + x[b]) / 2, (y[a] + y[b]) / 2, names[a], names[b], strength[a, b], texts[a, b])
         for a in range(blocks)
         for b in range(a)
     ]
+    scale = [[n / 10, edge_colour(n / 10)] for n in range(11)]
+    bar = colour_bar("Coupling beyond chance (1: full)") | {"thickness": 16, "outlinewidth": 0}
+    colours = {"colorscale": scale, "cmin": 0.0, "cmax": strongest if strongest > 0 else 1.0, "colorbar": bar}
     fig.add_scatter(
         x=[edge[0] for edge in middle],
         y=[edge[1] for edge in middle],
         mode="markers",
-        marker={"size": 9, "opacity": 0},
+        # Invisible points that show the text of their edge, and bring the colour bar.
+        marker={"size": 9, "opacity": 0, "color": [edge[4] for edge in middle], "showscale": True, **colours},
         customdata=[edge[2:] for edge in middle],
         hovertemplate="%{customdata[0]}<br>%{customdata[1]}<br>"
         "%{customdata[2]:.3f}%{customdata[3]} beyond chance<extra></extra>",
     )
+    fig.add_scatter(x=x, y=y, mode="markers", marker={"size": 8, "color": DARK}, customdata=list(names), hovertemplate=NAMED)
     fig.add_scatter(
-        x=1.08 * x,
-        y=1.08 * y,
+        x=1.1 * x,
+        y=1.1 * y,
         mode="text",
         text=short_names(names),
+        textfont={"size": 13},
         customdata=list(names),
-        hovertemplate="%{customdata}<extra></extra>",
+        hovertemplate=NAMED,
     )
     fig.update_layout(showlegend=False)
-    fig.update_xaxes(visible=False)
-    fig.update_yaxes(visible=False, scaleanchor="x")
-    below = f"Edges: coupling beyond chance (0: chance, 1: full); darkest edge: {strongest:.2f}"
-    fig.add_annotation(text=below, x=0.5, y=-0.06, xref="paper", yref="paper", showarrow=False)
-    return styled(fig, title, height=500, width=480)
+    fig.update_xaxes(visible=False, range=[-1.2, 1.2], constrain="domain")
+    fig.update_yaxes(visible=False, range=[-1.2, 1.2], scaleanchor="x", constrain="domain")
+    note = "Blocks clockwise from the top; an edge is the coupling of two blocks beyond that of random vectors"
+    return with_subtitle(styled(fig, title, height=520).update_layout(margin_l=16, margin_b=16), note)
+
+
+def edge_colour(strength: float) -> str:
+    """The colour of an edge on white, from nearly white to dark blue.
+
+    Args:
+        strength: 0 to 1.
+    """
+    return str(sample_colorscale("Blues", [0.08 + 0.92 * min(max(strength, 0.0), 1.0)])[0])

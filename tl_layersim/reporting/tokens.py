@@ -11,12 +11,12 @@ from plotly.subplots import make_subplots
 
 from .colour_scales import ColourScale, on_cells
 from .site_labels import short_names, site_axis_title
-from .style import BUTTONS, ORANGE, WIDTH, styled, with_subtitle
+from .style import BUTTONS, ORANGE, WIDTH, colour_bar, styled, with_subtitle
 
 # Most tokens in a line, and most letters of a word in a cell and below a column: all are readable at 600 pixels.
-PER_LINE, LETTERS = 9, 8
+PER_LINE, LETTERS = 8, 8
 # Pixels of a row of cells, of a row where there are many layers, below a line, and below the last line.
-ROW, LOW_ROW, BELOW_LINE, BELOW_ALL = 24, 18, 46, 112
+ROW, LOW_ROW, BELOW_LINE, BELOW_ALL = 24, 18, 46, 92
 # Most layers with rows of full height.
 MOST_LAYERS = 16
 PROBABILITY = ColourScale("Blues", 0.0, 1.0)
@@ -92,16 +92,16 @@ def prediction_heatmap(predictions: Predictions, tokens: tuple[str, ...], layers
     styled(fig, "Prediction of each layer after each token", height=0)
     top = fig.layout.margin.t - BUTTONS
     height = room + top + BELOW_ALL
-    bar = {"orientation": "h", "yref": "container", "y": 46 / height, "yanchor": "bottom", "thickness": 10, "len": 0.55}
-    bar |= {"x": 1.0, "xanchor": "right"}
     fig.update_layout(
-        coloraxis={"colorscale": PROBABILITY.name, "cmin": 0.0, "cmax": 1.0, "colorbar": bar},
+        coloraxis={
+            "colorscale": PROBABILITY.name,
+            "cmin": 0.0,
+            "cmax": 1.0,
+            "colorbar": colour_bar("Probability of the first choice") | {"thickness": 16, "outlinewidth": 0},
+        },
         height=height + BUTTONS,
         margin_b=BELOW_ALL,
         width=WIDTH,
-    )
-    fig.add_annotation(
-        text="Probability of the first choice", x=0, y=-(BELOW_ALL - 61) / room, xref="paper", yref="paper", showarrow=False
     )
     _legend(fig)
     spaces = any(token[:1] == " " or token[-1:] == " " for token in tokens)
@@ -130,7 +130,7 @@ def _line_of_cells(predictions: Predictions, line: range, tokens: tuple[str, ...
         y=list(range(len(layers))),
         text=on_cells(words, probability, PROBABILITY),
         texttemplate="%{text}",
-        textfont={"size": 11},
+        textfont={"size": 10},
         coloraxis="coloraxis",
         xgap=1,
         ygap=1,

@@ -1,0 +1,221 @@
+"""`overlay`: one field of several runs in one figure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError
+from ..core.provenance import JOINT
+from ..core.results import Report, Result, load
+from ..core.wording import brief
+from .relative_depth import SITE_AXES
+from .sweep_curves import FieldCurve, field_curve
+from .sweep_results import quantity_of
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+else:
+    # plotly is imported when a figure is made: a check of the type at every call would import it first.
+    Figure = Any
+
+
+@typed
+def overlay(
+    runs: Any,
+    analyzer: str | None = None,
+    field: str = "values",
+    *,
+    select: dict[str, Any] | None = None,
+    title: str | None = None,
+    level: int | float = 0.95,
+) -> Figure:
+    """Draw one field of several runs in one figure: curves as lines with bands, matrices side by side with one colour scale.
+
+    Runs with sites of the same names share an axis of sites; others are drawn over relative depth. A line is named after the
+    model of its run, and after its file or its number where models have the same name. Bands are confidence intervals of runs
+    with `intervals=True`.
+
+    Args:
+        runs: a list of reports, results, or paths of their files; or a mapping from names to these.
+        analyzer: name of the analyzer in the reports; not for results.
+        field: name of a tensor field over sites, or over pairs of sites.
+        select: labels of further axes of the field by axis, as in `plot_sweep`. A label of one of two axes of sites makes
+            a curve of a matrix.
+        title: of the figure; by default that of the field.
+        level: of the intervals of curves.
+
+    Returns:
+        A plotly figure.
+
+    Raises:
+        LayersimError: a run lacks the analyzer or the field, the runs are results of different classes, or the field is over
+            no sites.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> texts, measures = lsim.demo_text()[:4], [lsim.Cosine(), lsim.CKA()]
+        >>> runs = {"standard": lsim.analyze(lsim.demo_model(), texts, measures)}
+        >>> runs["aligned"] = lsim.analyze(lsim.demo_model(aligned=True), texts, measures)
+        >>> figure = lsim.overlay(runs, "cosine", "to_last")
+        >>> [line.name for line in figure.data], figure.layout.yaxis.title.text
+        (['standard', 'aligned'], 'Cosine similarity')
+        >>> len(lsim.overlay(runs, "cka").data)
+        2
+    """
+    from ..reporting.interval_bands import Ends
+    from ..reporting.overlays import RunCurve, overlaid_curves, overlaid_heatmaps
+
+    results = _results(runs, analyzer)
+    first = next(iter(results.values()))
+    held = _held_field(results, field)
+    axes = first.tensor_fields()[held]
+    shown = first.values_name if held == "values" else held
+    quantity, note = quantity_of(first, shown), _data(list(results.values()))
+    chosen = select or {}
+    if len(axes) == 2 and not chosen and all(_is_sites(first, axis) for axis in axes):
+        return overlaid_heatmaps(results, shown, axes, (title or _title(first, shown, ""), quantity), note)
+    curves = {name: field_curve(result, shown, chosen, level) for name, result in results.items()}
+    if not all(curve.sites for curve in curves.values()):
+        raise _not_over_sites(first, field)
+    drawn = [
+        RunCurve(name, one.sites, one.depth, one.values.numpy(), None if ends is None else Ends(*ends))
+        for name, one in curves.items()
+        for ends in (_ends(one),)
+    ]
+    words = next(iter(curves.values())).words
+    return overlaid_curves(drawn, title or _title(first, shown, words), quantity, note)
+
+
+def _results(runs: Any, analyzer: str | None) -> dict[str, Result]:
+    """The results by the name of their run."""
+    if isinstance(runs, Mapping) and not isinstance(runs, Report):
+        given, keys = list(runs.values()), [str(key) for key in runs]
+    elif isinstance(runs, Sequence) and not isinstance(runs, str | bytes):
+        given, keys = list(runs), []
+    else:
+        given, keys = [], []
+    if not given:
+        raise LayersimError(
+            "`runs` must be a list of runs, or a mapping from names to runs.",
+            given=brief(runs),
+            expected="reports, results, or paths of their files",
+            do='overlay([report_a, report_b], "cosine", "to_last")',
+        )
+    opened = [load(run) if isinstance(run, str | os.PathLike) else run for run in given]
+    if analyzer is not None and all(isinstance(run, Result) for run in opened):
+        raise LayersimError(
+            "`analyzer` is for reports; these are results already.",
+            given=f"analyzer={analyzer!r} with {brief(opened[0])}",
+            expected="reports, or results without analyzer=",
+            do="overlay(results, field=...)",
+        )
+    found = [_result(run, analyzer) for run in opened]
+    if len({type(one) for one in found}) > 1:
+        raise LayersimError(
+            "`runs` must hold results of one analyzer.",
+            given=", ".join(dict.fromkeys(type(one).__name__ for one in found)),
+            expected="results of one class",
+            do='overlay([report_a, report_b], "cosine")',
+        )
+    return dict(zip(keys or _names(found, given), found, strict=True))
+
+
+def _result(run: Any, analyzer: str | None) -> Result:
+    """The result of one run."""
+    if isinstance(run, Result):
+        return run
+    if not isinstance(run, Report):
+        raise LayersimError(
+            "`runs` holds something that is no run.",
+            given=brief(run),
+            expected="reports, results, or paths of their files",
+            do='overlay([report_a, report_b], "cosine")',
+        )
+    if analyzer is None and len(run) == 1:
+        return next(iter(run.values()))
+    if analyzer is None or analyzer not in run:
+        headline = "`analyzer` must name one of the results of a report."
+        raise LayersimError(
+            headline if analyzer is None else f"`analyzer` names a result that a run does not have: {analyzer!r}.",
+            given=f"analyzer={analyzer!r}",
+            expected=f"one of {', '.join(map(repr, run)) or 'none'}",
+            do=f"overlay(runs, {next(iter(run), 'cosine')!r})",
+        )
+    found: Result = run[analyzer]
+    return found
+
+
+def _names(results: list[Result], given: list[Any]) -> list[str]:
+    """Names of runs: their models, with the file or the number of the run where models have the same name."""
+    from ..reporting.style import model_name
+
+    models = [" and ".join(model_name(part) for part in one.provenance.model.split(JOINT)) for one in results]
+    files = [Path(run).name if isinstance(run, str | os.PathLike) else "" for run in given]
+    names = []
+    for n, (model, file) in enumerate(zip(models, files, strict=True)):
+        alike = [m for m, other in enumerate(models) if other == model]
+        known = file and [files[m] for m in alike].count(file) == 1
+        names.append(model if len(alike) == 1 else f"{model} ({file if known else f'run {n + 1}'})")
+    return names
+
+
+def _held_field(results: dict[str, Result], field: str) -> str:
+    """The attribute that holds the field in every result."""
+    first = next(iter(results.values()))
+    held = "values" if field == first.values_name else field
+    if held not in first.tensor_fields():
+        known = _fields_over_sites(first)
+        raise LayersimError(
+            f"{type(first).__name__} has no field {field!r}.",
+            given=f"field={field!r}",
+            expected=f"one of {', '.join(known)}",
+            do=f"overlay(runs, ..., {known[0]!r})" if known else "another analyzer",
+        )
+    return held
+
+
+def _not_over_sites(result: Result, field: str) -> LayersimError:
+    known = _fields_over_sites(result)
+    return LayersimError(
+        f"{type(result).__name__}.{field} is not over sites, so runs have no common axis.",
+        given=f"field={field!r}",
+        expected=f"one of {', '.join(known) or 'none'}",
+        do=f"overlay(runs, ..., {known[0]!r})" if known else "report.to_frame(...) of each run",
+    )
+
+
+def _fields_over_sites(result: Result) -> list[str]:
+    fields = result.tensor_fields().items()
+    return [
+        result.values_name if name == "values" else name
+        for name, axes in fields
+        if any(_is_sites(result, axis) for axis in axes)
+    ]
+
+
+def _is_sites(result: Result, axis: str) -> bool:
+    return axis in (*SITE_AXES, "vision_layer", "text_layer", "other_vision_layer", "other_text_layer")
+
+
+def _title(result: Result, field: str, words: str) -> str:
+    from ..reporting.site_labels import site_words
+
+    plain = quantity_of(result, field).partition(" (")[0]
+    picture = next((one.title for one in result.pictures if one.field == field), plain)
+    return site_words(result.layers, picture) + (f" ({words})" if words else "")
+
+
+def _data(results: list[Result]) -> str:
+    """On what the runs were made, in words."""
+    tokens = [one.provenance.tokens for one in results]
+    if len({one.provenance.data for one in results}) == 1:
+        return f"the same {tokens[0]:,} tokens in every run"
+    return f"different data: {', '.join(f'{number:,}' for number in tokens)} tokens"
+
+
+def _ends(curve: FieldCurve) -> tuple[Any, Any] | None:
+    return None if curve.low is None or curve.high is None else (curve.low.numpy(), curve.high.numpy())
