@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.argument_checks import named, typed
 from ..core.errors import LayersimError, as_fraction
+from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
@@ -200,6 +201,18 @@ class ExitCurveResult(Result):
             "accuracy at the highest threshold": float(self.accuracy[-1]),
         }
         return {name: number for name, number in numbers.items() if not math.isnan(number)}
+
+    def finding(self) -> str:
+        if not bool(self.agreement[-1] >= 0.95):
+            return ""
+        threshold = self.threshold_for(agreement=0.95)
+        at = self.thresholds.index(threshold)
+        agreement = with_margin(self, lambda result: result.agreement[at], percent=True)
+        speedup = with_margin(self, lambda result: result.speedup[at])
+        return (
+            f"Early exit at a top probability of {threshold:g} agrees with the whole model at {agreement} of the positions, "
+            f"with a speed-up in blocks of {speedup}."
+        )
 
 
 @typed

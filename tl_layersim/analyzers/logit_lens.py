@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..core.findings import site_in_words, with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
@@ -27,6 +28,9 @@ from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
 from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+
+# Agreement from which on the prediction of a layer is mostly that of the last one.
+SETTLED = 0.5
 
 
 @typed
@@ -140,6 +144,17 @@ class LogitLensResult(Result):
             "fraction of positions whose target probability rises at every block": float(self.monotone_share),
         }
         return {name: number for name, number in numbers.items() if not math.isnan(number)}
+
+    def finding(self) -> str:
+        others = (self.agreement < SETTLED).nonzero()[:, 0]
+        first = int(others[-1]) + 1 if len(others) else 0
+        if not 0 < first < len(self.values):
+            return ""
+        agreement = with_margin(self, lambda result: result.agreement[first], percent=True)
+        correct = with_margin(self, lambda result: result.accuracy[-1], percent=True)
+        where = site_in_words(self.layers[1:][first])
+        accuracy = "" if math.isnan(float(self.accuracy[-1])) else f"; the last layer predicts {correct} of the targets"
+        return f"From {where} on, the prediction is mostly the last layer's ({agreement} of the positions there){accuracy}."
 
     def _blocks_run(self) -> list[int]:
         """Number of blocks up to each layer; a block of which attention alone has run counts."""

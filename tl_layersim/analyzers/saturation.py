@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import warn
+from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..models.activation_checks import refuse_bad_logits
@@ -89,6 +90,10 @@ class SaturationResult(Result):
         if not math.isnan(self.correlation):
             numbers["correlation of events with the cosine to the last layer"] = float(self.correlation)
         return numbers
+
+    def finding(self) -> str:
+        early = with_margin(self, lambda result: result.early_share, percent=True)
+        return f"{early} of the tokens have their final prediction before the last block."
 
 
 @typed

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.argument_checks import named, typed
 from ..core.errors import LayersimError, warn
+from ..core.findings import with_margin
 from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
@@ -190,6 +191,14 @@ class TrajectoryResult(Result):
             "equidistance (0: equal steps)": float(self.equidistance_mean),
             "norm at the last layer over norm of the embedding": float(self.values[-1] / self.values[0]),
         }
+
+    def finding(self) -> str:
+        growth = with_margin(self, lambda result: result.values[-1] / result.values[0])
+        straight = with_margin(self, lambda result: result.lss_mean)
+        return (
+            f"The norm of a residual at the last layer is {growth} times that at the first; the line-shape score of its path "
+            f"is {straight} (1: a straight line)."
+        )
 
 
 @typed

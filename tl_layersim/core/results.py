@@ -19,6 +19,7 @@ from .errors import LayersimError
 from .intervals import bounds_of, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
 from .label_table import label_table
+from .notebook_display import report_as_html, result_as_html
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
 from .wording import brief
@@ -109,6 +110,8 @@ class Result(ABC):
         size = " x ".join(map(str, self.values.shape))
         lines = [f"{type(self).__name__}({size}, {self.provenance.model}, {self.provenance.tokens} tokens)"]
         return "\n".join(lines + [f"  {line}" for line in headline_lines(self)])
+
+    _repr_html_ = result_as_html
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.values.numpy()
@@ -207,6 +210,10 @@ class Result(ABC):
     def headline(self) -> dict[str, float]:
         """The numbers that a summary table shows, by description."""
         return {}
+
+    def finding(self) -> str:
+        """One sentence with the main numbers, for the top of a report; empty for that of the matrix or the headline."""
+        return ""
 
     def baseline(self, field: str) -> tuple[str, float] | None:
         """Name and value of a reference line in the figure of a field; None for none."""
@@ -312,6 +319,8 @@ class Report(Mapping[str, Any]):
             lines += [f"  {name}: {line}" for line in headline_lines(result)]
         return "\n".join(lines)
 
+    _repr_html_ = report_as_html
+
     @typed
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write all results to one safetensors file, without pickle.
@@ -331,9 +340,19 @@ class Report(Mapping[str, Any]):
         """
         return load_kind(path, ("report",), Result, Report)  # type: ignore[no-any-return]  # of this kind
 
+    def plot(self) -> plotly.graph_objects.Figure:
+        """One plotly figure with the first picture of each result, such as the heatmap of CKA beside the curve of a lens.
+
+        Raises:
+            LayersimError: no result of the report has a picture.
+        """
+        from ..reporting.panels import report_figure
+
+        return report_figure(self)
+
     @typed
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained HTML page with a summary table and every figure with its explanation.
+        """Write one self-contained HTML page with a summary, tables, and every figure with its explanation.
 
         Args:
             path: of the page.

@@ -1,18 +1,47 @@
-"""One self-contained HTML page of a report: models and data, a table, and every figure with its meaning."""
+"""One self-contained HTML page of a report: a summary, tables, and every figure with its meaning."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import zlib
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment
 
 from ..core.intervals import headline_texts
+from ..core.provenance import Provenance
 from ..core.results import Report, Result
 from ..core.storage import replacing
+from .figure_json import figure_json
+from .findings import finding, side_by_side
+from .labels import quantity
+from .model_names import model_names
+from .number_tables import number_table
+from .plotly_bundle import plotly_bundle
 from .site_ranges import is_stream, site_ranges
 from .style import FONT
+
+# Findings at the top of the page; those of further analyzers are in their sections.
+MOST_FINDINGS = 6
+# Names of the parts of a provenance in words.
+RECORD = {
+    "model": "Model",
+    "config_hash": "Configuration (SHA-256, first digits)",
+    "weights_hash": "Weights (SHA-256 of a sample, first digits)",
+    "source": "Class of the model",
+    "basis": "Basis of the residual stream",
+    "dtype": "Dtype of activations",
+    "data": "Data (SHA-256)",
+    "tokens": "Positions measured",
+    "sequences": "Rows of data",
+    "batches": "Forward passes",
+    "seed": "Seed",
+    "seconds": "Seconds, of the whole run",
+}
 
 
 def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
@@ -21,46 +50,75 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
     Raises:
         OSError: the file cannot be written.
     """
-    import plotly.io
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
-    sections = []
-    for name, result in report.items():
-        plots = [
-            {
-                "html": Markup(
-                    plotly.io.to_html(
-                        result.plot(p.field), include_plotlyjs=False, full_html=False, config={"displaylogo": False}
-                    )
-                ),
-                "meaning": p.meaning,
-            }
-            for p in result.pictures
-            if _has_values(result, p.field)
-        ]
-        provenance = {key: value for key, value in vars(result.provenance).items() if value is not None}
-        provenance["seconds"] = round(result.provenance.seconds, 2)
-        for key in ("options", "versions"):
-            provenance[key] = ", ".join(f"{k}={v}" for k, v in provenance[key].items() if v is not None)
-        headline = headline_texts(result).items()
-        about = {"sites": _sites(result), "provenance": provenance.items()}
-        sections.append({"name": name, "headline": headline, "plots": plots, **about})
+    figures: list[dict[str, Any]] = []
+    sections = [_section(name, result, figures) for name, result in report.items()]
+    bundle = plotly_bundle(frozenset(trace.get("type", "scatter") for one in figures for trace in one["data"]))
     first = next(iter(report.values()), None)
-    title = f"Layers of {Path(first.provenance.model).name if first else 'no model'}"
-    template = Environment(autoescape=True).from_string((files(__package__) / "page.html.j2").read_text(encoding="utf-8"))
-    html = template.render(
-        title=title,
-        first=first.provenance if first else None,
-        font=Markup(FONT),
-        stream=all(is_stream(result.layers) for result in report.values()),
-        sections=sections,
-        intervals=_intervals(report),
-        plotly=Markup(get_plotlyjs()),
+    names = " and ".join(model_names(first.provenance)) if first else "no model"
+    folder = files(__package__) / "page"
+    style, script, page = ((folder / file).read_text(encoding="utf-8") for file in ("page.css", "page.js", "page.html.j2"))
+    html = (
+        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        .from_string(page)
+        .render(
+            title=f"Layers of {names}",
+            analyzers=", ".join(report) or "no results",
+            facts=_facts(report) if first else [],
+            findings=[(name, text) for name, result in report.items() if (text := finding(result))][:MOST_FINDINGS],
+            stream=all(is_stream(result.layers) for result in report.values()),
+            sections=sections,
+            numbers=[(section["name"], *line) for section in sections if not section["models"] for line in section["headline"]],
+            compared=[section for section in sections if section["models"]],
+            intervals=_intervals(report),
+            style=Markup(style.replace("FONT", FONT)),
+            script=Markup(script),
+            figures=Markup(packed(json.dumps(figures, separators=(",", ":"), allow_nan=False)) if figures else ""),
+            bundle=Markup(packed(bundle) if figures else ""),
+        )
     )
     with replacing(path) as file:
         file.write(html.encode())
     return Path(path)
+
+
+def packed(text: str) -> str:
+    """A text that the script of the page unpacks: compressed by zlib, in base 64.
+
+    Args:
+        text: any.
+
+    Examples:
+        >>> zlib.decompress(base64.b64decode(packed("layers"))).decode()
+        'layers'
+    """
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _section(name: str, result: Result, figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the page shows of one result; the data of its figures are added to a list."""
+    plots = []
+    for picture in result.pictures:
+        if _has_values(result, picture.field):
+            figure = figure_json(result.plot(picture.field))
+            layout = figure["layout"]
+            size = {"width": layout.get("width", 700), "height": layout.get("height", 450)}
+            table = number_table(result, picture.field)
+            plots.append({"number": len(figures), "title": picture.title, "meaning": picture.meaning, "table": table, **size})
+            figures.append(figure)
+    models, lines = side_by_side(result)
+    return {
+        "name": name,
+        "words": quantity(type(result).__name__, result.values_name),
+        "finding": finding(result),
+        "headline": list(headline_texts(result).items()),
+        "models": models,
+        "side_by_side": lines,
+        "plots": plots,
+        "sites": _sites(result),
+        "provenance": _provenance(result.provenance),
+    }
 
 
 def _has_values(result: Result, field: str) -> bool:
@@ -68,6 +126,51 @@ def _has_values(result: Result, field: str) -> bool:
     table = result.to_frame(field)
     values = getattr(result, field) if field in result.tensor_fields() else result.values
     return bool(table.size) and not bool(values.isnan().all())
+
+
+def _facts(report: Report) -> list[tuple[str, str, str]]:
+    """What was measured on what: a label, its value and a remark for each tile at the top of the page."""
+    results = list(report.values())
+    run = results[0].provenance
+    models = model_names(run)
+    options = run.options
+    remarks = []
+    if options.get("positions", "all") != "all":
+        remarks.append(f"positions of each row: {options['positions']}")
+    if options.get("skip_first"):
+        remarks.append(f"the first {options['skip_first']} positions of each row left out")
+    sites = sorted({len(result.layers) for result in results if result.layers})
+    blocks = sorted({len(result.block_tokens) for result in results if result.has_intervals})
+    facts = [
+        ("Models" if len(models) > 1 else "Model", " and ".join(models), run.dtype.replace("torch.", "")),
+        ("Data", f"{run.tokens:,} tokens", "; ".join([f"in {run.sequences:,} rows", *remarks])),
+    ]
+    if sites:
+        kind = "residual stream" if all(is_stream(result.layers) for result in results) else "see each section"
+        facts.append(("Sites", " to ".join(map(str, dict.fromkeys((sites[0], sites[-1])))), kind))
+    certain = f"from {blocks[0]} blocks of the data" if blocks else "run with intervals=True for them"
+    return [*facts, ("Intervals", "± 95 %" if blocks and blocks[-1] > 1 else "none", certain)]
+
+
+def _provenance(run: Provenance) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The record of a run as titled tables of names and values."""
+    record = [(words, getattr(run, name)) for name, words in RECORD.items()]
+    return [
+        (
+            "Record",
+            [
+                (name, f"{value:.2f}" if isinstance(value, float) else str(value))
+                for name, value in record
+                if value not in (None, "")
+            ],
+        ),
+        ("Options", [(name, _option(value)) for name, value in run.options.items() if value is not None]),
+        ("Versions", [(name, str(value)) for name, value in run.versions.items()]),
+    ]
+
+
+def _option(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _intervals(report: Report) -> str:

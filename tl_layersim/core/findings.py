@@ -1,0 +1,71 @@
+"""Parts of sentences about results: sites in words, numbers with half the width of their intervals."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .intervals import MARGIN_ROUNDING, interval_of
+
+_SITE = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
+
+
+def site_in_words(name: str) -> str:
+    """A site as a part of a sentence.
+
+    Args:
+        name: of the site.
+
+    Examples:
+        >>> site_in_words("blocks.0.hook_resid_pre"), site_in_words("encoder.blocks.3.hook_resid_post")
+        ('the embedding', 'encoder block 3')
+        >>> site_in_words("blocks.2.hook_attn_out"), site_in_words("blocks.2.attn.hook_z[5]"), site_in_words("model.norm")
+        ('attn_out of block 2', 'head L2H5 (z)', 'model.norm')
+    """
+    match = _SITE.fullmatch(name)
+    if match is None:
+        return name
+    stack, block, place, head = match.groups()
+    whole = f"{stack} block {block}" if stack else f"block {block}"
+    if head is not None:
+        return f"head L{block}H{head} ({place})" + (f" of the {stack}" if stack else "")
+    if place == "resid_post":
+        return whole
+    if place == "resid_pre":
+        return f"the input of {whole}" if block != "0" else f"the embedding of the {stack}" if stack else "the embedding"
+    return f"{place} of {whole}"
+
+
+def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:
+    """A number of a result as text, with half the width of its 95 % interval where the result has intervals.
+
+    Args:
+        result: with or without intervals.
+        what: takes the result and returns the number.
+        percent: whether the number is a fraction that is written in per cent.
+    """
+    margin = math.nan
+    if result.has_intervals:
+        _, low, high, _ = interval_of(result, what, 0.95)
+        margin = float(high - low) / 2
+    return margin_text(float(what(result)), margin, percent)
+
+
+def margin_text(value: float, margin: float, percent: bool = False) -> str:
+    """A number as text, with its margin where that is known and more than rounding.
+
+    Args:
+        value: the number.
+        margin: half the width of its interval; NaN for none.
+        percent: whether the number is a fraction that is written in per cent.
+
+    Examples:
+        >>> margin_text(0.6383, 0.0191, percent=True), margin_text(0.6383, 0.0191), margin_text(0.6383, float("nan"))
+        ('63.8 ± 1.9 %', '0.6383 ± 0.019', '0.6383')
+    """
+    certain = margin > MARGIN_ROUNDING * abs(value)
+    if percent:
+        return f"{100 * value:.3g} ± {100 * margin:.2g} %" if certain else f"{100 * value:.3g} %"
+    return f"{value:.4g} ± {margin:.2g}" if certain else f"{value:.4g}"
