@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help check demo test test-tl3 test-ndif test-oldest mutation lint types docs pictures examples bench format clean
+.PHONY: help check demo test test-tl3 test-ndif test-oldest mutation lint types docs screenshots pictures examples dist bench format clean
 
 help: ## List every task
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -86,16 +86,30 @@ lint: $(VENV)/dev ## Check style and format
 types: $(VENV)/dev ## Check types, strictly
 	$(VENV)/bin/mypy
 
-docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors
+docs: $(VENV)/dev ## Build the documentation into site/, warnings are errors, and open its pages in a browser
 	$(VENV)/bin/mkdocs build --strict --quiet
+	TL_LAYERSIM_SITE=site $(VENV)/bin/python -m pytest -q tests/docs/test_site.py
 
-pictures: $(VENV)/test ## Render the pictures of the README and of the home page again; needs chromium
+screenshots: $(VENV)/dev ## Take screenshots of pages and figures of the documentation, into screenshots/; needs chromium
+	$(VENV)/bin/mkdocs build --strict --quiet
+	$(VENV)/bin/python -m tests.docs.screenshots site screenshots
+
+pictures: $(VENV)/test ## Render the pictures of the README, the home page and docs/performance.md again; needs chromium
 	$(VENV)/bin/python -W ignore -m tests.docs.pictures
 
 # Two at a time, each on one core; the output of each follows its name.
 examples: $(VENV)/base ## Run every example
 	@ls examples/*.py | OMP_NUM_THREADS=1 xargs -P 2 -I {} sh -c \
 	  'out=$$($(VENV)/bin/python -W ignore {} 2>&1); status=$$?; printf "== %s\n%s\n" {} "$$out"; exit $$status'
+
+# The wheel is unpacked beside the dependencies that are there; it must hold all that the command needs.
+dist: $(VENV)/dev ## Build the wheel and the source archive into dist/, check them, and measure the demo model with the wheel alone
+	rm -rf dist build/wheel
+	$(VENV)/bin/python -m build --outdir dist
+	$(VENV)/bin/twine check --strict dist/*
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps --target build/wheel dist/*.whl
+	cd build && PYTHONPATH=wheel ../$(VENV)/bin/python -c 'import tl_layersim; assert "/wheel/" in tl_layersim.__file__, tl_layersim.__file__'
+	cd build && PYTHONPATH=wheel ../$(VENV)/bin/python wheel/bin/tl-layersim report --max-tokens 2048 --out report
 
 bench: $(VENV)/dev ## Time and weigh the analyzers against their peers: make bench MODEL=folder TEXT=file
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps -r benchmarks/requirements.txt
@@ -110,4 +124,4 @@ format: $(VENV)/dev ## Format the code
 	$(VENV)/bin/ruff format .
 
 clean: ## Remove what the other tasks made
-	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) $(VENV_OLDEST) site layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation
+	rm -rf $(VENV) $(VENV_TL3) $(VENV_NDIF) $(VENV_OLDEST) build dist site screenshots layersim-report examples/out .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutation

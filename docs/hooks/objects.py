@@ -57,5 +57,5 @@ def commands() -> str:
         title = f"tl-layersim {name}"
         rows.append(f"| [`{title}`](#{title.replace(' ', '-')}) | {first_sentence(command.help)} |")
         text = get_docs_for_click(obj=command, ctx=typer.Context(command), name=title)
-        helps.append("#" + text.removeprefix("#").replace("$ tl-layersim", "tl-layersim"))
+        helps.append("#" + text.replace("$ tl-layersim", "tl-layersim"))
     return "\n".join(["", '<div class="objects" markdown>', "", *TABLE, *rows, "", "</div>", "", *helps])

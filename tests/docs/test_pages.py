@@ -13,6 +13,7 @@ import pytest
 import tl_layersim as lsim
 
 from .helpers import ROOT, blocks
+from .pictures import BLOCKS_ALONE, TIMES, seconds_by_variant
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Code that asks a server, which tests/remote and tests/ndif have; and the gallery, of test_gallery.py.
@@ -64,3 +65,12 @@ def test_the_readme_cites_what_the_citation_file_says():
     for field in ("title", "version", "license"):
         [value] = re.findall(rf'^{field}: "?(.*?)"?$', citation, re.MULTILINE)
         assert f"{field} = {{{value}}}" in bibtex
+
+
+def test_the_readme_is_read_in_a_minute():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
+def test_the_chart_of_performance_has_its_rows_in_the_table():
+    seconds = seconds_by_variant((ROOT / "docs/performance.md").read_text())
+    assert {*TIMES, BLOCKS_ALONE} <= set(seconds)
