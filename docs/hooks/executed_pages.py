@@ -22,9 +22,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
-
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "executed_pages"
 PLOTLY = "javascripts/plotly.min.js"
@@ -70,6 +67,8 @@ def notebook_markdown(path: Path) -> str:
 
 def on_files(files: Any, config: Any) -> Any:
     """Add a page for each notebook, and start to execute all pages that are to be executed."""
+    from mkdocs.structure.files import File
+
     _executed.clear()
     for file in list(files):
         if file.src_uri.endswith(".ipynb"):
@@ -119,6 +118,7 @@ def _digest(code: list[str], server: str) -> str:
 def _run(name: str, code: list[str], environment: dict[str, str], folder: str) -> list[dict[str, Any]]:
     import os
 
+    from mkdocs.exceptions import PluginError
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
     from nbformat.v4 import new_code_cell, new_notebook
@@ -203,9 +203,10 @@ def _figure_html(figure: dict[str, Any]) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Write plotly.js of the installed plotly beside the pages."""
-    from plotly.offline import get_plotlyjs
+    """Write plotly.js of the installed plotly beside the pages, with the kinds of traces that they draw."""
+    from tl_layersim.reporting.plotly_bundle import plotly_bundle
 
+    types = frozenset(trace.get("type", "scatter") for figure in _figures.values() for trace in figure["data"])
     path = Path(config.site_dir) / PLOTLY
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(get_plotlyjs(), encoding="utf-8")
+    path.write_text(plotly_bundle(types), encoding="utf-8")

@@ -157,7 +157,7 @@ def test_an_output_stands_below_its_cell_and_a_figure_is_data():
 
 
 def test_an_error_in_a_cell_fails_the_build(tmp_path):
-    from mkdocs.exceptions import PluginError
-
+    PluginError = pytest.importorskip("mkdocs.exceptions").PluginError
+    pytest.importorskip("nbclient")
     with pytest.raises(PluginError, match=r"broken\.md: a cell failed(.|\n)*ZeroDivisionError"):
         executed_pages()._run("broken.md", ["1 / 0"], {}, str(tmp_path))
