@@ -59,7 +59,7 @@ def notebook_markdown(path: Path) -> str:
         parts += [f"```python\n{source}\n```" if cell["cell_type"] == "code" else source, ""]
         if number == 0:
             parts += [
-                f"[:material-download: Download this notebook]({path.name})",
+                f"[Download this notebook]({path.name})",
                 "",
             ]
     return "\n".join(parts)

@@ -57,20 +57,19 @@
     return copy;
   }
 
-  function onData(item) {
-    return (item.xref || "paper") !== "paper" || (item.yref || "paper") !== "paper";
-  }
+  const place = (x, y) => `${x || "x"} ${y || "y"}`;
 
   function specification(element) {
     const source = JSON.parse(element.querySelector("script").textContent);
     let { data, layout } = source;
     const mode = theme();
-    const maps = data.some((trace) => ["heatmap", "contour", "image", "table"].includes(trace.type));
+    // Axes of heat maps.
+    const maps = new Set(data.filter((trace) => trace.type === "heatmap").map((trace) => place(trace.xaxis, trace.yaxis)));
     if (mode === "dark") {
       // Marks on the cells of a heat map were chosen for the colours of the cells, which stay.
-      data = maps ? data : recolour(data);
+      data = data.map((trace) => (maps.has(place(trace.xaxis, trace.yaxis)) ? trace : recolour(trace)));
       const { annotations, shapes, template, ...rest } = layout;
-      const keep = (item) => (maps && onData(item) ? item : recolour(item));
+      const keep = (item) => (maps.has(place(item.xref, item.yref)) ? item : recolour(item));
       layout = { ...recolour(rest), template };
       if (annotations) layout.annotations = annotations.map(keep);
       if (shapes) layout.shapes = shapes.map(keep);
@@ -86,9 +85,11 @@
     if (mode === "dark") layout.hoverlabel = { bgcolor: "#22252c", font: { color: TEXT.dark }, ...layout.hoverlabel };
     layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: "#9aa0aa", activecolor: TEXT[mode] };
     const room = element.clientWidth;
-    if (layout.width && layout.width > room) {
+    if (layout.width > room && layout.xaxis2 && layout.width > 600) {
+      // Panels side by side are scrolled: they would overlap.
+    } else if (layout.width > room) {
       // Heat maps keep their proportions.
-      if (maps && layout.height) layout.height = Math.max(320, Math.round((layout.height * room) / layout.width));
+      if (maps.size && layout.height) layout.height = Math.max(320, Math.round((layout.height * room) / layout.width));
       layout.width = room;
     } else if (!layout.width) {
       layout.width = room;
