@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import re
+import shutil
+import subprocess
+import zlib
+
+import plotly.graph_objects as go
 import pytest
 import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
+from tl_layersim.reporting.figure_json import figure_json
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -48,3 +57,82 @@ def test_the_page_names_the_sites_of_both_models(tmp_path):
     page = one.to_html(tmp_path / "r.html").read_text()
     assert "Measured at 2 sites: model.layers.1.mlp.up_proj, blocks.0.hook_mlp_out." in page
     assert "Relations between sites of the model" in page
+
+
+def unpacked(page: str, name: str) -> str:
+    text = re.search(rf'<script type="text/plain" id="{name}">([^<]*)</script>', page)[1]
+    return zlib.decompress(base64.b64decode(text)).decode()
+
+
+def test_a_page_is_small_and_has_its_figures(report, tmp_path):
+    path = report.to_html(tmp_path / "r.html")
+    page = path.read_text()
+    assert path.stat().st_size < 1.2e6
+    figures = json.loads(unpacked(page, "figures"))
+    assert len(figures) == sum(len(result.pictures) for result in report.values()) == page.count('data-figure="')
+    drawn = torch.tensor(figures[0]["data"][0]["z"])
+    torch.testing.assert_close(drawn, report["cosine"].values.float(), rtol=1e-5, atol=1e-6)
+    script = unpacked(page, "plotly")
+    assert 'name:"heatmap"' in script
+    assert 'name:"sankey"' not in script
+    assert "Licensed under the MIT license" in script
+
+
+def test_links_of_a_page_lead_to_its_sections(report, tmp_path):
+    page = report.to_html(tmp_path / "r.html").read_text()
+    targets = set(re.findall(r'id="([^"]+)"', page))
+    links = re.findall(r'href="#([^"]+)"', page)
+    assert {"summary", "numbers", "cosine", "cka"} <= set(links) <= targets
+    assert "<title>Layers of " in page
+    assert "Linear CKA is highest between " in page.split('id="numbers"')[0]
+
+
+def test_the_record_of_a_run_is_folded(report, tmp_path):
+    page = report.to_html(tmp_path / "r.html").read_text()
+    folded = page.split('<details class="provenance">')[2].split("</details>")[0]
+    run = report["cka"].provenance
+    for name, value in ("minibatch", "16"), ("torch", run.versions["torch"]), ("Data (SHA-256)", run.data):
+        assert re.search(rf'<th scope="row">{re.escape(name)}</th><td><code>{re.escape(value)}</code></td>', folded), name
+
+
+def test_the_table_of_a_figure_has_a_line_for_each_block(report, tmp_path):
+    page = report.to_html(tmp_path / "r.html").read_text()
+    ratio = report["cosine"].norm_ratio
+    for block, value in enumerate(ratio.tolist()):
+        assert f'<td>{block}</td><td class="number">{value:.4g}</td>' in page
+
+
+def test_two_models_stand_side_by_side(tmp_path):
+    report = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), random_tokens(12, 9))
+    page = report.to_html(tmp_path / "r.html").read_text()
+    numbers = page.split('id="numbers"')[1].split("</table>")[0]
+    before, after = report["layers"].perplexity[:, -1].tolist()
+    assert re.findall(r'<th scope="col">([^<]*)</th>', numbers) == ["measure", "before", "after", "change"]
+    cells = f'<td class="number">{before:.4g}</td><td class="number">{after:.4g}</td>'
+    assert f"<td>perplexity of the last layer</td>{cells}" in numbers
+    own = report["layers"].agreement
+    assert f'<td>0</td><td class="number">{own[0, 0]:.4g}</td><td class="number">{own[1, 0]:.4g}</td>' in page
+
+
+def test_a_report_without_results_is_a_page(tmp_path):
+    page = lsim.Report({}).to_html(tmp_path / "r.html").read_text()
+    assert "Layers of no model" in page
+    assert 'data-figure="' not in page
+
+
+def test_numbers_of_figures_are_short_and_undefined_ones_empty():
+    figure = go.Figure(go.Heatmap(z=torch.tensor([[1 / 3, float("nan")], [2.0, 1e-9]], dtype=torch.float64).numpy()))
+    assert figure_json(figure)["data"][0]["z"] == [[0.333333, None], [2, 1e-09]]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
+    path = report.to_html(tmp_path / "r.html")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--window-size=1280,30000"]
+    command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert found.count('data-drawn="light"') == len(re.findall('data-figure="', found)) > 5
+    assert 'class="plot failed' not in found
+    # Every heading of a table sorts, and every title of a figure is there.
+    assert found.count('<button type="button">') == len(re.findall('<th scope="col">', found))
+    assert "Linear CKA between layers" in found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
+from ..core.findings import site_in_words, with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
@@ -97,6 +98,17 @@ class EffectiveRankResult(Result):
             f"participation ratio at {names[last]}": float(self.participation_ratio[known][last]),
             "samples": float(self.samples),
         }
+
+    def finding(self) -> str:
+        known = (~self.values.isnan()).nonzero()[:, 0]
+        if len(known) < 2:
+            return ""
+        low, last = int(known[self.values[known].argmin()]), int(known[-1])
+        lowest, at_last = (with_margin(self, lambda one, at=at: one.values[at]) for at in (low, last))
+        return (
+            f"The effective rank is lowest at {site_in_words(self.layers[low])} ({lowest} of {self.widths[low]} dimensions) "
+            f"and {at_last} at {site_in_words(self.layers[last])}."
+        )
 
 
 @typed

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
+from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
@@ -84,6 +85,19 @@ class SkipEffectResult(Result):
             "change of the output probabilities, mean over skipped blocks": self.probability_change.nanmean(),
         }
         return {name: float(value) for name, value in numbers.items() if not math.isnan(value)}
+
+    def finding(self) -> str:
+        half = len(self.values) // 2
+        if not half or bool(self.values.isnan().all()):
+            return ""
+        every, first, second = (
+            with_margin(self, lambda one, part=part: one.values[part].nanmean())
+            for part in (slice(None), slice(half), slice(half, None))
+        )
+        return (
+            f"Skipping a block changes what later blocks add by a relative {every} on average: {first} in the first half of "
+            f"the blocks, {second} in the second."
+        )
 
 
 @typed

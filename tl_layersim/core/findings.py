@@ -9,7 +9,7 @@ from typing import Any
 
 from .intervals import MARGIN_ROUNDING, interval_of
 
-_SITE = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
+_SITE_NAME = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
 
 
 def site_in_words(name: str) -> str:
@@ -24,7 +24,7 @@ def site_in_words(name: str) -> str:
         >>> site_in_words("blocks.2.hook_attn_out"), site_in_words("blocks.2.attn.hook_z[5]"), site_in_words("model.norm")
         ('attn_out of block 2', 'head L2H5 (z)', 'model.norm')
     """
-    match = _SITE.fullmatch(name)
+    match = _SITE_NAME.fullmatch(name)
     if match is None:
         return name
     stack, block, place, head = match.groups()

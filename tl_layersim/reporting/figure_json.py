@@ -20,26 +20,26 @@ def figure_json(figure: go.Figure) -> dict[str, Any]:
         figure: any plotly figure.
     """
     whole = figure.to_plotly_json()
-    return {"data": [_plain(trace) for trace in whole["data"]], "layout": _plain(whole["layout"])}
+    return {"data": [_json_value(trace) for trace in whole["data"]], "layout": _json_value(whole["layout"])}
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return _plain(_decoded(value)) if "bdata" in value else {key: _plain(own) for key, own in value.items()}
+        return _json_value(_decoded(value)) if "bdata" in value else {key: _json_value(own) for key, own in value.items()}
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return _json_value(value.tolist())
     if isinstance(value, list | tuple):
-        return [_plain(own) for own in value]
+        return [_json_value(own) for own in value]
     if isinstance(value, np.generic):
-        return _plain(value.item())
-    return shortened(value) if isinstance(value, float) else value
+        return _json_value(value.item())
+    return rounded(value) if isinstance(value, float) else value
 
 
-def shortened(value: float) -> float | int | None:
+def rounded(value: float) -> float | int | None:
     """A number with six significant digits, whole where it is whole; None where it is not finite.
 
     Examples:
-        >>> shortened(0.12345678), shortened(3.0), shortened(float("nan"))
+        >>> rounded(0.12345678), rounded(3.0), rounded(float("nan"))
         (0.123457, 3, None)
     """
     if not math.isfinite(value):

@@ -15,7 +15,7 @@ from ..core.results import LayerMatrix, Result
 from .labels import quantity
 
 # Headline numbers in a sentence of a result that has no words of its own.
-MOST_NUMBERS = 2
+MOST_HEADLINES = 2
 # Quantities in a sentence about several models.
 MOST_CHANGES = 3
 
@@ -37,7 +37,7 @@ def finding(result: Result) -> str:
     if models:
         changes = [f"{line[0]} {' → '.join(line[1 : len(models) + 1])}" for line in lines[:MOST_CHANGES]]
         return f"{' → '.join(models)}: {'; '.join(changes)}."
-    numbers = [f"{name}: {text}" for name, text in list(headline_texts(result).items())[:MOST_NUMBERS]]
+    numbers = [f"{name}: {text}" for name, text in list(headline_texts(result).items())[:MOST_HEADLINES]]
     return "; ".join(numbers)[:1].upper() + "; ".join(numbers)[1:] + "." if numbers else ""
 
 
@@ -58,12 +58,12 @@ def side_by_side(result: Result) -> tuple[tuple[str, ...], list[tuple[str, ...]]
     lines: list[tuple[str, ...]] = []
     for name in dict.fromkeys(name.partition(": ")[2] for name in texts):
         keys = [f"{model}: {name}" for model in models]
-        change = [_change(result, keys[0], keys[1])] if len(models) == 2 and all(key in texts for key in keys) else []
+        change = [_difference_text(result, keys[0], keys[1])] if len(models) == 2 and all(key in texts for key in keys) else []
         lines.append((name, *(texts.get(key, "") for key in keys), *change))
     return models, lines
 
 
-def _change(result: Result, before: str, after: str) -> str:
+def _difference_text(result: Result, before: str, after: str) -> str:
     """The second headline number minus the first, with its sign and its own margin: both were measured on the same data."""
     text = with_margin(result, lambda one: one.headline()[after] - one.headline()[before])
     return text if text.startswith("-") else f"+{text}"

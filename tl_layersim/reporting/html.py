@@ -19,7 +19,7 @@ from ..core.storage import replacing
 from .figure_json import figure_json
 from .findings import finding, side_by_side
 from .labels import quantity
-from .model_names import model_names
+from .names_of_models import names_of_models
 from .number_tables import number_table
 from .plotly_bundle import plotly_bundle
 from .site_ranges import is_stream, site_ranges
@@ -56,7 +56,7 @@ def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
     sections = [_section(name, result, figures) for name, result in report.items()]
     bundle = plotly_bundle(frozenset(trace.get("type", "scatter") for one in figures for trace in one["data"]))
     first = next(iter(report.values()), None)
-    names = " and ".join(model_names(first.provenance)) if first else "no model"
+    names = " and ".join(names_of_models(first.provenance)) if first else "no model"
     folder = files(__package__) / "page"
     style, script, page = ((folder / file).read_text(encoding="utf-8") for file in ("page.css", "page.js", "page.html.j2"))
     html = (
@@ -132,7 +132,7 @@ def _facts(report: Report) -> list[tuple[str, str, str]]:
     """What was measured on what: a label, its value and a remark for each tile at the top of the page."""
     results = list(report.values())
     run = results[0].provenance
-    models = model_names(run)
+    models = names_of_models(run)
     options = run.options
     remarks = []
     if options.get("positions", "all") != "all":

@@ -9,10 +9,10 @@ from jinja2 import Environment
 from ..core.intervals import headline_texts
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
-from .model_names import model_names
+from .names_of_models import names_of_models
 
 # Colours are those of the notebook, light or dark.
-TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""
+NOTEBOOK_PAGE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""
 <div style="font-family: system-ui, sans-serif; font-size: 13px; line-height: 1.45; max-width: 900px">
 <div><b>{{ title }}</b>{% if about %} <span style="opacity: 0.7">{{ about }}</span>{% endif %}</div>
 {% if rows %}
@@ -73,7 +73,7 @@ def measured_on(provenance: Provenance) -> str:
         provenance: of a result of the run.
     """
     rows = f"{provenance.tokens:,} tokens in {provenance.sequences:,} rows"
-    return f"{' and '.join(model_names(provenance))} · {rows} · {provenance.dtype}"
+    return f"{' and '.join(names_of_models(provenance))} · {rows} · {provenance.dtype}"
 
 
 def _value_column(with_intervals: bool) -> str:
@@ -82,4 +82,4 @@ def _value_column(with_intervals: bool) -> str:
 
 def _html(title: str, about: str, table: tuple[tuple[str, ...], list[Any]], calls: tuple[str, ...]) -> str:
     columns, rows = table
-    return TEMPLATE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)
+    return NOTEBOOK_PAGE.render(title=title, about=about, columns=columns, rows=rows, calls=calls)

@@ -12,7 +12,7 @@ from ..core.errors import LayersimError
 from ..core.results import Report
 from .style import styled
 
-COLUMNS = 2
+PANELS_IN_A_ROW = 2
 # Pixels of a panel with its title, axis labels and colour bar; fractions of it that these take.
 WIDTH, HEIGHT = 500, 400
 LEFT, RIGHT, TOP, BOTTOM = 0.13, 0.16, 0.12, 0.17
@@ -47,18 +47,18 @@ def panels(figures: list[tuple[str, go.Figure]]) -> go.Figure:
     Args:
         figures: names, which precede the titles of the panels, and figures.
     """
-    columns = min(COLUMNS, len(figures))
+    columns = min(PANELS_IN_A_ROW, len(figures))
     rows = -(-len(figures) // columns)
     whole = styled(go.Figure(), "", height=rows * HEIGHT, width=columns * WIDTH)
     whole.update_layout(title=None, margin={"l": 10, "r": 10, "t": 30, "b": 10})
     for number, (name, figure) in enumerate(figures):
         row, column = divmod(number, columns)
         cell = (column / columns, 1 - (row + 1) / rows, (column + 1) / columns, 1 - row / rows)
-        _add_panel(whole, f"{name}: {_title(figure)}", figure, cell)
+        _add_panel(whole, f"{name}: {_panel_title(figure)}", figure, cell)
     return whole
 
 
-def _title(figure: go.Figure) -> str:
+def _panel_title(figure: go.Figure) -> str:
     return (figure.layout.title.text or "").replace("<br>", " ")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..core.provenance import JOINT, Provenance
 
 
-def model_names(provenance: Provenance) -> tuple[str, ...]:
+def names_of_models(provenance: Provenance) -> tuple[str, ...]:
     """The names of the models of a run, each without its folders; one name for models of the same.
 
     Args:

@@ -1,0 +1,88 @@
+"""The main finding of a result in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core import LayerCurve, LayerMatrix
+from tl_layersim.reporting.findings import finding, side_by_side
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import provenance
+
+SITES = ("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post")
+
+
+def matrix(values, **more) -> LayerMatrix:
+    tensor = torch.tensor(values, dtype=torch.float64)
+    run = provenance(**more)
+    return LayerMatrix(values=tensor, layers=SITES, column_layers=SITES[: tensor.shape[1]], provenance=run)
+
+
+def test_of_a_matrix_the_highest_and_lowest_pairs_of_different_sites():
+    found = finding(matrix([[1.0, 0.2, 0.1], [0.2, 1.0, 0.9], [0.1, 0.9, 1.0]]))
+    assert found == ("Values is highest between block 0 and block 1 (0.9) and lowest between the embedding and block 1 (0.1).")
+
+
+def test_of_two_models_equal_sites_are_compared_too():
+    found = finding(matrix([[1.0, 0.2], [0.2, 0.5], [0.1, 0.4]], model="a | b"))
+    assert "highest between the embedding of the first model and the embedding of the second (1)" in found
+    assert "lowest between block 1 of the first model and the embedding of the second (0.1)" in found
+
+
+def test_undefined_cells_are_no_finding():
+    nan = float("nan")
+    assert "(0.3)" in finding(matrix([[nan, nan, 0.3], [nan, nan, nan], [0.3, nan, nan]]))
+    assert finding(matrix([[nan] * 3] * 3)) == ""
+
+
+def test_a_result_without_words_of_its_own_has_its_headline():
+    class Own(LayerCurve):
+        def headline(self):
+            return {"first number": 2.0, "second": 0.25, "third": 1.0}
+
+    curve = Own(values=torch.zeros(1, dtype=torch.float64), layers=("a",), provenance=provenance())
+    assert finding(curve) == "First number: 2; second: 0.25."
+    assert side_by_side(curve) == ((), [])
+
+
+@pytest.fixture(scope="module")
+def report():
+    chosen = [lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve(), lsim.Trajectory(), lsim.SkipEffect(), lsim.EffectiveRank()]
+    return lsim.analyze(tiny_llama(), random_tokens(20, 9), chosen, batch_size=1, intervals=True)
+
+
+def test_analyzers_have_words_of_their_own(report):
+    texts = {name: finding(result) for name, result in report.items()}
+    assert texts["saturation"].startswith(f"{100 * float(report['saturation'].early_share):.3g} ± ")
+    lens = report["logit_lens"]
+    first = next(block for block in range(3) if bool((lens.agreement[block:] >= 0.5).all()))
+    assert texts["logit_lens"].startswith(f"From block {first} on, the prediction is mostly the last layer's")
+    assert " times that at the first" in texts["trajectory"]
+    assert texts["skip_effect"].startswith(f"Skipping a block changes what later blocks add by a relative {lens_free(report)}")
+    rank = report["effective_rank"]
+    assert f"({float(rank.values.min()):.4g} ± " in texts["effective_rank"]
+    threshold = report["exit_curve"].threshold_for(agreement=0.95)
+    assert texts["exit_curve"].startswith(f"Early exit at a top probability of {threshold:g} agrees")
+    plain = replace(report["saturation"], replicates=(), block_tokens=())
+    assert "±" not in finding(plain)
+
+
+def lens_free(report) -> str:
+    return f"{float(report['skip_effect'].values.nanmean()):.4g}"
+
+
+def test_two_models_are_compared_with_the_margin_of_their_difference():
+    tokens = random_tokens(12, 9)
+    layers = lsim.evaluate_layers(tiny_llama(), tiny_llama(seed=1), tokens)["layers"]
+    models, lines = side_by_side(layers)
+    assert models == ("before", "after")
+    name, before, after, change = lines[0]
+    assert name == "perplexity of the last layer"
+    difference = float(layers.perplexity[1, -1] - layers.perplexity[0, -1])
+    assert change == f"{difference:+.4g}"
+    assert finding(layers).startswith(f"before → after: perplexity of the last layer {before} → {after}; ")
