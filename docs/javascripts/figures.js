@@ -62,7 +62,10 @@
   function specification(element) {
     const source = JSON.parse(element.querySelector("script").textContent);
     let { data, layout } = source;
-    const mode = theme();
+    // Lines in the colours of a colour bar keep them, and their white paper.
+    const scaled = data.some((trace) => trace.marker && (trace.marker.showscale || trace.marker.colorbar));
+    const mode = scaled ? "light" : theme();
+    const paper = scaled && theme() === "dark" ? "#ffffff" : "rgba(0,0,0,0)";
     // Axes of heat maps.
     const maps = new Set(data.filter((trace) => trace.type === "heatmap").map((trace) => place(trace.xaxis, trace.yaxis)));
     if (mode === "dark") {
@@ -81,7 +84,7 @@
     for (const axis of ["xaxis", "yaxis"]) {
       base.layout[axis] = { ...base.layout[axis], gridcolor: GRID[mode], zerolinecolor: GRID[mode], linecolor: GRID[mode] };
     }
-    layout = { ...layout, template: base, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" };
+    layout = { ...layout, template: base, paper_bgcolor: paper, plot_bgcolor: "rgba(0,0,0,0)" };
     if (mode === "dark") layout.hoverlabel = { bgcolor: "#22252c", font: { color: TEXT.dark }, ...layout.hoverlabel };
     layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: "#9aa0aa", activecolor: TEXT[mode] };
     const room = element.clientWidth;
