@@ -16,8 +16,8 @@ from .helpers import ROOT, blocks
 from .pictures import BLOCKS_ALONE, TIMES, seconds_by_variant
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Its code asks a server; tests/remote and tests/ndif have one.
-ELSEWHERE = ("ndif.md",)
+# Code that asks a server, which tests/remote and tests/ndif have; and the gallery, of test_gallery.py.
+ELSEWHERE = ("ndif.md", "gallery.md")
 # Warnings that a page explains.
 EXPLAINED: dict[str, str] = dict.fromkeys(("quickstart.md", "hook_points.md"), "CKA is dominated by a few samples")
 # Of a sixth of the texts there are few blocks.

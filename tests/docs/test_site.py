@@ -14,6 +14,8 @@ import tl_layersim as lsim
 
 from .helpers import ROOT
 
+# The first test may build the site, which executes the gallery and the notebooks.
+pytestmark = pytest.mark.timeout(900)
 # Code in tabs and in folded boxes is shown for the measurement.
 CUT_LINES = """
 (() => {

@@ -1,0 +1,138 @@
+// Draws the figures of executed pages when they come into view, in the colours of the page's theme.
+"use strict";
+(() => {
+  const TEXT = { light: "#2a2a2a", dark: "#d5d7dc" };
+  const GRID = { light: "#e6e8ec", dark: "#3d414b" };
+  const drawn = new Set();
+  const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+
+  const theme = () => (document.body.dataset.mdColorScheme === "slate" ? "dark" : "light");
+
+  // Red, green, blue and opacity of any CSS colour; null for what is none.
+  function parse(colour) {
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = "#010203";
+    pen.fillStyle = colour;
+    if (pen.fillStyle === "#010203") return null;
+    const named = /^rgba\(.*,\s*([\d.]+)\)$/.exec(pen.fillStyle);
+    pen.globalAlpha = 1;
+    const opaque = pen.fillStyle.replace(/^rgba\((.*),[^,]*\)$/, "rgb($1)");
+    pen.fillStyle = opaque;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3), named ? Number(named[1]) : 1];
+  }
+
+  // A colour that was chosen for white paper, for dark paper: the hue stays, dark colours become light ones.
+  function onDark(colour) {
+    const rgba = typeof colour === "string" && parse(colour);
+    if (!rgba) return colour;
+    const [r, g, b] = rgba.slice(0, 3).map((value) => value / 255);
+    const most = Math.max(r, g, b), least = Math.min(r, g, b);
+    const light = (most + least) / 2, range = most - least;
+    const saturation = range === 0 ? 0 : range / (1 - Math.abs(2 * light - 1));
+    let hue = 0;
+    if (range > 0) {
+      if (most === r) hue = ((g - b) / range + 6) % 6;
+      else if (most === g) hue = (b - r) / range + 2;
+      else hue = (r - g) / range + 4;
+    }
+    const lighter = saturation < 0.15 ? 0.16 + 0.7 * (1 - light) : Math.max(light, 0.64);
+    return `hsla(${Math.round(hue * 60)}, ${Math.round(saturation * 85)}%, ${Math.round(lighter * 100)}%, ${rgba[3]})`;
+  }
+
+  const COLOURS = new Set(["color", "fillcolor", "bgcolor", "bordercolor", "linecolor", "gridcolor", "zerolinecolor", "outlinecolor"]);
+
+  // Tick labels that name their colour in markup.
+  const spanOnDark = (text) => String(text).replace(/color:\s*([^;"']+)/g, (_, colour) => `color:${onDark(colour)}`);
+
+  function recolour(node) {
+    if (Array.isArray(node)) return node.map((one) => (one && typeof one === "object" ? recolour(one) : one));
+    const copy = {};
+    for (const [key, value] of Object.entries(node)) {
+      if (key === "ticktext" && Array.isArray(value)) copy[key] = value.map(spanOnDark);
+      else if (COLOURS.has(key)) copy[key] = Array.isArray(value) ? value.map(onDark) : onDark(value);
+      else if (key === "colorscale" || !value || typeof value !== "object") copy[key] = value;
+      else copy[key] = recolour(value);
+    }
+    return copy;
+  }
+
+  const place = (x, y) => `${x || "x"} ${y || "y"}`;
+
+  function specification(element) {
+    const source = JSON.parse(element.querySelector("script").textContent);
+    let { data, layout } = source;
+    // Lines in the colours of a colour bar keep them, and their white paper.
+    const scaled = data.some((trace) => trace.marker && (trace.marker.showscale || trace.marker.colorbar));
+    const mode = scaled ? "light" : theme();
+    const paper = scaled && theme() === "dark" ? "#ffffff" : "rgba(0,0,0,0)";
+    // Axes of heat maps.
+    const maps = new Set(data.filter((trace) => trace.type === "heatmap").map((trace) => place(trace.xaxis, trace.yaxis)));
+    if (mode === "dark") {
+      // Marks on the cells of a heat map were chosen for the colours of the cells, which stay.
+      data = data.map((trace) => (maps.has(place(trace.xaxis, trace.yaxis)) ? trace : recolour(trace)));
+      const { annotations, shapes, template, ...rest } = layout;
+      const keep = (item) => (maps.has(place(item.xref, item.yref)) ? item : recolour(item));
+      layout = { ...recolour(rest), template };
+      if (annotations) layout.annotations = annotations.map(keep);
+      if (shapes) layout.shapes = shapes.map(keep);
+    }
+    const base = structuredClone(layout.template || { layout: {} });
+    base.layout.font = { ...base.layout.font, color: TEXT[mode] };
+    const family = getComputedStyle(document.body).fontFamily;
+    layout = { ...layout, font: { ...layout.font, family } };
+    for (const axis of ["xaxis", "yaxis"]) {
+      base.layout[axis] = { ...base.layout[axis], gridcolor: GRID[mode], zerolinecolor: GRID[mode], linecolor: GRID[mode] };
+    }
+    layout = { ...layout, template: base, paper_bgcolor: paper, plot_bgcolor: "rgba(0,0,0,0)" };
+    if (mode === "dark") layout.hoverlabel = { bgcolor: "#22252c", font: { color: TEXT.dark }, ...layout.hoverlabel };
+    layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: "#9aa0aa", activecolor: TEXT[mode] };
+    const room = element.clientWidth;
+    if (layout.width > room && layout.xaxis2 && layout.width > 600) {
+      // Panels side by side are scrolled: they would overlap.
+    } else if (layout.width > room) {
+      // Heat maps keep their proportions.
+      if (maps.size && layout.height) layout.height = Math.max(320, Math.round((layout.height * room) / layout.width));
+      layout.width = room;
+    } else if (!layout.width) {
+      layout.width = room;
+    }
+    return { data, layout };
+  }
+
+  function draw(element) {
+    let place = element.querySelector(".executed-figure__plot");
+    if (!place) {
+      place = document.createElement("div");
+      place.className = "executed-figure__plot";
+      element.append(place);
+    }
+    const { data, layout } = specification(element);
+    Plotly.react(place, data, layout, { displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] });
+    drawn.add(element);
+  }
+
+  const observer = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries) {
+        if (!entry.isIntersecting) continue;
+        observer.unobserve(entry.target);
+        draw(entry.target);
+      }
+    },
+    { rootMargin: "400px 0px" },
+  );
+  const all = document.querySelectorAll(".executed-figure");
+  for (const element of all) observer.observe(element);
+
+  const again = () => drawn.forEach((element) => element.clientWidth && draw(element));
+  new MutationObserver(again).observe(document.body, { attributes: true, attributeFilter: ["data-md-color-scheme"] });
+  let waiting, width = window.innerWidth;
+  window.addEventListener("resize", () => {
+    if (window.innerWidth === width) return;
+    width = window.innerWidth;
+    clearTimeout(waiting);
+    waiting = setTimeout(again, 150);
+  });
+  window.addEventListener("beforeprint", () => all.forEach((element) => element.clientWidth && draw(element)));
+})();
