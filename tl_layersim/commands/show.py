@@ -70,7 +70,7 @@ def _print_report(report: Report) -> None:
     rows = [(f"{name}.{field}", size) for name, result in report.items() for field, size in _fields(result).items()]
     print_table(("field", "axes"), rows, "Fields, which --table prints")
     typer.echo()
-    print_table(("provenance", "value"), _provenance(report), "Provenance")
+    print_table(("provenance", "value"), _provenance_rows(report), "Provenance")
 
 
 def _fields(result: Result) -> dict[str, str]:
@@ -84,7 +84,7 @@ def _fields(result: Result) -> dict[str, str]:
     }
 
 
-def _provenance(report: Report) -> list[tuple[str, str]]:
+def _provenance_rows(report: Report) -> list[tuple[str, str]]:
     """The provenance that all results share, and the options of each."""
     first = next(iter(report.values())).provenance
     shared = {

@@ -14,6 +14,7 @@ from .report_tables import headline_numbers, tidy_table, write_csv, write_json
 
 if TYPE_CHECKING:
     import pandas
+    import plotly.graph_objects
 
 
 class ReportExports(Mapping[str, Any], ABC):
@@ -38,6 +39,16 @@ class ReportExports(Mapping[str, Any], ABC):
             (8, True)
         """
         return tidy_table(self)
+
+    def plot(self) -> plotly.graph_objects.Figure:
+        """One plotly figure with the first picture of each result, such as the heatmap of CKA beside the curve of a lens.
+
+        Raises:
+            LayersimError: no result of the report has a picture.
+        """
+        from ..reporting.report_panels import report_figure
+
+        return report_figure(self)
 
     @typed
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
@@ -114,3 +125,14 @@ class ReportExports(Mapping[str, Any], ABC):
             LayersimError: not logged in, no write access, the hub cannot be reached, or the repository is public.
         """
         return push_report(self, repo, private, revision, token, message)
+
+    @typed
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one self-contained HTML page with a summary, tables, and every figure with its explanation.
+
+        Args:
+            path: of the page.
+        """
+        from ..reporting.html import write_html
+
+        return write_html(self, path)

@@ -354,27 +354,6 @@ class Report(ReportExports):
         """
         return load_kind(path, ("report",), Result, Report)  # type: ignore[no-any-return]  # of this kind
 
-    def plot(self) -> plotly.graph_objects.Figure:
-        """One plotly figure with the first picture of each result, such as the heatmap of CKA beside the curve of a lens.
-
-        Raises:
-            LayersimError: no result of the report has a picture.
-        """
-        from ..reporting.report_panels import report_figure
-
-        return report_figure(self)
-
-    @typed
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write one self-contained HTML page with a summary, tables, and every figure with its explanation.
-
-        Args:
-            path: of the page.
-        """
-        from ..reporting.html import write_html
-
-        return write_html(self, path)
-
 
 @typed
 def load(path: str | os.PathLike[str]) -> Any:

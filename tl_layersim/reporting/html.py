@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jinja2 import Environment
 
 from ..core.intervals import headline_texts
 from ..core.provenance import Provenance
-from ..core.results import Report, Result
+from ..core.results import Result
 from ..core.storage import replacing
 from .figure_json import figure_json
 from .findings import finding, side_by_side
@@ -44,7 +45,7 @@ RECORD = {
 }
 
 
-def write_html(report: Report, path: str | os.PathLike[str]) -> Path:
+def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Path:
     """Write the page; it opens from disk and needs no network.
 
     Raises:
@@ -128,7 +129,7 @@ def _has_values(result: Result, field: str) -> bool:
     return bool(table.size) and not bool(values.isnan().all())
 
 
-def _facts(report: Report) -> list[tuple[str, str, str]]:
+def _facts(report: Mapping[str, Result]) -> list[tuple[str, str, str]]:
     """What was measured on what: a label, its value and a remark for each tile at the top of the page."""
     results = list(report.values())
     run = results[0].provenance
@@ -174,7 +175,7 @@ def _option(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _intervals(report: Report) -> str:
+def _intervals(report: Mapping[str, Result]) -> str:
     """What the intervals of a report are, in words; empty without intervals."""
     blocks = {name: len(result.block_tokens) for name, result in report.items() if result.has_intervals}
     if max(blocks.values(), default=0) < 2:

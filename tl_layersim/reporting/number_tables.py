@@ -51,19 +51,19 @@ def number_table(result: Result, field: str) -> NumberTable | None:
     values = np.atleast_2d(getattr(result, own).numpy())
     ends = interval_ends(result, field)
     margins = np.atleast_2d((ends.high - ends.low) / 2) if ends is not None else np.full(values.shape, math.nan)
-    cells = [[_cell(values[row, at], margins[row, at]) for row in range(len(series))] for at in range(len(labels))]
+    cells = [[_number_text(values[row, at], margins[row, at]) for row in range(len(series))] for at in range(len(labels))]
     names = [f"{axis_title(axes[0])} {name}" if isinstance(name, int | float) else str(name) for name in series]
     if axes[0] == "model" and len(series) == 2:
         names.append("change")
         for at, cell in enumerate(cells):
-            cell.append(_cell(values[1, at] - values[0, at], math.nan, "+.4g"))
+            cell.append(_number_text(values[1, at] - values[0, at], math.nan, "+.4g"))
     sites = all(isinstance(label, str) for label in labels) and axes[-1] in (*COLUMNS, "layer", "skipped", "affected")
     shown = short_names(labels) if sites else [str(label) for label in labels]
     title = site_axis_title(labels, axis_title(axes[-1])) if sites else axis_title(axes[-1])
     return NumberTable((title, *names), tuple((name, *cell) for name, cell in zip(shown, cells, strict=True)))
 
 
-def _cell(value: float, margin: float, form: str = "") -> str:
+def _number_text(value: float, margin: float, form: str = "") -> str:
     if not math.isfinite(value):
         return "–"
     return format(value, form) if form else margin_text(float(value), float(margin))

@@ -20,7 +20,7 @@ RE_EXPORT = re.compile(r"\.exports=([\w$]+)\(\)\}\);\s*$")
 # Identifiers, and not properties such as `.name`.
 IDENTIFIER = re.compile(r"(?:(?<=\.\.\.)|(?<![.\w$]))[A-Za-z_$][\w$]*")
 # `call(name, ...);` at the top level adds exports to what `name` declares.
-CALL = re.compile(r"\s*[\w$]+\(([\w$]+),")
+CALLED = re.compile(r"\s*[\w$]+\(([\w$]+),")
 DECLARATIONS = ("var", "let", "const", "function", "async", "class")
 OPENING = {")": "(", "]": "[", "}": "{"}
 # What a scan for brackets must skip as a whole (strings, templates, comments, regular expressions), then words and punctuation.
@@ -156,7 +156,7 @@ def _reachable(texts: list[str], statements: list[Statement], declared: dict[str
     additions: dict[int, list[int]] = defaultdict(list)
     others = [number for number, statement in enumerate(statements) if statement.keyword not in DECLARATIONS]
     for number in tuple(others):
-        call = CALL.match(texts[number])
+        call = CALLED.match(texts[number])
         if call is not None and call.group(1) in declared:
             others.remove(number)
             for owner in declared[call.group(1)]:

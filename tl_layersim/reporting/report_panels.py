@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
-from ..core.results import Report
+from ..core.results import Result
 from .style import styled
 
 PANELS_IN_A_ROW = 2
@@ -21,7 +22,7 @@ AXIS = re.compile(r"([xy])(?:axis)?(\d*)(?: domain)?")
 REFERENCES = ("anchor", "overlaying", "scaleanchor", "matches")
 
 
-def report_figure(report: Report) -> go.Figure:
+def report_figure(report: Mapping[str, Result]) -> go.Figure:
     """The first picture of each result of a report, in rows of two panels.
 
     Args:
@@ -98,7 +99,7 @@ def _add_panel(whole: go.Figure, title: str, figure: go.Figure, cell: tuple[floa
         whole.add_trace(own)
     for kind in ("annotations", "shapes"):
         for drawn in layout.get(kind, ()):
-            whole.layout[kind] = (*whole.layout[kind], _placed(drawn, inner, offset))
+            whole.layout[kind] = (*whole.layout[kind], _in_panel(drawn, inner, offset))
     whole.add_annotation(
         text=f"<b>{title}</b>",
         font={"size": 14},
@@ -121,7 +122,7 @@ def _renamed(axis: str, offset: tuple[int, int]) -> str:
     return axis.replace(axis[: match.end(2)], f"{axis[: match.start(2)]}{number if number > 1 else ''}", 1)
 
 
-def _placed(drawn: dict[str, Any], inner: tuple[float, float, float, float], offset: tuple[int, int]) -> dict[str, Any]:
+def _in_panel(drawn: dict[str, Any], inner: tuple[float, float, float, float], offset: tuple[int, int]) -> dict[str, Any]:
     """An annotation or a shape with its place in the whole."""
     placed = dict(drawn)
     for axis, low, high in (("x", inner[0], inner[2]), ("y", inner[1], inner[3])):
