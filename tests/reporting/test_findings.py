@@ -25,7 +25,7 @@ def matrix(values, **more) -> LayerMatrix:
 
 def test_of_a_matrix_the_highest_and_lowest_pairs_of_different_sites():
     found = finding(matrix([[1.0, 0.2, 0.1], [0.2, 1.0, 0.9], [0.1, 0.9, 1.0]]))
-    assert found == ("Values is highest between block 0 and block 1 (0.9) and lowest between the embedding and block 1 (0.1).")
+    assert found == ("Value is highest between block 0 and block 1 (0.9) and lowest between the embedding and block 1 (0.1).")
 
 
 def test_of_two_models_equal_sites_are_compared_too():
