@@ -35,7 +35,7 @@ def home() -> dict[str, list[tuple[Any, int]]]:
     lens = lsim.analyze(model, texts, lsim.LogitLens(), **options)
     other = lsim.analyze(aligned, texts, lsim.LogitLens(), **options)
     figures = {
-        "home_decide": lsim.prediction_grid(model, "Once upon a time there was a little girl").plot(),
+        "home_decide": lsim.prediction_grid(model, "Once upon a time there was").plot(),
         "home_prune": lsim.analyze(model, texts[::2], lsim.SkipEffect(), seq_len=64)["skip_effect"].plot("values"),
         "home_agree": lsim.compare(model, aligned, texts, lsim.CKA(), skip_first=2).plot(),
         "home_certain": lsim.difference(lens, other)["logit_lens"].plot("accuracy"),
