@@ -59,3 +59,10 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path):
 def test_nowhere_to_save(tmp_path):
     with pytest.raises(OSError, match=r"No such file|nowhere"):
         curve().save(tmp_path / "nowhere" / "x")
+
+
+def test_the_folder_of_a_report_names_its_file(report, tmp_path):
+    """The command line writes a folder, and its name is what a user has at hand."""
+    report.save(tmp_path / "report.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"is a folder: pass its file .*report\.safetensors"):
+        lsim.load(tmp_path)

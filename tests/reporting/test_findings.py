@@ -61,7 +61,10 @@ def test_analyzers_have_words_of_their_own(report):
     assert texts["saturation"].startswith(f"{100 * float(report['saturation'].early_share):.3g} ± ")
     lens = report["logit_lens"]
     first = next(block for block in range(3) if bool((lens.agreement[block:] >= 0.5).all()))
-    assert texts["logit_lens"].startswith(f"From block {first} on, the prediction is mostly the last layer's")
+    assert first == 2
+    assert texts["logit_lens"].startswith("No block before the last gives the final prediction at 50 % of the positions")
+    early = replace(lens, agreement=torch.tensor([0.25, 0.75, 1.0], dtype=torch.float64))
+    assert finding(early).startswith("From block 1 on, the prediction is mostly the last layer's")
     assert " times that at the first" in texts["trajectory"]
     assert texts["skip_effect"].startswith(f"Skipping a block changes what later blocks add by a relative {lens_free(report)}")
     rank = report["effective_rank"]

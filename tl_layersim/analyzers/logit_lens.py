@@ -154,6 +154,8 @@ class LogitLensResult(Result):
         correct = with_margin(self, lambda result: result.accuracy[-1], percent=True)
         where = site_in_words(self.layers[1:][first])
         accuracy = "" if math.isnan(float(self.accuracy[-1])) else f"; the last layer predicts {correct} of the targets"
+        if first == len(self.values) - 1:
+            return f"No block before the last gives the final prediction at {100 * SETTLED:.0f} % of the positions{accuracy}."
         return f"From {where} on, the prediction is mostly the last layer's ({agreement} of the positions there){accuracy}."
 
     def _blocks_run(self) -> list[int]:

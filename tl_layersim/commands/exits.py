@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core.errors import LayersimError
+from ..core.wording import number_text
 from . import options as o
 from .inputs import names_of, open_data, open_model, reading_options, server_of
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
@@ -118,7 +119,7 @@ def _row(curve: Any, threshold: float, note: str) -> list[str]:
     place = curve.thresholds.index(threshold)
     cells = []
     for name in CURVE_NUMBERS:
-        text = f"{float(getattr(curve, name)[place]):.4g}"
+        text = number_text(float(getattr(curve, name)[place]))
         if curve.has_intervals:
             found = curve.interval(name)
             text += f" ± {float(found.high[place] - found.low[place]) / 2:.2g}"

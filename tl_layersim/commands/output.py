@@ -14,7 +14,8 @@ import typer
 from ..core.errors import LayersimError
 from ..core.intervals import headline_margins
 from ..core.results import Report, Result
-from ..core.storage import refuse_unwritable_folder
+from ..core.storage import REPORT_FILE, refuse_unwritable_folder
+from ..core.wording import number_text
 from .inputs import names_of
 from .run_file import RUN_FILE, warn_of_another_run, write_options, write_run_file
 from .tables import print_table
@@ -95,7 +96,7 @@ def write_files(report: Any, out: Path, formats: list[str]) -> dict[str, Path]:
         out: folder of the files.
         formats: names in `FORMATS`.
     """
-    written = {"Numbers": report.save(out / "report.safetensors")}
+    written = {"Numbers": report.save(out / REPORT_FILE)}
     for name in formats:
         method, file, what = FORMATS[name]
         written[what] = getattr(report, method)(out / file) or out / file
@@ -148,7 +149,7 @@ def _headline_rows(name: str, result: Result) -> list[tuple[str, ...]]:
     for number, value in result.headline().items():
         half = margins.get(number, math.nan)
         rows.append(
-            (name, number.strip(), "-" if math.isnan(value) else f"{value:.4g}", "" if math.isnan(half) else f"{half:.2g}")
+            (name, number.strip(), "-" if math.isnan(value) else number_text(value), "" if math.isnan(half) else f"{half:.2g}")
         )
     return rows
 

@@ -3,7 +3,7 @@
 Other packages may import:
 
 * `errors`: `LayersimError`, `LayersimTypeError`, `LayersimWarning`, `warn`, `as_fraction`, `in_words`, `without_secrets`
-* `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`, `unknown_keyword`; `wording`: `brief`
+* `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`, `unknown_keyword`; `wording`: `brief`, `number_text`
 * `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`; `histogram_quantiles`: `quantiles_from_histogram`
 * `blocks`: `DataBlock`, `first_block_size`, `batches_in_block`, `MOST_BLOCKS`; `sum_tree`: `SumTree`, `most_nodes`
 * `jackknife`: `leave_one_out`, `ConfidenceInterval`; `intervals`: `with_replicates`, `headline_margins`, `headline_lines`,
@@ -15,7 +15,7 @@ Other packages may import:
 * `provenance`: `Provenance`, `JOINT`; `field_types`: `refuse_other_types`; `function_code`: names and digests of
   functions
 * `result_files`: `pack_report`
-* `storage`: `read`, `write`, `reading`, `replacing`, `refuse_unwritable`, `refuse_unwritable_folder`
+* `storage`: `read`, `write`, `reading`, `replacing`, `refuse_unwritable`, `refuse_unwritable_folder`, `REPORT_FILE`
 * `resumable_file`: the file format of interrupted runs; `data_pass_progress`: `Tally`, the sums and counts of a run
 * `training_loop`: `TrainingSteps`, `run_steps`; `shuffle`: `Shuffle`, the order of rows in training
 * `discovery`: `discovered`, the classes that the modules of a package define

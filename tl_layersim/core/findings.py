@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .intervals import MARGIN_ROUNDING, interval_of
+from .wording import number_text
 
 _SITE_NAME = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
 
@@ -68,4 +69,4 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
     certain = margin > MARGIN_ROUNDING * abs(value)
     if percent:
         return f"{100 * value:.3g} ± {100 * margin:.2g} %" if certain else f"{100 * value:.3g} %"
-    return f"{value:.4g} ± {margin:.2g}" if certain else f"{value:.4g}"
+    return f"{number_text(value)} ± {margin:.2g}" if certain else number_text(value)

@@ -13,9 +13,9 @@ from typing import Any
 from .errors import LayersimError, without_secrets
 from .intervals import headline_texts
 from .provenance import JOINT
+from .storage import REPORT_FILE
 
 SCHEME = "hf://"
-REPORT = "report.safetensors"
 # A repository of numbers about a model, not of weights.
 REPO_TYPE = "dataset"
 LOGIN = "hf auth login, or set the variable HF_TOKEN to a token of https://huggingface.co/settings/tokens"
@@ -52,7 +52,7 @@ def downloaded(address: str) -> Path:
         )
     repo, revision, file = match.groups()
     with _hub_errors(repo, f"lsim.load({address!r})", reading=True):
-        return Path(hf_hub_download(repo, file or REPORT, repo_type=REPO_TYPE, revision=revision))
+        return Path(hf_hub_download(repo, file or REPORT_FILE, repo_type=REPO_TYPE, revision=revision))
 
 
 def push_report(report: Any, repo: str, private: bool | None, revision: str | None, token: str | None, message: str) -> str:
@@ -74,7 +74,7 @@ def push_report(report: Any, repo: str, private: bool | None, revision: str | No
             )
         if revision is not None and revision != "main":
             api.create_branch(full, repo_type=REPO_TYPE, branch=revision, exist_ok=True)
-        report.save(Path(folder, REPORT))
+        report.save(Path(folder, REPORT_FILE))
         report.to_html(Path(folder, "report.html"))
         report.to_csv(Path(folder, "report.csv"))
         Path(folder, "README.md").write_text(card(report, full, revision), encoding="utf-8")

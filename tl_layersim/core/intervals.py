@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .errors import LayersimError, as_fraction
 from .jackknife import ConfidenceInterval, standard_error, t_interval
+from .wording import number_text
 
 # A margin below this fraction of its number is rounding: the number does not depend on the blocks.
 MARGIN_ROUNDING = 1e-12
@@ -189,7 +190,8 @@ def headline_texts(result: Any) -> dict[str, str]:
     """The headline numbers of a result as text, each with half the width of its 95 % interval where it has one."""
     margins = headline_margins(result)
     return {
-        name: f"{value:.4g}" + (f" ± {margins[name]:.2g}" if margins.get(name, math.nan) > MARGIN_ROUNDING * abs(value) else "")
+        name: number_text(value)
+        + (f" ± {margins[name]:.2g}" if margins.get(name, math.nan) > MARGIN_ROUNDING * abs(value) else "")
         for name, value in result.headline().items()
     }
 

@@ -21,6 +21,8 @@ from .errors import LayersimError, warn
 
 # Format 1 had no checksum, and named the modules of result classes.
 FORMAT = 2
+# Name of the file of a report in the folder that the command line or the hub makes.
+REPORT_FILE = "report.safetensors"
 HEADER, CHECKSUM = "tl_layersim", "tl_layersim.sha256"
 # As safetensors names them.
 DTYPES = {
@@ -259,6 +261,8 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
         LayersimWarning: the file is of format 1, which has no checksum.
     """
     path = Path(path)
+    if path.is_dir() and (path / REPORT_FILE).is_file():
+        raise FileNotFoundError(f"{path} is a folder: pass its file {path / REPORT_FILE}.")
     if not path.is_file():
         raise FileNotFoundError(f"The file {path} does not exist: pass the path that was given when it was written.")
     try:

@@ -41,6 +41,20 @@ def brief(value: object) -> str:
     return text if len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
 
 
+def number_text(value: float) -> str:
+    """A number with four digits, or with six where four would round it to 1 or -1, such as a threshold of 0.99999.
+
+    Args:
+        value: the number.
+
+    Examples:
+        >>> number_text(0.123456), number_text(0.99999), number_text(1.0)
+        ('0.1235', '0.99999', '1')
+    """
+    short = f"{value:.4g}"
+    return f"{value:.6g}" if short in ("1", "-1") else short
+
+
 def call_text(name: str, arguments: Iterable[str]) -> str:
     """A call as Python text, such as "analyze(model, data)".
 
