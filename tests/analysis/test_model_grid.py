@@ -137,7 +137,7 @@ class TestGrid:
         assert torch.equal(again.values, found.values)
         assert set(found.to_frame().columns) == {"comparison", "site", "mean", "sd"}
         assert "at blocks." in repr(found)
-        assert "between groups, by layer" in lsim.Report({"curves": found}).to_html(tmp_path / "page.html").read_text()
+        assert "by layer" in lsim.Report({"curves": found}).to_html(tmp_path / "page.html").read_text()
         assert found.plot("sd").data
         assert grid.groups_by_layer({"x0": 1, "x1": 2, "y0": 1, "y1": 2}).comparisons == ("within 1", "within 2", "1 and 2")
 

@@ -165,7 +165,7 @@ def test_compare_runs_two_models_on_the_same_tokens():
     assert " | " in found.provenance.model
     assert found.to_frame().shape == (12, 3)
     assert list(lsim.compare(a, b, rows, [lsim.CKA()])) == ["cka"]
-    assert found.plot().layout.xaxis.title.text.startswith("Block of")
+    assert found.plot().layout.xaxis.title.text.startswith("After block of")
 
 
 def test_four_samples_are_needed():

@@ -109,7 +109,7 @@ def test_a_label_that_cannot_be_said_has_no_probability():
 def test_a_grid_as_a_table():
     grid = lsim.prediction_grid(tiny_llama(), random_tokens(1, 9)[0])
     table = grid.to_frame()
-    assert list(table.columns) == ["position", "token", "layer", "probability", "word", "final"]
+    assert list(table.columns) == ["position", "token", "layer", "probability", "entropy", "word", "final"]
     assert table[table.layer == "blocks.2.hook_resid_post"].final.all()
     assert table.word.tolist() == [word for row in grid.words for word in row]
     assert list(grid.to_frame("saturation_layer").columns) == ["token", "saturation_layer"]

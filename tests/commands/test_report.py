@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 import tl_layersim as lsim
 from tl_layersim import cli
 
+from .. import html_pages
 from ..tiny_models import tiny_llama, tiny_tokenizer
 
 
@@ -103,8 +103,10 @@ def test_intervals_reach_the_result_and_the_page(tmp_path):
     assert sum(found.block_tokens) == 512
     page = (tmp_path / "report.html").read_text()
     assert "from 16 contiguous blocks of the data" in page
-    # Of the median, in both figures of quantiles, of the norm ratio and of the block influence.
-    assert page.count('"fill":"toself"') == 4
+    traces = [trace for figure in html_pages.figures(page) for trace in figure["data"]]
+    # Whiskers at the median in both figures of quantiles, bands around the norm ratio and the block influence.
+    assert [trace["name"] for trace in traces if "array" in trace.get("error_y", {})] == ["median", "median"]
+    assert len([trace for trace in traces if trace.get("fill") == "toself"]) == 2
 
 
 def test_an_option_that_does_not_exist_is_refused_before_anything_runs(tmp_path):
@@ -251,21 +253,12 @@ def test_refusals_are_printed_not_traced(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+@html_pages.needs_chromium
 def test_the_page_in_a_browser(page, tmp_path):
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("no chromium on this machine: apt-get install chromium")
-    command = [
-        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-        f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr", "--window-size=1366,768",
-        "--virtual-time-budget=15000",        "--dump-dom", f"file://{page[0]}/report.html",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in done.stderr, re.findall(r".*CONSOLE.*", done.stderr)
+    found = html_pages.drawn(page[0] / "report.html", tmp_path / "profile")
     report = lsim.load_report(page[0] / "report.safetensors")
     pictures = [picture for result in report.values() for picture in result.pictures]
-    drawn = done.stdout.split("<body>")[1]
+    drawn = found.split("<body>")[1]
     assert len(re.findall(r'<svg class="main-svg"[^>]*style="[^"]*"', drawn)) >= len(pictures)
     for picture in pictures:
         assert re.search(rf'class="gtitle"[^>]*>{re.escape(picture.title)}<', drawn), picture.title
@@ -281,9 +274,8 @@ def test_the_demo_pair_stands_side_by_side(tmp_path):
     assert list(report) == ["layers", "cosine_before", "cosine_after"]
     assert report["layers"].models == ("demo", "aligned")
     assert report["layers"].provenance.tokens == 1024
-    page = (tmp_path / "pair" / "report.html").read_text()
-    assert '"name":"demo"' in page
-    assert '"name":"aligned"' in page
+    figures = html_pages.figures((tmp_path / "pair" / "report.html").read_text())
+    assert {"demo", "aligned"} <= {trace.get("name") for trace in figures[0]["data"]}
     refused = run("report", "--demo-pair", "--model", "x", "--out", tmp_path / "other")
     assert "brings its own models" in str(refused.exception)
 

@@ -140,6 +140,6 @@ def test_a_place_that_is_none_is_refused_by_name(call):
         getattr(report, call)(None)
 
 
-def test_a_mapping_of_analyzers_is_not_taken_for_data():
-    with pytest.raises(lsim.LayersimError, match="`analyzers` must contain only analyzers"):
-        lsim.analyze(tiny_llama(), random_tokens(2), {"a": lsim.Cosine()})
+def test_a_mapping_of_data_is_not_taken_for_analyzers():
+    with pytest.raises(lsim.LayersimError, match="`analyzers` of analyze is data"):
+        lsim.analyze(tiny_llama(), random_tokens(2), {"input_ids": random_tokens(2)})

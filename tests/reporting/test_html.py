@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import re
-import shutil
-import subprocess
-import zlib
 
 import plotly.graph_objects as go
 import pytest
@@ -17,6 +12,7 @@ import tl_layersim as lsim
 from tl_layersim.core import LayerCurve
 from tl_layersim.reporting.figure_json import figure_json
 
+from .. import html_pages
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
 
@@ -59,20 +55,15 @@ def test_the_page_names_the_sites_of_both_models(tmp_path):
     assert "Relations between sites of the model" in page
 
 
-def unpacked(page: str, name: str) -> str:
-    text = re.search(rf'<script type="text/plain" id="{name}">([^<]*)</script>', page)[1]
-    return zlib.decompress(base64.b64decode(text)).decode()
-
-
 def test_a_page_is_small_and_has_its_figures(report, tmp_path):
     path = report.to_html(tmp_path / "r.html")
     page = path.read_text()
     assert path.stat().st_size < 1.2e6
-    figures = json.loads(unpacked(page, "figures"))
+    figures = html_pages.figures(page)
     assert len(figures) == sum(len(result.pictures) for result in report.values()) == page.count('data-figure="')
     drawn = torch.tensor(figures[0]["data"][0]["z"])
     torch.testing.assert_close(drawn, report["cosine"].values.float(), rtol=1e-5, atol=1e-6)
-    script = unpacked(page, "plotly")
+    script = html_pages.unpacked(page, "plotly")
     assert 'name:"heatmap"' in script
     assert 'name:"sankey"' not in script
     assert "Licensed under the MIT license" in script
@@ -125,12 +116,9 @@ def test_numbers_of_figures_are_short_and_undefined_ones_empty():
     assert figure_json(figure)["data"][0]["z"] == [[0.333333, None], [2, 1e-09]]
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+@html_pages.needs_chromium
 def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
-    path = report.to_html(tmp_path / "r.html")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--window-size=1280,30000"]
-    command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = html_pages.drawn(report.to_html(tmp_path / "r.html"), tmp_path / "profile")
     assert found.count('data-drawn="light"') == len(re.findall('data-figure="', found)) > 5
     assert 'class="plot failed' not in found
     # Every heading of a table sorts, and every title of a figure is there.
