@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tl_layersim.models.hook_points import SITE_NAMES, find_points, stream_sums
+from tl_layersim.models.hook_points import find_points, stream_sums
 from tl_layersim.models.module_sites import find_stacks
+from tl_layersim.models.site_map import SITE_NAMES
 
 from .site_cases import MODELS, inputs_of, model_of, read, sites_of, values_of
 from .site_parts import STACKS
@@ -236,3 +237,8 @@ def test_sums_are_those_of_the_families_asked_for():
     assert len(stream_sums(model, blocks, ["resid_mid"])) == 4
     [bert, *_] = stream_sums(model_of("bert"), find_stacks(model_of("bert"), None), ["attn_out"])
     assert (bert.total.module, bert.total.incoming) == ("bert.encoder.layer.0.attention.output.LayerNorm", True)
+
+
+def test_a_misspelt_family_is_answered_with_one_that_the_model_has():
+    with pytest.raises(lsim.LayersimError, match=r"did you mean 'attn_out'\?|did you mean 'attn_out' or"):
+        lsim.analyze(tiny_llama(), random_tokens(), "cosine", at="attnout")

@@ -185,3 +185,16 @@ def test_titles_name_the_kind_of_sites_that_were_measured():
     assert outputs.plot("to_last").layout.title.text == "Cosine similarity to the last site"
     stream = lsim.analyze(model, tokens, [lsim.Cosine(center="none")])["cosine"]
     assert stream.plot("to_last").layout.title.text == "Cosine similarity to the last layer"
+
+
+def test_effective_samples_of_two_models_are_two_curves():
+    a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
+    found = lsim.compare(a, b, random_tokens(20, 12), "cka", intervals=True, batch_size=1)
+    first, second = found.plot("effective_samples").data[-2:]
+    assert (first.name, second.name) == ("first model", "second model")
+    np.testing.assert_array_equal(first.y, found.effective_samples)
+    np.testing.assert_array_equal(second.y, [*found.column_effective_samples, np.nan])
+    assert first.customdata is not None
+    assert "CKA of the same layers, mean" not in found.headline()
+    same = lsim.compare(a, tiny_llama(seed=1), random_tokens(20, 12), "cka")
+    assert same.headline()["CKA of the same layers, mean"] == pytest.approx(float(same.values.diagonal().mean()))

@@ -124,3 +124,23 @@ def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
     # Every heading of a table sorts, and every title of a figure is there.
     assert found.count('<button type="button">') == len(re.findall('<th scope="col">', found))
     assert "Linear CKA between layers" in found
+
+
+def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):
+    with pytest.warns(lsim.LayersimWarning, match="rest on 3 blocks"):
+        report = lsim.analyze(tiny_llama(), random_tokens(3), ["cosine", "logit_lens"], intervals=True, batch_size=1)
+    [text] = report["cosine"].provenance.warnings
+    assert text.startswith("Intervals of 'cosine', 'logit_lens' rest on 3 blocks")
+    again = lsim.load_report(report.save(tmp_path / "r.safetensors"))
+    assert again["logit_lens"].provenance.warnings == (text,)
+    page = again.to_html(tmp_path / "r.html").read_text()
+    assert page.count("rest on 3 blocks of batches only") == 2
+    assert '<b>Warnings</b> of the run are in <a href="#cosine">' in page
+    quiet = lsim.analyze(tiny_llama(), random_tokens(3), "cosine")
+    assert quiet["cosine"].provenance.warnings == ()
+    assert 'class="warning"' not in quiet.to_html(tmp_path / "quiet.html").read_text()
+
+
+def test_a_lens_is_measured_where_it_has_numbers(tmp_path):
+    page = lsim.analyze(tiny_llama(), random_tokens(), ["logit_lens"]).to_html(tmp_path / "r.html").read_text()
+    assert "Measured at 3 sites: blocks.0.hook_resid_post to blocks.2.hook_resid_post." in page

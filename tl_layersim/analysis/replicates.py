@@ -52,17 +52,21 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     return with_replicates(result, tuple(replicates), tokens)
 
 
-def warn_of_few(blocks: Mapping[str, Sequence[DataBlock]]) -> None:
-    """Warn once of the analyzers whose intervals rest on few blocks.
+def warn_of_few(blocks: Mapping[str, Sequence[DataBlock]]) -> dict[str, str]:
+    """Warn once of the analyzers whose intervals rest on few blocks; return the warning by analyzer.
 
     Args:
         blocks: of the main pass, by analyzer.
     """
     few = {name: len(own) for name, own in blocks.items() if len(own) < FEW_BLOCKS}
-    if few:
-        fewest = min(few.values())
-        words = f"{fewest} block{'s' * (fewest > 1)} of batches"
-        warn(
-            f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
-            f"{FEW_BLOCKS} or more are good. Pass more data, or smaller batches."
-        )
+    if not few:
+        return {}
+    fewest = min(few.values())
+    words = f"{fewest} block{'s' * (fewest > 1)} of batches"
+    text = (
+        f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
+        f"{FEW_BLOCKS} or more are good. A block has one batch at least: pass more rows, a smaller batch_size, or, for packed "
+        "text, a smaller seq_len."
+    )
+    warn(text)
+    return dict.fromkeys(few, text)

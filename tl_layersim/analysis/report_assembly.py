@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from ..analyzers.base import Analyzer, Run
 from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, recorded_warnings
 from ..core.provenance import JOINT, OF_MODELS, Provenance
 from ..core.results import Report, Result
 from ..core.sums import Sums
@@ -53,8 +54,7 @@ def make_report(
             else "check mask, skip_first= and positions=",
         )
 
-    if blocks is not None:
-        warn_of_few(blocks)
+    few = warn_of_few(blocks) if blocks is not None else {}
     results = {}
     for name, analyzer in analyzers.items():
         options = {**analyzer.options(), **data_options}
@@ -62,7 +62,10 @@ def make_report(
         provenance = record(models, tally, options, getattr(analyzer, "seed", None))
         about = (first.get(name, Sums()), models[0].head, models[0].stream, tuple(models))
         run = Run(models[0].layers, models[-1].layers, provenance, *about)
-        result = analyzer.compute(sums[name], run)
+        with recorded_warnings() as given:
+            result = analyzer.compute(sums[name], run)
+            if isinstance(result, Result) and blocks is not None:
+                result = replicated(result, analyzer, run, name, blocks[name])
         if not isinstance(result, Result):
             raise LayersimError(
                 f"{type(analyzer).__name__}.compute must return a Result.",
@@ -70,9 +73,9 @@ def make_report(
                 expected="a Result, such as LayerCurve or LayerMatrix",
                 do="return tl_layersim.core.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
             )
-        if blocks is not None:
-            result = replicated(result, analyzer, run, name, blocks[name])
-        results[name] = result
+        if name in few:
+            given.append(few[name])
+        results[name] = replace(result, provenance=replace(result.provenance, warnings=tuple(given)))
     return Report(results)
 
 

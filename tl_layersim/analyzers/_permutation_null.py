@@ -144,7 +144,10 @@ class CalibratedMatrix(LayerMatrix):
         if len(to_last) == 1:
             return {f"{measure} of the two models": float(to_last[0])} if two else {}
         name = f"{measure}(first model's {{}}, second's last)" if two else f"{measure}({{}}, last)"
-        return {
+        same = {}
+        if two and self.layers == self.coordinates("column"):
+            same = {f"{measure} of the same layers, mean": float(self.values.diagonal().mean())}
+        return same | {
             name.format(self.first_layer()): float(to_last[0]),
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
             name.format("last but one"): float(to_last[-2]),

@@ -65,7 +65,8 @@ class CosineResult(LayerMatrix):
         Picture(
             "values",
             "Cosine similarity between layers",
-            "Mean over tokens of the cosine between a token's activations at two layers. A plateau of high values at the end "
+            "Mean over tokens of the cosine between a token's activations at two layers. The mean over the data is subtracted "
+            "first, unless the run says center=none. A plateau of high values at the end "
             "marks layers that change the residual little (Jiang, Zhou and Zhu 2024, section 2.1, figure 2 c-d).",
         ),
         Picture(

@@ -6,6 +6,8 @@ import logging
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # The login in an address, the value of a secret parameter in an address, and an access token of the Hugging Face hub.
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@|^[^/\s:@]+:[^/\s@]+@")
@@ -79,6 +81,18 @@ def warn(text: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in internal:
         depth, frame = depth + 1, frame.f_back
     warnings.warn(without_secrets(text), LayersimWarning, stacklevel=depth)
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """A context that issues the warnings of its block at its end, and lists the texts of this package's own."""
+    own: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield own
+    own.extend(str(one.message) for one in caught if issubclass(one.category, LayersimWarning))
+    for one in caught:
+        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def as_fraction(name: str, value: float) -> str:

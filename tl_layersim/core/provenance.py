@@ -33,6 +33,7 @@ class Provenance:
         options: of the analyzer and of the data (`seq_len`, `pack`, `skip_first`, `batch_size`, ...).
         versions: of the packages that the numbers depend on.
         seconds: wall time of the whole run.
+        warnings: that were given when the result was computed.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Provenance:
     options: dict[str, Any]
     versions: dict[str, str]
     seconds: float
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", without_secrets(self.model))

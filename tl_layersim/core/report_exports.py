@@ -40,6 +40,7 @@ class ReportExports(Mapping[str, Any], ABC):
         """
         return tidy_table(self)
 
+    @typed
     def plot(self) -> plotly.graph_objects.Figure:
         """One plotly figure with the first picture of each result, such as the heatmap of CKA beside the curve of a lens.
 

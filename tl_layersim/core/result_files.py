@@ -119,8 +119,9 @@ def _unpack(
             expected=f"one of {', '.join(sorted({sub.__qualname__ for sub in below(base)}))}",
             do=f"import {module} first, if you trust it, then load again",
         )
-    refuse_other_types(Provenance, header["provenance"])
-    provenance = Provenance(**header["provenance"])
+    record = {**header["provenance"], "warnings": tuple(header["provenance"].get("warnings", ()))}
+    refuse_other_types(Provenance, record)
+    provenance = Provenance(**record)
     names = header.get("reports", {})
     apart = by_first_name([*names, "replicates"], tensors)
     reports = {name: _unpack_report(path, own, apart[name], base, report) for name, own in names.items()}

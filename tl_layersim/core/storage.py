@@ -272,11 +272,12 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
             header = json.loads(text)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError, *MALFORMED) as error:
+        beside = path.with_name(REPORT_FILE) if path.suffix != ".safetensors" else path / REPORT_FILE
         raise LayersimError(
             f"{path} cannot be read: it is truncated or not a safetensors file ({str(error)[:300]}).",
             given=f"{path.stat().st_size} bytes",
-            expected="a whole file, as it was written",
-            do="copy the file again, or run the analysis again",
+            expected="a whole file, as save() or the command line wrote it, such as report.safetensors",
+            do=f"pass {beside}, which is beside it" if beside.is_file() else "copy the file again, or run the analysis again",
         ) from error
     if not isinstance(header, dict) or not isinstance(header.get("kind"), str) or type(header.get("format")) is not int:
         raise LayersimError(

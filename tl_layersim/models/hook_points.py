@@ -15,7 +15,7 @@ import torch
 from ..core.errors import LayersimError
 from .hook_point import HookPoint
 from .module_sites import module_site_map
-from .site_map import HEAD_FAMILIES, SITE_NAMES, Site, SiteMap, StreamSum
+from .site_map import HEAD_FAMILIES, Site, SiteMap, StreamSum
 from .transformer_lens import is_transformer_lens
 from .transformer_lens_sites import transformer_lens_site_map
 
@@ -221,7 +221,7 @@ def _refuse_twice(points: Sequence[HookPoint], sites: set[str]) -> None:
 
 def _unknown(known: SiteMap, sites: dict[str, Site], item: At) -> LayersimError:
     """The error for names that the model does not have."""
-    names = list(dict.fromkeys([*SITE_NAMES, *sites, *known.other_names]))
+    names = list(dict.fromkeys([*known.families(), *sites, *known.other_names]))
     near = difflib.get_close_matches(item, names, n=3) if isinstance(item, str) else []
     return LayersimError(
         f"`at` selects no hook point of {known.model}.",

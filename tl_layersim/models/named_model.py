@@ -139,10 +139,10 @@ def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise LayersimError(
             f"`{option}` could not be loaded"
-            + ("." if Path(name).is_dir() else ": there is no folder here and no model on the hub of this name."),
+            + ("." if Path(name).is_dir() else ": there is no folder here of this name, and the hub gave no such model."),
             given=f"{option} {name}; transformers says: {first}",
             expected="a folder that save_pretrained wrote, or a hub name such as org/name",
-            do="check the path, the spelling and the network",
+            do="check the path, the spelling, the network, and for a gated model that `hf auth login` was run",
         ) from error
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from ..core.provenance import JOINT
 from ..core.results import Result
 from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines, quantile_lines, sublayer_lines, with_baseline
 from .interval_bands import Ends, interval_ends
 from .labels import quantity, series_label
 from .matrix import layer_heatmap, series_heatmap
+from .names_of_models import names_of_models
 from .site_labels import site_words
 from .stitches import step_curve
 from .style import MOST_LINES, described, series_look
@@ -86,6 +88,38 @@ def _field_figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figur
     return series_heatmap(result, field, axes, title, unit, ends)
 
 
+def _of_two_models(
+    result: Result, field: str, first: Series, names: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], list[Series]] | None:
+    """A curve of each of two compared models, over the sites of the deeper one; None if the field is not of both."""
+    other = f"column_{field}"
+    if JOINT not in result.provenance.model or other not in result.tensor_fields():
+        return None
+    columns = result.coordinates("column")
+    shorter, longer = sorted((names, columns), key=len)
+    if longer[: len(shorter)] != shorter:
+        return None
+    second = Series("", getattr(result, other).numpy(), interval_ends(result, other))
+    models, looks = names_of_models(result.provenance), series_look(2, ordered=False)
+    if len(models) != 2:
+        # Both were loaded from the same class or path.
+        models = ("first model", "second model")
+    series = [
+        Series(
+            model,
+            _padded(one.values, longer),
+            one.ends and Ends(_padded(one.ends.low, longer), _padded(one.ends.high, longer)),
+            **look,
+        )
+        for model, one, look in zip(models, (first, second), looks, strict=True)
+    ]
+    return longer, series
+
+
+def _padded(values: Any, names: tuple[Any, ...]) -> Any:
+    return np.pad(np.asarray(values, dtype=float), (0, len(names) - len(values)), constant_values=np.nan)
+
+
 def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None) -> go.Figure:
     """The figure of a field over one axis."""
     unit, title, names = quantity(type(result).__name__, field), title_of(result, field), result.coordinates(axis)
@@ -95,6 +129,8 @@ def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None
         return step_curve(values, title, unit, ends)
     known = values[np.isfinite(values)]
     log = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
-    fig = lines(names, [Series(unit, values, ends)], title, unit, axis, log)
+    of_two = _of_two_models(result, field, Series(unit, values, ends), names)
+    names, series = of_two or (names, [Series(unit, values, ends)])
+    fig = lines(names, series, title, unit, axis, log)
     reference = result.baseline(field)
     return fig if reference is None else with_baseline(fig, *reference)

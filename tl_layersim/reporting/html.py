@@ -70,6 +70,7 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
             findings=[(name, text) for name, result in report.items() if (text := finding(result))][:MOST_FINDINGS],
             stream=all(is_stream(result.layers) for result in report.values()),
             sections=sections,
+            warned=[section["name"] for section in sections if section["warnings"]],
             numbers=[(section["name"], *line) for section in sections if not section["models"] for line in section["headline"]],
             compared=[section for section in sections if section["models"]],
             intervals=_intervals(report),
@@ -113,6 +114,7 @@ def _section(name: str, result: Result, figures: list[dict[str, Any]]) -> dict[s
         "name": name,
         "words": quantity(type(result).__name__, result.values_name),
         "finding": finding(result),
+        "warnings": result.provenance.warnings,
         "headline": list(headline_texts(result).items()),
         "models": models,
         "side_by_side": lines,
@@ -196,6 +198,10 @@ def _sites(result: Result) -> str:
     if not result.layers:
         return ""
     further = (*getattr(result, "sublayers", ()), *getattr(result, "text_layers", ()))
-    own = site_ranges(tuple(dict.fromkeys((*result.layers, *further))))
+    axes = {axis for own in result.tensor_fields().values() for axis in own}
+    labels = {label for axis in axes for label in result.coordinates(axis)}
+    # A lens has no numbers at the input of block 0, which is a site of the run.
+    measured = [name for name in result.layers if name in labels] or result.layers
+    own = site_ranges(tuple(dict.fromkeys((*measured, *further))))
     columns = result.coordinates("column")
     return own if columns == result.layers else f"{own}; second model: {site_ranges(columns)}"

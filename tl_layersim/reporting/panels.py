@@ -65,12 +65,12 @@ def exit_tradeoff(result: Any, title: str) -> go.Figure:
             hover = {"customdata": [texts[mark]], "hovertemplate": "%{customdata}<extra></extra>"}
             point = {"x": [x[mark]], "y": [y[mark]], "mode": "markers", "marker": marker}
             fig.add_scatter(**point, **hover, name=name, showlegend=col == 1, row=1, col=col)
-    fig.update_xaxes(title="Agreement with the full model<br>(fraction of positions)", row=1, col=1)
+    fig.update_xaxes(title="Agreement<br>(fraction of positions)", row=1, col=1)
     if len(fields) > 1:
         known = result.perplexity.numpy()[np.isfinite(result.perplexity.numpy())]
         scale = log_axis(float(known.min()), float(known.max())) if known.max() > LOG_FACTOR * known.min() else {}
-        fig.update_xaxes(title="Perplexity at the exits<br>(lower is better)", **scale, row=1, col=2)
-    fig.update_yaxes(title="Speed-up<br>(blocks of the model / blocks run)", row=1, col=1)
+        fig.update_xaxes(title="Perplexity<br>(lower is better)", **scale, row=1, col=2)
+    fig.update_yaxes(title="Speed-up<br>(all blocks / blocks run)", row=1, col=1)
     fig.update_yaxes(rangemode="tozero")
     return described(styled(fig, title), result.provenance)
 

@@ -85,6 +85,9 @@ def _add_panel(whole: go.Figure, title: str, figure: go.Figure, cell: tuple[floa
             begin, end = axis.get("domain", (0, 1))
             axis["domain"] = [low + begin * (high - low), low + end * (high - low)]
             axis.setdefault("anchor", "y" if key[0] == "x" else "x")
+            if key[0] == "x" and "ticktext" in axis:
+                # Beside the label of block 0 there is no room for the whole word in a small panel.
+                axis["ticktext"] = ["emb" if text == "embed" else text for text in axis["ticktext"]]
             for name in REFERENCES:
                 if name in axis:
                     axis[name] = _renamed(axis[name], offset)

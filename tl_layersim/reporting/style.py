@@ -45,7 +45,7 @@ LONG_LABEL = 6
 # Pixels of a line of the title, of the subtitle, above the subtitle, and below both; pixels of a letter of the title.
 TITLE_LINE, SUBTITLE_LINE, ABOVE_SUBTITLE, BELOW_TITLE, TITLE_LETTER = 21, 18, 8, 14, 8.3
 # Pixels of a letter of an axis title.
-AXIS_LETTER = 7
+AXIS_LETTER = 7.8
 # Names of the templates, as `fig.update_layout(template=...)` takes them.
 SCREEN, PRINT = "tl_layersim", "tl_layersim_print"
 
@@ -120,7 +120,7 @@ def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH)
     for axis in fig.select_yaxes():
         # The title of a vertical axis is no longer than the axis.
         if axis.title.text:
-            axis.title.text = "<br>".join(_broken(axis.title.text, (height - 110) // AXIS_LETTER))
+            axis.title.text = "<br>".join(_broken(axis.title.text, int((height - 110) / AXIS_LETTER)))
     return fig.update_layout(
         title={
             "text": "<br>".join(lines),
