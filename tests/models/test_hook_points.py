@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tl_layersim as lsim
 from tl_layersim.models.hook_points import find_points, stream_sums
 from tl_layersim.models.module_sites import find_stacks
 from tl_layersim.models.site_map import SITE_NAMES
 
+from ..tiny_models import random_tokens, tiny_llama
 from .site_cases import MODELS, inputs_of, model_of, read, sites_of, values_of
 from .site_parts import STACKS
 
