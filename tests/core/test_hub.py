@@ -192,6 +192,8 @@ def test_a_hub_that_refuses_fails_or_is_away(hub, report, monkeypatch):
 
 
 def test_a_download_without_a_network_is_refused(hub, monkeypatch):
+    # Between its attempts the library waits for 20 seconds in all.
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}")
     with pytest.raises(lsim.LayersimError, match="cannot be reached"):
