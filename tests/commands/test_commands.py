@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.core.intervals import headline_texts
 
 from .helpers import SHORT, done, run
 
@@ -90,8 +91,9 @@ def test_show(saved, tmp_path):
     assert (tmp_path / "page.html").exists()
     report = read(saved)
     for name, result in report.items():
-        for number, value in result.headline().items():
-            assert re.search(rf"^{name} +{re.escape(number.strip())} +{re.escape(f'{value:.4g}')}( |$)", shown, re.M), number
+        for number, text in headline_texts(result).items():
+            cells = " +".join(map(re.escape, (name, number.strip(), *text.split(" ± "))))
+            assert re.search(rf"^{cells} *$", shown, re.M), number
         assert f"{name}.values" in shown
     assert "± 95 %" in shown
     assert re.search(rf"^data +{report['cka'].provenance.data}$", shown, re.M)

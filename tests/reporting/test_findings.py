@@ -9,6 +9,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, LayerMatrix
+from tl_layersim.core.findings import with_margin
 from tl_layersim.reporting.findings import finding, side_by_side
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -58,7 +59,7 @@ def report():
 
 def test_analyzers_have_words_of_their_own(report):
     texts = {name: finding(result) for name, result in report.items()}
-    assert texts["saturation"].startswith(f"{100 * float(report['saturation'].early_share):.3g} ± ")
+    assert texts["saturation"].startswith(with_margin(report["saturation"], lambda one: one.early_share, percent=True))
     lens = report["logit_lens"]
     first = next(block for block in range(3) if bool((lens.agreement[block:] >= 0.5).all()))
     assert first == 2
@@ -66,17 +67,15 @@ def test_analyzers_have_words_of_their_own(report):
     early = replace(lens, agreement=torch.tensor([0.25, 0.75, 1.0], dtype=torch.float64))
     assert finding(early).startswith("From block 1 on, the prediction is mostly the last layer's")
     assert " times that at the first" in texts["trajectory"]
-    assert texts["skip_effect"].startswith(f"Skipping a block changes what later blocks add by a relative {lens_free(report)}")
+    mean = with_margin(report["skip_effect"], lambda one: one.values.nanmean())
+    assert texts["skip_effect"].startswith(f"Skipping a block changes what later blocks add by a relative {mean}")
     rank = report["effective_rank"]
-    assert f"({float(rank.values.min()):.4g} ± " in texts["effective_rank"]
+    lowest = int(rank.values.argmin())
+    assert f"({with_margin(rank, lambda one: one.values[lowest])})" in texts["effective_rank"]
     threshold = report["exit_curve"].threshold_for(agreement=0.95)
     assert texts["exit_curve"].startswith(f"Early exit at a top probability of {threshold:g} agrees")
     plain = replace(report["saturation"], replicates=(), block_tokens=())
     assert "±" not in finding(plain)
-
-
-def lens_free(report) -> str:
-    return f"{float(report['skip_effect'].values.nanmean()):.4g}"
 
 
 def test_two_models_are_compared_with_the_margin_of_their_difference():

@@ -134,8 +134,8 @@ def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):
     again = lsim.load_report(report.save(tmp_path / "r.safetensors"))
     assert again["logit_lens"].provenance.warnings == (text,)
     page = again.to_html(tmp_path / "r.html").read_text()
-    assert page.count("rest on 3 blocks of batches only") == 2
-    assert '<b>Warnings</b> of the run are in <a href="#cosine">' in page
+    assert page.count("rest on 3 blocks of batches only") == 1
+    assert "<b>Warning (cosine, logit_lens).</b> Intervals of" in page
     quiet = lsim.analyze(tiny_llama(), random_tokens(3), "cosine")
     assert quiet["cosine"].provenance.warnings == ()
     assert 'class="warning"' not in quiet.to_html(tmp_path / "quiet.html").read_text()

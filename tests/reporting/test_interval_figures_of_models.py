@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tl_layersim as lsim
-from tl_layersim.core.intervals import headline_lines, headline_margins
+from tl_layersim.core.intervals import headline_lines, headline_margins, margin_text
 
 from ..tiny_models import random_tokens, tiny_llama
 from .helpers import assert_whiskers, bands, line_of, texts
@@ -32,7 +32,7 @@ def test_cells_of_a_grid_of_models_name_their_intervals_in_the_order_of_the_dend
         for j, cell in zip(grid.order, row, strict=True):
             assert cell[2] == f" ({low[i, j]:.4f} to {high[i, j]:.4f})"
             assert tuple(cell[:2]) == (grid.models[i], grid.models[j])
-    assert f"largest = {grid.headline()['largest']:.4g} ± " in repr(grid)
+    assert f"largest = {margin_text(grid.headline()['largest'], headline_margins(grid)['largest'])}" in repr(grid)
 
 
 def test_a_comparison_of_groups_has_intervals_and_one_p_value(grid):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..core.errors import LayersimError
-from ..core.wording import number_text
+from ..core.intervals import margin_text
 from . import options as o
 from .inputs import names_of, open_data, open_model, reading_options, server_of
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
@@ -119,11 +120,11 @@ def _row(curve: Any, threshold: float, note: str) -> list[str]:
     place = curve.thresholds.index(threshold)
     cells = []
     for name in CURVE_NUMBERS:
-        text = number_text(float(getattr(curve, name)[place]))
+        margin = math.nan
         if curve.has_intervals:
             found = curve.interval(name)
-            text += f" ± {float(found.high[place] - found.low[place]) / 2:.2g}"
-        cells.append(text)
+            margin = float(found.high[place] - found.low[place]) / 2
+        cells.append(margin_text(float(getattr(curve, name)[place]), margin))
     return [f"{threshold:g}", *cells, note]
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import typer
 
 from ..core.errors import LayersimError
-from ..core.intervals import headline_margins
+from ..core.intervals import headline_margins, margin_text
 from ..core.results import Report, Result
 from ..core.storage import REPORT_FILE, refuse_unwritable_folder
-from ..core.wording import number_text
 from .inputs import names_of
 from .run_file import RUN_FILE, warn_of_another_run, write_options, write_run_file
 from .tables import print_table
@@ -147,10 +146,8 @@ def _headline_rows(name: str, result: Result) -> list[tuple[str, ...]]:
     margins = headline_margins(result)
     rows: list[tuple[str, ...]] = []
     for number, value in result.headline().items():
-        half = margins.get(number, math.nan)
-        rows.append(
-            (name, number.strip(), "-" if math.isnan(value) else number_text(value), "" if math.isnan(half) else f"{half:.2g}")
-        )
+        text, _, half = margin_text(value, margins.get(number, math.nan)).partition(" ± ")
+        rows.append((name, number.strip(), "-" if math.isnan(value) else text, half))
     return rows
 
 

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from .intervals import MARGIN_ROUNDING, interval_of
-from .wording import number_text
+from .intervals import interval_of, margin_text
 
 _SITE_NAME = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
 
@@ -52,21 +51,3 @@ def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) 
         _, low, high, _ = interval_of(result, what, 0.95)
         margin = float(high - low) / 2
     return margin_text(float(what(result)), margin, percent)
-
-
-def margin_text(value: float, margin: float, percent: bool = False) -> str:
-    """A number as text, with its margin where that is known and more than rounding.
-
-    Args:
-        value: the number.
-        margin: half the width of its interval; NaN for none.
-        percent: whether the number is a fraction that is written in per cent.
-
-    Examples:
-        >>> margin_text(0.6383, 0.0191, percent=True), margin_text(0.6383, 0.0191), margin_text(0.6383, float("nan"))
-        ('63.8 ± 1.9 %', '0.6383 ± 0.019', '0.6383')
-    """
-    certain = margin > MARGIN_ROUNDING * abs(value)
-    if percent:
-        return f"{100 * value:.3g} ± {100 * margin:.2g} %" if certain else f"{100 * value:.3g} %"
-    return f"{number_text(value)} ± {margin:.2g}" if certain else number_text(value)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .errors import LayersimError, as_fraction
 from .jackknife import ConfidenceInterval, standard_error, t_interval
-from .wording import number_text
+from .wording import number_text, rounded_to_margin
 
 # A margin below this fraction of its number is rounding: the number does not depend on the blocks.
 MARGIN_ROUNDING = 1e-12
@@ -189,11 +189,26 @@ def headline_lines(result: Any) -> list[str]:
 def headline_texts(result: Any) -> dict[str, str]:
     """The headline numbers of a result as text, each with half the width of its 95 % interval where it has one."""
     margins = headline_margins(result)
-    return {
-        name: number_text(value)
-        + (f" ± {margins[name]:.2g}" if margins.get(name, math.nan) > MARGIN_ROUNDING * abs(value) else "")
-        for name, value in result.headline().items()
-    }
+    return {name: margin_text(value, margins.get(name, math.nan)) for name, value in result.headline().items()}
+
+
+def margin_text(value: float, margin: float, percent: bool = False) -> str:
+    """A number as text, to the precision of its margin where that is known and more than rounding.
+
+    Args:
+        value: the number.
+        margin: half the width of its interval; NaN for none.
+        percent: whether the number is a fraction that is written in per cent.
+
+    Examples:
+        >>> margin_text(0.6383, 0.0191, percent=True), margin_text(0.6383, 0.0191), margin_text(0.6383, float("nan"))
+        ('63.8 ± 1.9 %', '0.638 ± 0.019', '0.6383')
+    """
+    if not MARGIN_ROUNDING * abs(value) < margin < math.inf:
+        return f"{100 * value:.3g} %" if percent else number_text(value)
+    if percent:
+        return " ± ".join(rounded_to_margin(100 * value, 100 * margin)) + " %"
+    return " ± ".join(rounded_to_margin(value, margin))
 
 
 def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:

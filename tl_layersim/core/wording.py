@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 
 import torch
+
+# Numbers whose margin begins at a later decimal place are written with four digits.
+MOST_DECIMALS = 6
 
 
 def brief(value: object) -> str:
@@ -53,6 +57,24 @@ def number_text(value: float) -> str:
     """
     short = f"{value:.4g}"
     return f"{value:.6g}" if short in ("1", "-1") else short
+
+
+def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:
+    """A number and its margin as text: the margin with two digits, and the number to the same decimal place.
+
+    Args:
+        value: the number.
+        margin: half the width of its interval, finite and above 0.
+
+    Examples:
+        >>> rounded_to_margin(0.018193, 0.0524), rounded_to_margin(51.234, 6.31), rounded_to_margin(1234.5, 130.2)
+        (('0.018', '0.052'), ('51.2', '6.3'), ('1234', '130'))
+    """
+    decimals = max(1 - math.floor(math.log10(margin)), 0)
+    if decimals > MOST_DECIMALS:
+        return number_text(value), f"{margin:.2g}"
+    # Two digits of 0.0998 are 0.10, not 0.1.
+    return f"{value:.{decimals}f}", f"{margin:.{decimals}f}"
 
 
 def call_text(name: str, arguments: Iterable[str]) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.findings import margin_text, site_in_words, with_margin
-from ..core.intervals import headline_texts
+from ..core.findings import site_in_words, with_margin
+from ..core.intervals import headline_texts, margin_text
 from ..core.provenance import JOINT
 from ..core.results import LayerMatrix, Result
 from .labels import quantity

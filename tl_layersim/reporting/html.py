@@ -70,7 +70,7 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
             findings=[(name, text) for name, result in report.items() if (text := finding(result))][:MOST_FINDINGS],
             stream=all(is_stream(result.layers) for result in report.values()),
             sections=sections,
-            warned=[section["name"] for section in sections if section["warnings"]],
+            warnings=_warnings(report),
             numbers=[(section["name"], *line) for section in sections if not section["models"] for line in section["headline"]],
             compared=[section for section in sections if section["models"]],
             intervals=_intervals(report),
@@ -114,7 +114,6 @@ def _section(name: str, result: Result, figures: list[dict[str, Any]]) -> dict[s
         "name": name,
         "words": quantity(type(result).__name__, result.values_name),
         "finding": finding(result),
-        "warnings": result.provenance.warnings,
         "headline": list(headline_texts(result).items()),
         "models": models,
         "side_by_side": lines,
@@ -152,8 +151,17 @@ def _facts(report: Mapping[str, Result]) -> list[tuple[str, str, str]]:
     if sites:
         kind = "residual stream" if all(is_stream(result.layers) for result in results) else "see each section"
         facts.append(("Sites", " to ".join(map(str, dict.fromkeys((sites[0], sites[-1])))), kind))
-    certain = f"from {blocks[0]} blocks of the data" if blocks else "run with intervals=True for them"
-    return [*facts, ("Intervals", "± 95 %" if blocks and blocks[-1] > 1 else "none", certain)]
+    certain = f"from {blocks[0]} blocks of the data" if blocks else "intervals=True or --intervals gives them"
+    return [*facts, ("Intervals", "95 % confidence" if blocks and blocks[-1] > 1 else "none", certain)]
+
+
+def _warnings(report: Mapping[str, Result]) -> list[tuple[str, str]]:
+    """The warnings of the run, each once, with the names of the results that it is about."""
+    about: dict[str, list[str]] = {}
+    for name, result in report.items():
+        for text in result.provenance.warnings:
+            about.setdefault(text, []).append(name)
+    return [(", ".join(names), text) for text, names in about.items()]
 
 
 def _provenance(run: Provenance) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..core.findings import margin_text
+from ..core.intervals import margin_text
 from ..core.label_table import COLUMNS
 from ..core.results import Result
 from .interval_bands import interval_ends

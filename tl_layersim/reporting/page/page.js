@@ -71,9 +71,9 @@ function darkened(value, key = "") {
   const light = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
   if (light >= 130) return value;
   const grey = Math.max(...parts) - Math.min(...parts) < 24;
-  // Dark greys are turned over; hues that are dark are mixed with white.
+  // Dark greys are turned over; hues that are dark are mixed with white. Bands are fainter on black than on white.
   const lighter = parts.map((part) => Math.round(grey ? 235 - part / 2 : part * 0.62 + 97));
-  return `rgba(${lighter.join(",")},${match[7] ?? 1})`;
+  return `rgba(${lighter.join(",")},${Math.min(1, 2 * (match[7] ?? 1))})`;
 }
 
 function redraw() {
