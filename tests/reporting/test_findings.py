@@ -71,7 +71,7 @@ def test_analyzers_have_words_of_their_own(report):
     assert texts["skip_effect"].startswith(f"Skipping a block changes what later blocks add by a relative {mean}")
     rank = report["effective_rank"]
     lowest = int(rank.values.argmin())
-    assert f"({with_margin(rank, lambda one: one.values[lowest])})" in texts["effective_rank"]
+    assert f"({with_margin(rank, lambda one: one.values[lowest])} of " in texts["effective_rank"]
     threshold = report["exit_curve"].threshold_for(agreement=0.95)
     assert texts["exit_curve"].startswith(f"Early exit at a top probability of {threshold:g} agrees")
     plain = replace(report["saturation"], replicates=(), block_tokens=())
