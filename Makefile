@@ -94,7 +94,7 @@ screenshots: $(VENV)/dev ## Take screenshots of pages and figures of the documen
 	$(VENV)/bin/mkdocs build --strict --quiet
 	$(VENV)/bin/python -m tests.docs.screenshots site screenshots
 
-pictures: $(VENV)/test ## Render the pictures of the README, the home page and docs/performance.md again; needs chromium
+pictures: $(VENV)/test ## Render the pictures of the README and of docs/ again; needs chromium
 	$(VENV)/bin/python -W ignore -m tests.docs.pictures
 
 # Two at a time, each on one core; the output of each follows its name.

@@ -3,6 +3,8 @@
 (() => {
   const TEXT = { light: "#2a2a2a", dark: "#d5d7dc" };
   const GRID = { light: "#e6e8ec", dark: "#3d414b" };
+  // Least size of a figure of panels beside its own size.
+  const SMALLEST = 0.7;
   const drawn = new Set();
   const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
 
@@ -88,8 +90,10 @@
     if (mode === "dark") layout.hoverlabel = { bgcolor: "#22252c", font: { color: TEXT.dark }, ...layout.hoverlabel };
     layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: "#9aa0aa", activecolor: TEXT[mode] };
     const room = element.clientWidth;
+    let scale = 1;
     if (layout.width > room && layout.xaxis2 && layout.width > 600) {
-      // Panels side by side are scrolled: they would overlap.
+      // Panels side by side become smaller as a whole, since they would overlap; where letters would be too small, they are scrolled.
+      scale = Math.max(SMALLEST, room / layout.width);
     } else if (layout.width > room) {
       // Heat maps keep their proportions.
       if (maps.size && layout.height) layout.height = Math.max(320, Math.round((layout.height * room) / layout.width));
@@ -97,7 +101,7 @@
     } else if (!layout.width) {
       layout.width = room;
     }
-    return { data, layout };
+    return { data, layout, scale };
   }
 
   function draw(element) {
@@ -107,7 +111,10 @@
       place.className = "executed-figure__plot";
       element.append(place);
     }
-    const { data, layout } = specification(element);
+    const { data, layout, scale } = specification(element);
+    place.style.transform = scale < 1 ? `scale(${scale})` : "";
+    place.style.height = scale < 1 ? `${layout.height * scale}px` : "";
+    if (layout.height) element.style.minHeight = `${layout.height * scale}px`;
     Plotly.react(place, data, layout, { displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] });
     drawn.add(element);
   }

@@ -47,6 +47,8 @@ def test_a_line_for_each_layer_over_steps(found):
     assert list(figure.layout.xaxis.tickvals) == [-0.5, 0, 1, 2, 3]
     assert list(figure.layout.xaxis.ticktext) == ["0", "1", "10", "100", "1k"]
     assert figure.layout.legend.title.text == "After block"
+    # Below the axes: beside them, long names were cut.
+    assert figure.layout.legend.yref == "container"
     assert len({line.line.color for line in lines}) == 4
 
 

@@ -1,34 +1,59 @@
-"""Render the pictures of README.md, the home page and docs/performance.md: `python -m tests.docs.pictures`, or `make pictures`.
+"""Render the pictures of README.md and of docs/: `python -m tests.docs.pictures [NAME ...]`, or `make pictures` for all.
 
-Those of the README are the figures that its first lines of Python make. Chromium takes the screenshots.
+Figures of executed lines are those that the page's own lines of Python make; others are drawn from tables of the same page
+(tables.py). Chromium takes the screenshots.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+from PIL import Image
 
 import tl_layersim as lsim
 
 from .helpers import ROOT, blocks
+from .tables import Picture, pictures_of_tables, read_table, side_by_side
 
 IMAGES = ROOT / "docs" / "images"
-HEIGHT, HOME = 400, 620
+HOME = 620
+# Colours of a picture: more make the file larger, and no difference that is seen.
+COLOURS = 255
 
 
-def readme() -> dict[str, list[tuple[Any, int]]]:
-    """The figures of the first Python block of the README, side by side, with their widths."""
+def executed(page: Path) -> dict[str, Any]:
+    """The names that the first Python block of a page defines."""
     names: dict[str, Any] = {}
-    exec(compile(blocks(ROOT / "README.md")[0], "README.md", "exec"), names)
-    return {"readme": [(names["similarity"], 470), (names["predictions"], 730)]}
+    exec(compile(blocks(page)[0], page.name, "exec"), names)
+    return names
 
 
-def home() -> dict[str, list[tuple[Any, int]]]:
+def readme() -> dict[str, Picture]:
+    """The figures of the first Python block of the README, side by side, with their widths."""
+    names = executed(ROOT / "README.md")
+    return {"readme": Picture([(names["similarity"], 470), (names["predictions"], 730)])}
+
+
+def depth() -> dict[str, Picture]:
+    """Contributions of sublayers, and effects of skipped blocks."""
+    names = executed(ROOT / "docs/depth.md")
+    return {"depth": side_by_side(names["added"].plot("relative_norm"), names["effect"].plot("values"))}
+
+
+def many_models() -> dict[str, Picture]:
+    """Distances between fine-tunes, and CKA within and between their groups."""
+    grid = executed(ROOT / "docs/many_models.md")["grid"]
+    return {"many_models": side_by_side(grid.plot(), grid.groups_by_layer().plot())}
+
+
+def home() -> dict[str, Picture]:
     """One figure for each of the four questions of docs/index.md."""
     model, aligned, texts = lsim.demo_model(), lsim.demo_model(aligned=True), lsim.demo_text()
     options: dict[str, Any] = {"skip_first": 2, "batch_size": 2, "intervals": True}
@@ -40,7 +65,7 @@ def home() -> dict[str, list[tuple[Any, int]]]:
         "home_agree": lsim.compare(model, aligned, texts, lsim.CKA(), skip_first=2).plot(),
         "home_certain": lsim.difference(lens, other)["logit_lens"].plot("accuracy"),
     }
-    return {name: [(figure, HOME)] for name, figure in figures.items()}
+    return {name: Picture([(figure, HOME)]) for name, figure in figures.items()}
 
 
 # Rows of the table in docs/performance.md that are drawn, with their labels.
@@ -53,16 +78,10 @@ TIMES = {
 BLOCKS_ALONE = "(a') blocks alone, no unembedding"
 
 
-def seconds_by_variant(page: str) -> dict[str, float]:
-    """The column of seconds of the table that compares with other packages, by variant."""
-    table = page.split("| variant | seconds | / (a) |")[1].split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {row[0]: float(row[1]) for row in rows}
-
-
-def performance() -> dict[str, list[tuple[Any, int]]]:
+def performance() -> dict[str, Picture]:
     """The time of one pass with CKA beside that of the model's blocks, from the table of docs/performance.md."""
-    seconds = seconds_by_variant((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
+    table = read_table("performance.md", "| variant | seconds | / (a) |")
+    seconds = dict(zip(table.labels, table.column("seconds").values, strict=True))
     ratios = {label: seconds[row] / seconds[BLOCKS_ALONE] for row, label in TIMES.items()}
     colors = ["#2a5c9a" if label.startswith("tl_layersim") else "#b9c4d3" for label in ratios]
     bars = go.Bar(
@@ -87,33 +106,53 @@ def performance() -> dict[str, list[tuple[Any, int]]]:
         margin={"l": 240, "r": 60, "t": 90, "b": 60},
         font={"size": 14, "color": "#1d2b3d"},
     )
-    return {"performance": [(figure, 900)]}
+    return {"performance": Picture([(figure, 900)])}
 
 
-def render(path: Path, figures: list[tuple[Any, int]], browser: str) -> None:
+def render(path: Path, picture: Picture, browser: str) -> None:
     """A PNG of figures side by side, at twice the size on the screen."""
     parts = []
-    for figure, width in figures:
-        figure.update_layout(width=width, height=HEIGHT)
+    for figure, width in picture.figures:
+        figure.update_layout(width=width, height=picture.height)
         parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts, config={"staticPlot": True}))
     style = "body{margin:0;display:flex;background:#fff}"
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(f"<!doctype html><meta charset='utf-8'><style>{style}</style>{''.join(parts)}", encoding="utf-8")
-        size = f"--window-size={sum(width for _, width in figures)},{HEIGHT}"
+        size = f"--window-size={sum(width for _, width in picture.figures)},{picture.height}"
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
         options += ["--force-device-scale-factor=2", f"--user-data-dir={folder}/profile", size, f"--screenshot={path}"]
         subprocess.run([browser, *options, page.as_uri()], check=True, capture_output=True, timeout=120)
+    with Image.open(path) as taken:
+        few = taken.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
-def main() -> None:
+# Names of pictures, and the function that makes their figures.
+PICTURES: dict[tuple[str, ...], Callable[[], dict[str, Picture]]] = {
+    ("readme",): readme,
+    ("home_decide", "home_prune", "home_agree", "home_certain"): home,
+    ("performance",): performance,
+    ("depth",): depth,
+    ("many_models",): many_models,
+    ("groups", "stitching", "mlp_skip", "clip", "sweep"): pictures_of_tables,
+}
+
+
+def main(chosen: list[str]) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise SystemExit("chromium is needed to take the pictures")
-    for name, figures in (readme() | home() | performance()).items():
-        render(IMAGES / f"{name}.png", figures, browser)
-        print(IMAGES / f"{name}.png")
+    known = [name for names in PICTURES for name in names]
+    if unknown := sorted(set(chosen) - set(known)):
+        raise SystemExit(f"no picture {', '.join(unknown)}; pictures are {', '.join(known)}")
+    for names, made in PICTURES.items():
+        figures = made() if not chosen or set(names) & set(chosen) else {}
+        for name in names:
+            if name in figures and (not chosen or name in chosen):
+                render(IMAGES / f"{name}.png", figures[name], browser)
+                print(IMAGES / f"{name}.png")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import re
 import sys
 import types
@@ -13,7 +14,8 @@ import pytest
 import tl_layersim as lsim
 
 from .helpers import ROOT, blocks
-from .pictures import BLOCKS_ALONE, TIMES, seconds_by_variant
+from .pictures import BLOCKS_ALONE, TIMES
+from .tables import pictures_of_tables, read_table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Code that asks a server, which tests/remote and tests/ndif have; and the gallery, of test_gallery.py.
@@ -72,5 +74,19 @@ def test_the_readme_is_read_in_a_minute():
 
 
 def test_the_chart_of_performance_has_its_rows_in_the_table():
-    seconds = seconds_by_variant((ROOT / "docs/performance.md").read_text())
+    table = read_table("performance.md", "| variant | seconds | / (a) |")
+    seconds = dict(zip(table.labels, table.column("seconds").values, strict=True))
     assert {*TIMES, BLOCKS_ALONE} <= set(seconds)
+
+
+def test_pictures_of_tables_draw_every_number():
+    for name, picture in pictures_of_tables().items():
+        assert (ROOT / "docs/images" / f"{name}.png").exists()
+        for figure, _ in picture.figures:
+            drawn = [trace for trace in figure.data if trace.showlegend is not False]
+            assert drawn
+            for trace in drawn:
+                # One cell of CKA is empty: before the first block all images have the same vector.
+                assert sum(not math.isfinite(value) for value in trace.y) <= (trace.name == "CKA" and name == "clip"), (
+                    trace.name
+                )

@@ -57,7 +57,10 @@ def test_similarities_share_their_ends_and_deviations_have_their_own(report):
     assert spread.colorscale != values.colorscale
     angle = report["procrustes"].plot("angle").data[0]
     assert (angle.zmin, angle.zmax) == (0.0, math.pi / 2)
-    assert report["procrustes"].plot("p_values").data[0].zmax == 1.0
+    p_values = report["procrustes"].plot("p_values")
+    assert p_values.data[0].zmax == 0.1
+    beyond = bool((report["procrustes"].p_values > 0.1).any())
+    assert ("highest colour: 0.1 or more" in p_values.layout.title.subtitle.text) == beyond
 
 
 def test_clearly_negative_values_stand_about_zero():

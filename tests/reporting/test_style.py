@@ -19,6 +19,7 @@ from tl_layersim.reporting.style import (
     ordered_colours,
     series_look,
     styled,
+    with_room_for_legend,
     with_subtitle,
 )
 
@@ -94,6 +95,21 @@ def test_the_legend_stands_below_the_axes():
     # A legend at an edge of the container gets room outside of the axes.
     assert (legend.yref, legend.yanchor, legend.xref) == ("container", "bottom", "container")
     assert legend.y < 0.05
+
+
+def test_rows_of_a_legend_take_no_room_from_the_axes():
+    heights = []
+    for count, title in ((2, ""), (2, "Model"), (8, "")):
+        fig = go.Figure([go.Scatter(x=[0], y=[0], name=f"checkpoint number {n} of the run") for n in range(count)])
+        heights.append(with_room_for_legend(styled(fig, "Accuracy"), title).layout.height)
+    # A row for the title; eight names of this length stand in four rows.
+    assert [height - heights[0] for height in heights] == [0, 20, 60]
+
+
+def test_numbers_on_axes_have_no_letters_below_1():
+    assert log_axis(2e-7, 30)["ticktext"][:2] == ["10<sup>−7</sup>", "10<sup>−6</sup>"]
+    for axis in (plotly.io.templates[name].layout[kind] for name in (SCREEN, PRINT) for kind in ("xaxis", "yaxis")):
+        assert axis.exponentformat == "power"
 
 
 def test_a_long_title_is_broken_and_gets_room():

@@ -74,6 +74,11 @@ class TestGroups:
         assert heat.data[0].colorbar.title.text == "Stitching penalty (nats per token)"
         order = list(found.order)
         np.testing.assert_allclose(heat.data[0].z, found.values[order][:, order])
+        # 0 has the middle colour where a stitch is better than the back alone.
+        assert bool((found.values < 0).any())
+        assert heat.data[0].zmin == -heat.data[0].zmax
+        colours = {trace.name: trace.line.color for trace in grid.plot().data}
+        assert colours["p0 into q0"] != colours["q0 into p0"]
         assert found.plot("dendrogram").layout.yaxis.title.text == "Stitching penalty (nats per token)"
         assert "Stitching penalty within and between groups" in found.plot("groups").layout.title.text
         accuracy = grid.between_models(0, "accuracy_penalty")

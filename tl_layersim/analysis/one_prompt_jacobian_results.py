@@ -60,12 +60,13 @@ class BlockJacobians(Result):
         Args:
             field: "singular_values", or another tensor field for the figure that every result has.
         """
+        from ..reporting.connections import jacobian_labels
         from ..reporting.curves import spectra
         from ..reporting.style import described
 
         if field != "singular_values":
             return super().plot(field)
-        labels = [f"{block}, {pair}" for block in self.blocks for pair in self.pairs]
+        labels = jacobian_labels(self.blocks, self.pairs)
         return described(spectra(self.singular_values.flatten(0, 1).numpy(), labels), self.provenance)
 
     def headline(self) -> dict[str, float]:

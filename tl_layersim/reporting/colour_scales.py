@@ -15,6 +15,8 @@ from .style import DIVERGING, SEQUENTIAL
 
 # Standard deviations have a scale of their own, so that their figure is not taken for one of the values.
 SPREAD = "Magma"
+# End of the scale of p-values: 0.05 is its middle.
+HIGHEST_P = 0.1
 # Similarities below this are more than noise about 0, and need a scale about 0.
 NEGATIVE = -0.1
 # Numbers at which a scale may end, times a power of ten.
@@ -55,7 +57,8 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
     if field.endswith("std") or field == "sd":
         return ColourScale(SPREAD, 0.0, end_above(_largest(values)))
     if field == "p_values":
-        return ColourScale(f"{SEQUENTIAL}_r", 0.0, 1.0)
+        beyond = f"highest colour: {HIGHEST_P:g} or more" if _largest(values) > HIGHEST_P else ""
+        return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, beyond)
     return scale_within(values, bounds_of(result).get(held) or (-math.inf, math.inf))
 
 

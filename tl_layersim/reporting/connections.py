@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from .colour_scales import ColourScale, cell_numbers, narrow_scale
 from .interval_bands import cell_hover
 from .matrix import square_cells
+from .site_labels import parse_site, short_names
 from .style import SEQUENTIAL, colour_bar, styled, with_subtitle
 from .tokens import visible_token
 
@@ -32,6 +33,25 @@ class ConnectionLabels(NamedTuple):
     full: list[str]
     common: str
     kind: str
+
+
+def jacobian_labels(blocks: tuple[str, ...], pairs: tuple[str, ...]) -> list[str]:
+    """Names of Jacobians in a legend, pair by pair of each block.
+
+    Args:
+        blocks: names of the layers.
+        pairs: "t_in > t_out" of each pair.
+
+    Examples:
+        >>> jacobian_labels(("blocks.3.hook_resid_post",), ("2 > 5", "7 > 7"))
+        ['block 3, token 2 on 5', 'block 3, token 7 on itself']
+    """
+    words = []
+    for pair in pairs:
+        start, end = pair.split(" > ")
+        words.append(f"token {start} on {'itself' if start == end else end}")
+    kind = "module" if any(parse_site(block) is None for block in blocks) else "block"
+    return [html.escape(f"{kind} {block}, {pair}") for block in short_names(blocks) for pair in words]
 
 
 def connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) -> ConnectionLabels:

@@ -56,7 +56,7 @@ def layer_heatmap(
             xgap=1 if len(columns) <= MOST_GAPS else 0,
             ygap=1 if len(rows) <= MOST_GAPS else 0,
             **scale.trace(),
-            **cell_numbers(values, scale),
+            **cell_numbers(values, scale, 3 if field == "p_values" else 2),
             **cell_hover(rows, columns, ends, html.escape(quantity, quote=False)),
         )
     )

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from .colour_scales import MOST_NUMBERS, on_cells, scale_within
+from .colour_scales import MOST_NUMBERS, about_zero, on_cells, scale_within
 from .interval_bands import Ends, cell_hover, hover_texts, point_hover, whiskers
 from .matrix import square_cells
 from .style import BLUE, ORANGE, PALETTE, WIDTH, colour_bar, layer_axis, styled, turn_labels, with_subtitle
 
+# Distances of a model to itself are 0 up to this.
+OWN_DISTANCE = 1e-9
 # Pixels of a character, of an axis title with its tick labels, and of a legend.
 CHARACTER, TITLED, LEGEND = 7, 46, 34
 
@@ -39,7 +41,9 @@ def model_heatmap(
         sides: titles of the rows and of the columns.
         ends: of the intervals of the values; None without intervals.
     """
-    scale = scale_within(values, (-math.inf, math.inf))
+    # Penalties of both signs; 0 is then the middle colour.
+    signed = bool(np.nanmin(values) < -OWN_DISTANCE)
+    scale = about_zero(values) if signed else scale_within(values, (-math.inf, math.inf))
     numbers: dict[str, Any] = {}
     if len(names) <= MOST_NUMBERS:
         numbers = {"text": on_cells(_in_one_unit(values), values, scale), "texttemplate": "%{text}", "textfont": {"size": 11}}

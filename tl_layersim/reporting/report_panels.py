@@ -15,8 +15,8 @@ from .style import styled
 
 PANELS_IN_A_ROW = 2
 # Pixels of a panel with its title, axis labels and colour bar; fractions of it that these take.
-WIDTH, HEIGHT = 500, 400
-LEFT, RIGHT, TOP, BOTTOM = 0.13, 0.16, 0.12, 0.17
+WIDTH, HEIGHT = 500, 420
+LEFT, RIGHT, TOP, BOTTOM = 0.15, 0.18, 0.12, 0.2
 AXIS = re.compile(r"([xy])(?:axis)?(\d*)(?: domain)?")
 # Properties of an axis that name another axis.
 REFERENCES = ("anchor", "overlaying", "scaleanchor", "matches")

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from .interval_bands import Ends, hover_texts, whiskers
 from .labels import axis_title
 from .site_labels import short_names
-from .style import BLUE, DASHES, FAINT, GREEN, GREY, ORANGE, PALETTE, layer_axis, styled
+from .style import BLUE, DASHES, FAINT, GREEN, GREY, ORANGE, PALETTE, layer_axis, styled, with_room_for_legend
 
 # Most steps in the moving mean of a training.
 SMOOTHED = 25
@@ -99,7 +99,7 @@ def directions(
 ) -> go.Figure:
     """Line plot over stitch points of one value of each stitch, with its interval.
 
-    Two models have one colour, solid in one direction and dotted in the other; a model with itself is dashed and grey.
+    Each direction between two models has its own colour; a model with itself is dashed and grey.
 
     Args:
         values: `front back point`.
@@ -136,8 +136,8 @@ def directions(
         fig.update_xaxes(tickvals=places, ticktext=_both_sides(seams), title="Stitch point (blocks of front, back)")
     # Near-zero penalties of models with themselves need no room below 0.
     fig.update_yaxes(title=titles[1], rangemode="tozero", zeroline=True, zerolinecolor="#888888")
-    fig = styled(fig, titles[0], height=420)
-    return fig.update_layout(showlegend=len(pairs) > 1)
+    fig = styled(fig, titles[0], height=420).update_layout(showlegend=len(pairs) > 1)
+    return with_room_for_legend(fig) if len(pairs) > 1 else fig
 
 
 def _both_sides(seams: tuple[str, ...]) -> list[str]:
@@ -150,8 +150,8 @@ def _pairs(count: int) -> tuple[list[tuple[int, int]], dict[tuple[int, int], dic
     """Pairs of models in plotting order, both directions of a pair together and self-pairs last; and the line of each."""
     together = [(a, b) for a in range(count) for b in range(a + 1, count)]
     looks = {(a, a): {"color": GREY, "dash": ("dash", "dashdot", "longdash")[a % 3], "width": 1.5} for a in range(count)}
-    for number, (a, b) in enumerate(together):
-        colour = PALETTE[number % len(PALETTE)]
-        looks[a, b] = {"color": colour, "dash": DASHES[0]}
-        looks[b, a] = {"color": colour, "dash": DASHES[2]}
-    return [pair for a, b in together for pair in ((a, b), (b, a))] + [(a, a) for a in range(count)], looks
+    directed = [pair for a, b in together for pair in ((a, b), (b, a))]
+    for number, pair in enumerate(directed):
+        dash = DASHES[number // len(PALETTE) % len(DASHES)]
+        looks[pair] = {"color": PALETTE[number % len(PALETTE)], "dash": dash}
+    return directed + [(a, a) for a in range(count)], looks

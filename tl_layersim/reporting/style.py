@@ -44,8 +44,13 @@ BUTTONS = 24
 LONG_LABEL = 6
 # Pixels of a line of the title, of the subtitle, above the subtitle, and below both; pixels of a letter of the title.
 TITLE_LINE, SUBTITLE_LINE, ABOVE_SUBTITLE, BELOW_TITLE, TITLE_LETTER = 21, 18, 8, 14, 8.3
+MINUS = "\u2212"
+# Numbers on axes and colour bars: powers of 10 beyond 99,999 and below 0.0001, and no letters such as µ.
+TICK_NUMBERS = {"exponentformat": "power", "minexponent": 4, "separatethousands": True}
 # Pixels of a letter of an axis title.
 AXIS_LETTER = 7.8
+# Pixels of an entry of a legend without its name, of a letter of its name, and of a row of entries.
+LEGEND_ENTRY, LEGEND_LETTER, LEGEND_ROW = 50, 7, 20
 # Names of the templates, as `fig.update_layout(template=...)` takes them.
 SCREEN, PRINT = "tl_layersim", "tl_layersim_print"
 
@@ -53,15 +58,15 @@ SCREEN, PRINT = "tl_layersim", "tl_layersim_print"
 def _template(font: dict[str, Any], axis: dict[str, Any], line: float, marker: float) -> go.layout.Template:
     """A template: white background, these fonts and axes, and lines and markers of this size where a figure sets none."""
     scatter = {"line": {"width": line}, "marker": {"size": marker}}
-    bar = {"outlinewidth": 0, "ticks": "outside", "ticklen": 4, "thickness": 16}
+    bar = {"outlinewidth": 0, "ticks": "outside", "ticklen": 4, "thickness": 16, **TICK_NUMBERS}
     return go.layout.Template(
         layout={
             "font": font,
             "colorway": list(PALETTE),
             "paper_bgcolor": "white",
             "plot_bgcolor": "white",
-            "xaxis": axis,
-            "yaxis": axis,
+            "xaxis": axis | TICK_NUMBERS,
+            "yaxis": axis | TICK_NUMBERS,
             "hoverlabel": {"align": "left", "font": {"family": FONT, "size": 12}},
             "modebar": {"remove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]},
             "colorscale": {"sequential": SEQUENTIAL, "diverging": DIVERGING},
@@ -180,6 +185,22 @@ def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
     return fig
 
 
+def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
+    """The figure with a height at which several rows of a legend leave the axes as high as one row does.
+
+    Args:
+        fig: as `styled` leaves it.
+        title: of the legend, above its entries; "" for none.
+    """
+    widths = [LEGEND_ENTRY + LEGEND_LETTER * len(trace.name or "") for trace in fig.data if trace.showlegend is not False]
+    room = fig.layout.width - 40
+    # One row, or columns of equal width.
+    rows = 1 if sum(widths) <= room else -(-len(widths) // max(1, int(room / max(widths))))
+    extra = LEGEND_ROW * (rows - 1 + bool(title))
+    words = {"text": title, "side": "top center", "font": {"size": 13}}
+    return fig.update_layout(height=fig.layout.height + extra, legend_title=words)
+
+
 def on_what(provenance: Provenance) -> str:
     """The model and the number of positions of a run in words.
 
@@ -188,7 +209,8 @@ def on_what(provenance: Provenance) -> str:
 
     Examples:
         >>> from dataclasses import fields
-        >>> empty = {field.name: "" for field in fields(Provenance)} | {"options": {}, "versions": {}, "seed": None}
+        >>> empty = {field.name: "" for field in fields(Provenance)}
+        >>> empty |= {"options": {}, "versions": {}, "seed": None, "warnings": ()}
         >>> numbers = {"tokens": 12345, "sequences": 9, "batches": 9, "seconds": 1.0}
         >>> on_what(Provenance(**(empty | numbers | {"model": "EleutherAI/pythia-14m"})))
         'EleutherAI/pythia-14m · 12,345 tokens'
@@ -272,7 +294,24 @@ def log_axis(low: float, high: float) -> dict[str, Any]:
     factors = (1, 2, 5) if last - first <= 3 else (1,)
     ticks = [factor * 10.0**decade for decade in range(first, last + 1, step) for factor in factors]
     ticks = [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5] if len(factors) > 1 else ticks
-    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
+    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [tick_number(tick) for tick in ticks]}
+
+
+def tick_number(value: float) -> str:
+    """A number of a logarithmic axis: a plain decimal, or with a power of 10 where that is shorter.
+
+    Args:
+        value: above 0, of one digit.
+
+    Examples:
+        >>> [tick_number(value) for value in (0.0005, 20.0, 10000.0, 1e-05, 2e-07)]
+        ['0.0005', '20', '10,000', '10<sup>−5</sup>', '2·10<sup>−7</sup>']
+    """
+    if 1e-4 <= value < 1e6:
+        return f"{value:,.4f}".rstrip("0").rstrip(".")
+    digit, _, power = f"{value:.0e}".partition("e")
+    raised = f"10<sup>{str(int(power)).replace('-', MINUS)}</sup>"
+    return raised if digit == "1" else f"{digit}·{raised}"
 
 
 def colour_bar(title: str) -> dict[str, Any]:

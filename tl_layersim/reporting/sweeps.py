@@ -23,6 +23,7 @@ from .style import (
     layer_axis,
     ordered_colour,
     styled,
+    with_room_for_legend,
     with_subtitle,
 )
 
@@ -243,13 +244,12 @@ def _band(fig: go.Figure, x: Sequence[float], low: list[float] | None, high: lis
 
 
 def _finished(fig: go.Figure, title: str, count: int, legend: str, bar: tuple[str, list[float], list[str]]) -> go.Figure:
-    """The figure with a legend beside it, or with a colour bar where there are many lines."""
+    """The figure with a legend below its axes, or with a colour bar where there are many lines."""
     styled(fig, title)
     if count == 1:
         return fig.update_layout(showlegend=False)
     if count <= MOST_LABELS:
-        beside = {"orientation": "v", "yref": "paper", "yanchor": "top", "y": 1, "xref": "paper", "xanchor": "left", "x": 1.02}
-        return fig.update_layout(showlegend=True, legend=beside | {"title": {"text": legend}})
+        return with_room_for_legend(fig.update_layout(showlegend=True), legend)
     scale = [[n / 10, ordered_colour(n / 10)] for n in range(11)]
     ticks = {"tickmode": "array", "tickvals": bar[1], "ticktext": bar[2], **colour_bar(bar[0])}
     marker = {"color": [0, 1], "cmin": 0, "cmax": 1, "colorscale": scale, "showscale": True, "colorbar": ticks}

@@ -1,0 +1,213 @@
+"""Tables of the pages as numbers, and the pictures of the pages that are drawn from them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import plotly.graph_objects as go
+
+from tl_layersim.reporting.curves import Series, lines
+from tl_layersim.reporting.interval_bands import Ends
+from tl_layersim.reporting.style import BLUE, DASHES, GREEN, GREY, ORANGE, PURPLE, with_subtitle
+from tl_layersim.reporting.sweeps import KeyAxis, Line, lines_over_keys
+
+from .helpers import ROOT
+
+NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?")
+# Pixels: height of a picture; width of a figure alone, and of one of two side by side.
+HEIGHT, ALONE, BESIDE = 400, 640, 450
+# Greatest height of two side by side, and the size of their letters.
+HIGHEST, LARGER = 460, 14
+
+
+class Picture(NamedTuple):
+    """Figures side by side.
+
+    Attributes:
+        figures: with their widths in pixels.
+        height: of all of them in pixels.
+    """
+
+    figures: list[tuple[Any, int]]
+    height: int = HEIGHT
+
+
+def side_by_side(*figures: Any) -> Picture:
+    """A picture of figures that are readable in a column of 600 pixels."""
+    for figure in figures:
+        figure.update_layout(font_size=LARGER, legend_font_size=LARGER)
+    return Picture([(figure, BESIDE) for figure in figures], min(HIGHEST, max(figure.layout.height for figure in figures)))
+
+
+class Cells(NamedTuple):
+    """Numbers of a row or a column, and their margins; NaN where a cell holds none."""
+
+    values: Any
+    margins: Any
+
+    def ends(self) -> Ends | None:
+        """The ends of the intervals; None where no cell has a margin."""
+        known = not np.isnan(self.margins).all()
+        return Ends(self.values - self.margins, self.values + self.margins) if known else None
+
+
+class Table(NamedTuple):
+    """A table of a page.
+
+    Attributes:
+        head: of the columns, without the first.
+        labels: of the rows.
+        cells: `row column`.
+    """
+
+    head: list[str]
+    labels: list[str]
+    cells: list[list[str]]
+
+    def row(self, label: str, after: str = "") -> Cells:
+        """A row by its label; the first one below the row `after` where that is given."""
+        start = self.labels.index(after) + 1 if after else 0
+        return numbers(self.cells[self.labels.index(label, start)])
+
+    def column(self, name: str) -> Cells:
+        """A column by its name."""
+        at = self.head.index(name)
+        return numbers([row[at] for row in self.cells])
+
+
+def read_table(page: str, head: str) -> Table:
+    """The first table of a page in `docs` whose head begins with this text."""
+    lines_of_page = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    start = next(n for n, line in enumerate(lines_of_page) if line.startswith(head))
+    rows = []
+    for line in lines_of_page[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return Table(rows[0][1:], [row[0] for row in rows[2:]], [row[1:] for row in rows[2:]])
+
+
+def numbers(cells: list[str]) -> Cells:
+    """Cells such as `0.524 ± 0.022`, `0.524`, `–` or none."""
+    found = [NUMBER.fullmatch(cell) for cell in cells]
+    values = [float(one[1]) if one else np.nan for one in found]
+    margins = [float(one[2]) if one and one[2] else np.nan for one in found]
+    return Cells(np.array(values), np.array(margins))
+
+
+def series(cells: Cells, label: str, colour: str, symbol: str, dash: str = DASHES[0]) -> Series:
+    """A line of a picture."""
+    return Series(label, cells.values, cells.ends(), colour, symbol, dash)
+
+
+def by_layer(layers: range, drawn: list[Series], title: str, quantity: str, axis: str) -> go.Figure:
+    """Lines over layers that are numbered as on the page."""
+    figure = lines(tuple(layers), drawn, title, quantity, "number")
+    return figure.update_xaxes(title=axis, tickmode="linear", dtick=1, range=[layers[0] - 0.25, layers[-1] + 0.25])
+
+
+def groups() -> go.Figure:
+    """CKA within and between groups of fine-tunes, from docs/results.md."""
+    table = read_table("results.md", "| CKA | within generalizing")
+    layers = [n for n, label in enumerate(table.labels) if label.startswith("after layer")]
+    looks = ((BLUE, "circle", "solid"), (GREEN, "square", "dash"), (ORANGE, "diamond", "solid"))
+    drawn = []
+    for name, look in zip(table.head, looks, strict=True):
+        values, margins = table.column(name)
+        drawn.append(series(Cells(values[layers], margins[layers]), name, *look))
+    figure = by_layer(
+        range(1, len(layers) + 1), drawn, "CKA within and between groups of fine-tunes", "Linear CKA", "After layer"
+    )
+    return with_subtitle(figure, "Bands: standard deviation over pairs of models")
+
+
+def stitching() -> go.Figure:
+    """Penalties of both directions between two models, and of each model with itself, from docs/stitching.md."""
+    table = read_table("stitching.md", "| | layer 1 | layer 2 | layer 3 | layer 4 | layer 5")
+    looks = {
+        "279K-xs into 260K": (ORANGE, "square", "solid"),
+        "260K into 279K-xs": (BLUE, "circle", "solid"),
+        "260K into itself": (GREY, "x", "dash"),
+        "279K-xs into itself": (GREY, "diamond", "dot"),
+    }
+    drawn = [series(table.row(label), label, *look) for label, look in looks.items()]
+    title = "Stitching penalty between two small Llamas, in both directions"
+    figure = by_layer(range(1, len(table.head) + 1), drawn, title, "Penalty (nats a token)", "Stitched after layer")
+    return with_subtitle(figure.update_yaxes(zeroline=True, zerolinecolor="#888888"), "Bands: 95 % intervals")
+
+
+def mlp_skip() -> list[go.Figure]:
+    """Accuracy, cosine and CKA of MLPs without and with skip connections, from docs/results.md."""
+    table = read_table("results.md", "| after layer | 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |")
+    figures = []
+    for kind in ("without", "with"):
+        first = f"{kind} skip connections: accuracy"
+        drawn = [
+            series(table.row(first), "accuracy", BLUE, "circle"),
+            series(table.row("COS to the last layer", after=first), "cosine", ORANGE, "square"),
+            series(table.row("CKA to the last layer", after=first), "CKA", GREEN, "diamond"),
+        ]
+        title = f"MLP {kind} skip connections"
+        figure = by_layer(range(1, len(table.head) + 1), drawn, title, "Accuracy, or similarity", "After layer")
+        figures.append(with_subtitle(figure.update_yaxes(range=[0, 1.05]), "Cosine and CKA: to the last layer"))
+    return figures
+
+
+def clip() -> list[go.Figure]:
+    """Similarity of both towers of a CLIP, and its zero-shot accuracy, by vision layer, from docs/clip.md."""
+    table = read_table("clip.md", "| after vision block | embedding |")
+    first, *blocks = table.head
+    assert first == "embedding"
+    names = ("vision.blocks.0.hook_resid_pre", *(f"vision.blocks.{block}.hook_resid_post" for block in blocks))
+    similar = [
+        series(table.row("CKA with the last text layer, without projections"), "CKA", GREEN, "diamond"),
+        series(table.row("cosine with the last text layer, of its text"), "cosine: its text", BLUE, "circle"),
+        series(table.row("the same, of the texts of other images"), "cosine: other texts", ORANGE, "square"),
+    ]
+    right = [
+        series(table.row("zero-shot accuracy"), "accuracy", BLUE, "circle"),
+        series(table.row("agreement with the last layer"), "agreement with the last layer", PURPLE, "square", "dash"),
+    ]
+    # Before the first block all images have the same vector, and no class.
+    right = [one._replace(values=one.values[1:]) for one in right]
+    axis = "vision_layer"
+    figures = [
+        lines(names, similar, "Similarity to the last text layer", "Similarity", axis),
+        lines(names[1:], right, "Zero-shot classification", "Fraction of images", axis),
+    ]
+    return [figure.update_yaxes(range=[0, 1.05]) for figure in figures]
+
+
+def sweep() -> list[go.Figure]:
+    """Coupling and line-shape score by training step, from docs/sweeps.md."""
+    table = read_table("sweeps.md", "| step | cross-entropy | coupling")
+    axis = KeyAxis([int(label) for label in table.labels], "Training step")
+
+    def line(column: str, name: str, colour: str, dash: str = DASHES[0]) -> Line:
+        cells, none = table.column(column), (None, None)
+        return Line(name, list(cells.values), *(none if cells.ends() is None else map(list, cells.ends())), colour, dash)
+
+    coupling = [
+        line("of neighbours", "neighbours", ORANGE),
+        line("coupling", "all pairs", BLUE),
+        line("random vectors", "random vectors", GREY, "dash"),
+    ]
+    shape = [line("LSS", "line-shape score", BLUE)]
+    titles = (
+        ("Coupling of blocks during training", "Coupling"),
+        ("Line-shape score during training", "Line-shape score (1: straight)"),
+    )
+    figures = [lines_over_keys(drawn, axis, words, False) for drawn, words in zip((coupling, shape), titles, strict=True)]
+    return [figure.update_yaxes(rangemode="tozero") for figure in figures]
+
+
+def pictures_of_tables() -> dict[str, Picture]:
+    """The pictures that are drawn from tables."""
+    alone = {
+        name: Picture([(figure, ALONE)], figure.layout.height)
+        for name, figure in (("groups", groups()), ("stitching", stitching()))
+    }
+    pairs = {"mlp_skip": mlp_skip(), "clip": clip(), "sweep": sweep()}
+    return alone | {name: side_by_side(*figures) for name, figures in pairs.items()}
