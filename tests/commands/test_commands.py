@@ -106,6 +106,25 @@ def test_show(saved, tmp_path):
     assert "`--table` names a measure that the file does not hold" in str(refused.exception)
 
 
+def test_show_lists_the_warnings_of_a_run(saved, tmp_path):
+    from dataclasses import replace
+
+    report = read(saved)
+    warned = replace(report["cka"], provenance=replace(report["cka"].provenance, warnings=("Too few of [them].",)))
+    lsim.Report({"cosine": report["cosine"], "cka": warned}).save(tmp_path / "warned.safetensors")
+    shown = done("show", tmp_path / "warned.safetensors").stdout
+    assert re.search(r"^cka\.warning +Too few of \[them\]\.$", shown, re.M)
+    assert "cosine.warning" not in shown
+
+
+@pytest.mark.parametrize("command", ["report", "estimate"])
+def test_no_site_is_not_the_default(command, tmp_path):
+    """As where a variable of a shell is empty."""
+    refused = run(command, "--at", "", *(["--out", tmp_path / "out"] if command == "report" else []))
+    assert isinstance(refused.exception, lsim.LayersimError)
+    assert str(refused.exception).startswith("`--at`")
+
+
 def test_estimate():
     shown = done(
         "estimate", "demo", "--tokens", 100000, "--devices", "1xH100", "--analyzers", "cka", "--option", "cka.minibatch=64"

@@ -124,7 +124,7 @@ def measuring(options: dict[str, Any]) -> dict[str, Any]:
     from ..data.positions import as_rule
 
     return {
-        "at": names_of(options["at"]) or DEFAULT,
+        "at": names_of(options["at"]) if options["at"] else DEFAULT,
         "per_head": options["per_head"],
         "positions": as_rule(options["positions"]),
         "intervals": options["intervals"],
