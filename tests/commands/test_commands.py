@@ -85,6 +85,14 @@ def test_train(tmp_path):
     assert str(refused.exception).startswith("`--steps` is out of range.")
 
 
+@pytest.mark.parametrize(("option", "value"), [("--eval-data", "./nothing.txt"), ("--lora", "0")])
+def test_train_names_the_option_that_is_wrong(option, value, tmp_path):
+    refused = run("train", "demo", option, value, "--save-to", tmp_path / "new", "--out", tmp_path).exception
+    assert isinstance(refused, lsim.LayersimError)
+    assert str(refused).startswith(f"`{option}` ")
+    assert f"given:    {option} {value}" in str(refused)
+
+
 def test_show(saved, tmp_path):
     shown = done("show", saved / "report.safetensors", "--html", tmp_path / "page.html").stdout
     assert (tmp_path / "page.html").exists()
