@@ -86,6 +86,14 @@ def test_train(tmp_path):
     assert str(refused.exception).startswith("`--steps` is out of range.")
 
 
+@pytest.mark.parametrize(("option", "value"), [("--eval-data", "./nothing.txt"), ("--lora", "0")])
+def test_train_names_the_option_that_is_wrong(option, value, tmp_path):
+    refused = run("train", "demo", option, value, "--save-to", tmp_path / "new", "--out", tmp_path).exception
+    assert isinstance(refused, lsim.LayersimError)
+    assert str(refused).startswith(f"`{option}` ")
+    assert f"given:    {option} {value}" in str(refused)
+
+
 def test_show(saved, tmp_path):
     shown = done("show", saved / "report.safetensors", "--html", tmp_path / "page.html").stdout
     assert (tmp_path / "page.html").exists()
@@ -106,6 +114,25 @@ def test_show(saved, tmp_path):
     assert "CKA(embedding, last)" in done("show", tmp_path / "cka.safetensors").stdout
     refused = run("show", saved / "report.safetensors", "--table", "cca.values")
     assert "`--table` names a measure that the file does not hold" in str(refused.exception)
+
+
+def test_show_lists_the_warnings_of_a_run(saved, tmp_path):
+    from dataclasses import replace
+
+    report = read(saved)
+    warned = replace(report["cka"], provenance=replace(report["cka"].provenance, warnings=("Too few of [them].",)))
+    lsim.Report({"cosine": report["cosine"], "cka": warned}).save(tmp_path / "warned.safetensors")
+    shown = done("show", tmp_path / "warned.safetensors").stdout
+    assert re.search(r"^cka\.warning +Too few of \[them\]\.$", shown, re.M)
+    assert "cosine.warning" not in shown
+
+
+@pytest.mark.parametrize("command", ["report", "estimate"])
+def test_no_site_is_not_the_default(command, tmp_path):
+    """As where a variable of a shell is empty."""
+    refused = run(command, "--at", "", *(["--out", tmp_path / "out"] if command == "report" else []))
+    assert isinstance(refused.exception, lsim.LayersimError)
+    assert str(refused.exception).startswith("`--at`")
 
 
 def test_estimate():

@@ -91,6 +91,24 @@ def test_a_file_that_does_not_fit_is_refused(text, says, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["nothing.yaml", "."])
+def test_a_file_that_cannot_be_read_is_refused(name, tmp_path):
+    refused = run("report", "--config", tmp_path / name).exception
+    assert isinstance(refused, lsim.LayersimError)
+    assert str(refused).startswith("`--config` names a file that cannot be read.")
+
+
+def test_the_heading_is_a_command_that_runs(tmp_path):
+    options = ["--max-tokens", 512, "--seq-len", 64, "--steps", 1]
+    done("train", "demo", *options, "--save-to", tmp_path / "one", "--out", tmp_path / "a")
+    heading = (tmp_path / "a" / "run.yaml").read_text().splitlines()[0]
+    assert heading == "# tl-layersim train --config run.yaml --save-to FOLDER repeats this run."
+    words = heading.removeprefix("# tl-layersim ").removesuffix(" repeats this run.")
+    words = words.replace("run.yaml", str(tmp_path / "a" / "run.yaml")).replace("FOLDER", str(tmp_path / "two"))
+    done(*words.split(), "--out", tmp_path / "b")
+    assert same(read(tmp_path / "a"), read(tmp_path / "b"))
+
+
 def test_a_number_of_the_file_is_checked_as_one_of_the_command_line(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("batch_size: 1.5")

@@ -160,12 +160,20 @@ def test_a_real_terminal_gets_a_drawn_table():
         ("leave out seq_len=", "leave out --seq-len"),
         ("intervals=True, shard=(1, 64)", "--intervals, --shard 1/64"),
         ("at=['z', 'q'] and at='z'", "--at ['z', 'q'] and --at z"),
+        ("column=(first, second) with a tokenizer", "--column first,second with a tokenizer"),
         ("pack=False", "no --pack"),
         ("lsim.analyze(model, data, at='z')", "lsim.analyze(model, data, at='z')"),
         ("a/seq_len/file.txt", "a/seq_len/file.txt"),
     ],
 )
 def test_errors_name_options(text, says):
-    flags = {"seq_len": "--seq-len", "intervals": "--intervals", "shard": "--shard", "at": "--at", "pack": "--pack"}
+    flags = {
+        "seq_len": "--seq-len",
+        "intervals": "--intervals",
+        "shard": "--shard",
+        "at": "--at",
+        "pack": "--pack",
+        "column": "--column",
+    }
     error = in_options(lsim.LayersimError(text, given=1, expected="x", do="y"), flags)
     assert error.what == says

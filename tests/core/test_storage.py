@@ -61,6 +61,11 @@ def test_nowhere_to_save(tmp_path):
         curve().save(tmp_path / "nowhere" / "x")
 
 
+def test_a_folder_without_a_report_is_called_a_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"is a folder without report\.safetensors"):
+        lsim.load(tmp_path)
+
+
 def test_the_folder_of_a_report_names_its_file(report, tmp_path):
     """The command line writes a folder, and its name is what a user has at hand."""
     report.save(tmp_path / "report.safetensors")

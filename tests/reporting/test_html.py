@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 import plotly.graph_objects as go
 import pytest
@@ -124,6 +125,17 @@ def test_a_browser_draws_every_figure_without_a_network(report, tmp_path):
     # Every heading of a table sorts, and every title of a figure is there.
     assert found.count('<button type="button">') == len(re.findall('<th scope="col">', found))
     assert "Linear CKA between layers" in found
+
+
+def test_results_named_as_parts_of_the_page_leave_it_whole(report, tmp_path):
+    """The script finds the packed figures by the name of their element."""
+    named = lsim.Report(dict.fromkeys(("figures", "plotly", "summary", "numbers", "a b"), report["cka"]))
+    page = named.to_html(tmp_path / "r.html").read_text()
+    names = re.findall(r'\sid="([^"]*)"', page)
+    assert len(names) == len(set(names))
+    links = {unquote(link) for link in re.findall(r'href="#([^"]*)"', page)}
+    assert links | {"plotly", "figures"} == set(names)
+    assert len(html_pages.figures(page)) == 5 * len(report["cka"].pictures)
 
 
 def test_warnings_of_a_run_are_on_the_page_and_in_the_file(tmp_path):

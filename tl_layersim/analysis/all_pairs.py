@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..analyzers.base import Analyzer, Exchange, Run, code_digest
-from ..core.errors import LayersimError, LayersimWarning, warn
+from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.results import Report, Result
 from ..core.sums import Sums
 from ..models.model_info import Model
@@ -238,13 +237,8 @@ def sums_of_pair(sums: Sums, pair: tuple[int, int]) -> Sums:
 @contextmanager
 def _warned_once(models: tuple[str, ...]) -> Iterator[None]:
     """A context in which warnings about the results of pairs are collected; the first is issued, with their number."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings(issued=False) as own:
         yield
-    own = [str(one.message) for one in caught if issubclass(one.category, LayersimWarning)]
-    for one in caught:
-        if not issubclass(one.category, LayersimWarning):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     if own:
         more = f" {len(own) - 1} more warnings concern other pairs of the {len(models)} models." if len(own) > 1 else ""
         warn(own[0] + more)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,7 +9,7 @@ from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer, Run
 from ..core.blocks import DataBlock
-from ..core.errors import LayersimError, LayersimWarning, warn
+from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.intervals import with_replicates
 from ..core.jackknife import leave_one_out
 from ..core.results import Result
@@ -37,9 +36,8 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
         return with_replicates(result, (), tokens)
     replicates = []
     try:
-        with warnings.catch_warnings():
-            # What is said of all data need not be said again of each part.
-            warnings.simplefilter("ignore", LayersimWarning)
+        # What is said of all data need not be said again of each part.
+        with recorded_warnings(issued=False):
             rests = leave_one_out([block.sums[name] for block in blocks], Sums.__add__)
             # Shown only for results that take long, such as those with many decompositions.
             for rest in tqdm(rests, desc=f"intervals of {name}", total=len(blocks), delay=2, leave=False, disable=None):

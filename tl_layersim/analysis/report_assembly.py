@@ -75,7 +75,7 @@ def make_report(
             )
         if name in few:
             given.append(few[name])
-        results[name] = replace(result, provenance=replace(result.provenance, warnings=tuple(given)))
+        results[name] = replace(result, provenance=replace(result.provenance, warnings=tuple(dict.fromkeys(given))))
     return Report(results)
 
 

@@ -62,8 +62,8 @@ def _in_options(text: str, flags: Mapping[str, str]) -> str:
         if value in ("False", "None"):
             return f"no {flags[name]}"
         if value.startswith("("):
-            # The number of a shard and the number of shards; a stitch point.
-            value = ("/" if name == "shard" else ":").join(part.strip(" '\"") for part in value[1:-1].split(","))
+            # The number of a shard and the number of shards; a stitch point; a pair of columns.
+            value = {"shard": "/", "at": ":"}.get(name, ",").join(part.strip(" '\"") for part in value[1:-1].split(","))
         return f"{flags[name]} {value.strip(chr(34) + chr(39))}".rstrip()
 
     text = re.sub(rf"(?<![\w.-])({names})={VALUE}", option, text)

@@ -60,7 +60,7 @@ def estimate_cost(
     chosen = chosen_analyzers(context)
     loaded = open_model(model, context.params, option="MODEL") if time else _without_weights(model)
     keywords: dict[str, Any] = {"tokens": tokens, "seq_len": seq_len, "batch_size": batch_size, "intervals": intervals}
-    keywords |= {"at": names_of(at) or DEFAULT, "per_head": per_head, "devices": devices, "remote": remote}
+    keywords |= {"at": names_of(at) if at else DEFAULT, "per_head": per_head, "devices": devices, "remote": remote}
     try:
         cost = estimate(loaded, chosen, tokens_per_request=tokens_per_request, **keywords)
     except LayersimError as error:

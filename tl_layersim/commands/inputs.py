@@ -80,17 +80,27 @@ def is_demo(name: str | None) -> bool:
     return name is None or (name in (DEMO, ALIGNED) and not Path(name).exists())
 
 
-def open_data(name: str | None, split: str) -> Any:
+def open_data(name: str | None, split: str, option: str = "--data") -> Any:
     """Data by its name; None for the demo text.
 
     Args:
         name: see `load_data`.
         split: of a data set.
+        option: that names the data, for messages.
+
+    Raises:
+        LayersimError: as `load_data`.
     """
     from ..data.named_data import load_data
     from ..demo import demo_text
 
-    return demo_text() if name is None else load_data(name, split)
+    if name is None:
+        return demo_text()
+    try:
+        return load_data(name, split)
+    except LayersimError as error:
+        what, given = (text.replace("--data", option) for text in (error.what, error.given))
+        raise LayersimError(what, given=given, expected=error.expected, do=error.do) from error
 
 
 def reading_options(options: dict[str, Any], data: Any, of_prompts: bool = False) -> dict[str, Any]:
@@ -124,7 +134,7 @@ def measuring(options: dict[str, Any]) -> dict[str, Any]:
     from ..data.positions import as_rule
 
     return {
-        "at": names_of(options["at"]) or DEFAULT,
+        "at": names_of(options["at"]) if options["at"] else DEFAULT,
         "per_head": options["per_head"],
         "positions": as_rule(options["positions"]),
         "intervals": options["intervals"],

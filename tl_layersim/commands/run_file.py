@@ -59,6 +59,13 @@ def _parsed(path: Path) -> dict[str, Any]:
 
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LayersimError(
+            "`--config` names a file that cannot be read.",
+            given=f"{path}: {error.strerror or error}",
+            expected="a YAML file of options, such as the run.yaml beside a report",
+            do=f"--config {path / RUN_FILE}" if (path / RUN_FILE).is_file() else "check the path",
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LayersimError(
             "`--config` is not a YAML file.",
@@ -134,7 +141,9 @@ def write_options(path: Path, command: str, options: Mapping[str, Any], report: 
     content = {COMMAND: command, **{key: _written_value(key, value) for key, value in options.items()}}
     if report is not None:
         content[RECORD] = _record_of(report)
-    heading = f"# tl-layersim {command} --config {path.name} repeats this run.\n"
+    # The folder of the trained model is required, and another run must not replace it unasked.
+    further = " --save-to FOLDER" if command == "train" else ""
+    heading = f"# tl-layersim {command} --config {path.name}{further} repeats this run.\n"
     text = heading + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
     with replacing(path) as file:
         file.write(without_secrets(text).encode())

@@ -97,6 +97,7 @@ def _provenance_rows(report: Report) -> list[tuple[str, str]]:
     rows = [(name, str(value)) for name, value in shared.items()]
     for name, own in options.items():
         rows += [(f"{name}.{key}", str(value)) for key, value in own.items() if key not in same or len(options) == 1]
+    rows += [(f"{name}.warning", text) for name, result in report.items() for text in result.provenance.warnings]
     return [*rows, ("versions", ", ".join(f"{package} {version}" for package, version in first.versions.items()))]
 
 

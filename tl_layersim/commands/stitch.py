@@ -93,7 +93,7 @@ def stitch_models(
         "cache": cache,
     }
     arguments |= {"checkpoint": checkpoint, "training": StitchTraining(steps=steps, lr=lr) if trained else None}
-    arguments |= {"eval_data": None if eval_data is None else open_data(eval_data, split)}
+    arguments |= {"eval_data": None if eval_data is None else open_data(eval_data, split, "--eval-data")}
     result = _stitched((front, back), models, read, points, arguments)
     report = noted({"stitch": result}, trust_remote_code=trust_remote_code)
     print_run(result)

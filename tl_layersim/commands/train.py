@@ -101,7 +101,7 @@ def train_model(
     read = open_data(data, split)
     loaded = open_model(model, context.params, option="MODEL")
     arguments = reading_options(context.params, read) | {"checkpoint": checkpoint}
-    arguments |= {"eval_data": None if eval_data is None else open_data(eval_data, split)}
+    arguments |= {"eval_data": None if eval_data is None else open_data(eval_data, split, "--eval-data")}
     result: Any = finetune_aligned(loaded, read, training, tokenizer=getattr(loaded, "tokenizer", None), **arguments)
     report = noted({"training": result}, trust_remote_code=trust_remote_code)
     print_run(result)
@@ -128,4 +128,8 @@ def _lora(rank: int | None) -> Any:
             expected="peft",
             do="pip install 'tl_layersim[lora]'",
         ) from None
+    if rank < 1:
+        raise LayersimError(
+            "`--lora` must be at least 1.", given=f"--lora {rank}", expected="the rank of the adapters", do="--lora 8"
+        )
     return LoraConfig(r=rank, target_modules="all-linear")

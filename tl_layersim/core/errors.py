@@ -8,11 +8,16 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 # The login in an address, the value of a secret parameter in an address, and an access token of the Hugging Face hub.
 _LOGIN = re.compile(r"(?<=://)[^/\s]*@|^[^/\s:@]+:[^/\s@]+@")
 _VALUE = re.compile(r"([?&;][^=&;\s]*(?:token|key|secret|passw|signature|credential|auth)[^=&;\s]*=)[^&;\s'\"]+", re.IGNORECASE)
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+
+# Where the warnings of a block of `recorded_warnings` are listed, and whether they are issued. Of one thread: filters of the
+# standard library are of the whole process, and threads that change them at the same time leave them changed.
+_record: ContextVar[tuple[list[str], bool] | None] = ContextVar("_record", default=None)
 
 # Messages of this package that are no warnings about results, such as retries of requests.
 LOG = logging.getLogger("tl_layersim")
@@ -76,23 +81,32 @@ def warn(text: str) -> None:
     Args:
         text: the warning; secrets in it are removed.
     """
+    text = without_secrets(text)
+    if (record := _record.get()) is not None:
+        found, issued = record
+        found.append(text)
+        if not issued:
+            return
     depth, frame = 2, sys._getframe(1)
     internal = (__name__.split(".")[0], "jaxtyping", "beartype", "contextlib")
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in internal:
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(without_secrets(text), LayersimWarning, stacklevel=depth)
+    warnings.warn(text, LayersimWarning, stacklevel=depth)
 
 
 @contextmanager
-def recorded_warnings() -> Iterator[list[str]]:
-    """A context that issues the warnings of its block at its end, and lists the texts of this package's own."""
-    own: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield own
-    own.extend(str(one.message) for one in caught if issubclass(one.category, LayersimWarning))
-    for one in caught:
-        warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+def recorded_warnings(*, issued: bool = True) -> Iterator[list[str]]:
+    """A context that lists the texts of this package's warnings in its block.
+
+    Args:
+        issued: False keeps them from the user. Warnings of other packages are issued in any case.
+    """
+    found: list[str] = []
+    before = _record.set((found, issued))
+    try:
+        yield found
+    finally:
+        _record.reset(before)
 
 
 def as_fraction(name: str, value: float) -> str:

@@ -263,6 +263,8 @@ def read(path: str | os.PathLike[str], kinds: tuple[str, ...]) -> tuple[dict[str
     path = Path(path)
     if path.is_dir() and (path / REPORT_FILE).is_file():
         raise FileNotFoundError(f"{path} is a folder: pass its file {path / REPORT_FILE}.")
+    if path.is_dir():
+        raise FileNotFoundError(f"{path} is a folder without {REPORT_FILE}: pass the path of the file that was written.")
     if not path.is_file():
         raise FileNotFoundError(f"The file {path} does not exist: pass the path that was given when it was written.")
     try:

@@ -28,6 +28,8 @@ from .style import FONT
 
 # Findings at the top of the page; those of further analyzers are in their sections.
 MOST_FINDINGS = 6
+# Elements of the page that its script and its contents find by these names, which results may have too.
+OWN_NAMES = ("summary", "numbers", "plotly", "figures")
 # Names of the parts of a provenance in words.
 RECORD = {
     "model": "Model",
@@ -61,7 +63,7 @@ def write_html(report: Mapping[str, Result], path: str | os.PathLike[str]) -> Pa
     folder = files(__package__) / "page"
     style, script, page = ((folder / file).read_text(encoding="utf-8") for file in ("page.css", "page.js", "page.html.j2"))
     html = (
-        Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        _environment()
         .from_string(page)
         .render(
             title=f"Layers of {names}",
@@ -96,6 +98,17 @@ def packed(text: str) -> str:
         'layers'
     """
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _environment() -> Environment:
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["anchor"] = _anchor
+    return environment
+
+
+def _anchor(name: str) -> str:
+    """The name by which links find the section of a result; no name of a result holds a slash."""
+    return f"{name}/" if name in OWN_NAMES else name
 
 
 def _section(name: str, result: Result, figures: list[dict[str, Any]]) -> dict[str, Any]:
