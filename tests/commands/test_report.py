@@ -296,3 +296,13 @@ def test_the_demo_pair_refuses_options_that_it_does_not_read(flags, tmp_path):
     assert done.exit_code != 0
     assert f"`{flags[0]}` has no effect with `--demo-pair`" in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_intervals_have_small_batches_unless_a_size_is_given(tmp_path):
+    reading = ["--analyzers", "cosine", "--seq-len", "16", "--max-tokens", "512", "--intervals", "--out"]
+    for given, size in (((), 2), (("--batch-size", "4"), 4)):
+        out = tmp_path / str(size)
+        assert run("report", *reading, out, *given).exit_code == 0
+        found = lsim.load_report(out / "report.safetensors")["cosine"]
+        assert (found.provenance.options["batch_size"], len(found.block_tokens)) == (size, 32 // size)
+        assert f"\nbatch_size: {size}\n" in (out / "run.yaml").read_text()

@@ -35,7 +35,7 @@ def compare_models(
     per_head: o.PerHeadOption = False,
     intervals: o.IntervalsOption = False,
     config: o.ConfigOption = None,
-    batch_size: o.BatchSizeOption = 16,
+    batch_size: o.BlockBatchSizeOption = None,
     checkpoint: o.CheckpointOption = None,
     out: o.OutOption = o.OUT,
     format: o.FormatOption = "html",

@@ -12,6 +12,8 @@ from .run_file import is_set, merged_analyzer_options
 
 # Models that ship with the package, by the names that commands take.
 DEMO, ALIGNED = "demo", "demo-aligned"
+# Rows in a forward pass. Intervals need 16 batches at least.
+BATCH, BATCH_FOR_INTERVALS = 16, 2
 
 
 def server_of(context: typer.Context) -> bool | str:
@@ -112,12 +114,14 @@ def reading_options(options: dict[str, Any], data: Any, of_prompts: bool = False
         of_prompts: whether an analyzer takes each row for a prompt.
     """
     first, comma, second = (options["column"] or "").partition(",")
-    pack = options["pack"]
+    pack, batch_size = options["pack"], options["batch_size"]
+    if batch_size is None:
+        batch_size = BATCH_FOR_INTERVALS if options["intervals"] else BATCH
     return {
         "column": (first.strip(), second.strip()) if comma else options["column"],
         "max_tokens": options["max_tokens"],
         "seq_len": options["seq_len"],
-        "batch_size": options["batch_size"],
+        "batch_size": batch_size,
         "skip_first": options["skip_first"],
         # Some analyzers take each row for a prompt.
         "pack": isinstance(data, list) and not of_prompts if pack is None else pack,

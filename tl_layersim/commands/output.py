@@ -193,7 +193,7 @@ def settled_options(report: Any, analyzers: list[Any] | None = None) -> dict[str
         analyzers: of the run; None for a run whose options are settings of the command.
     """
     options = next(iter(report.values())).provenance.options
-    settled = {name: options[name] for name in ("seq_len", "pack", "positions") if options.get(name) is not None}
+    settled = {name: options[name] for name in ("seq_len", "pack", "positions", "batch_size") if options.get(name) is not None}
     return settled if analyzers is None else settled | {"option": analyzer_settings(analyzers)}
 
 

@@ -52,7 +52,7 @@ def report_on_model(
     per_head: o.PerHeadOption = False,
     intervals: o.IntervalsOption = False,
     config: o.ConfigOption = None,
-    batch_size: o.BatchSizeOption = 16,
+    batch_size: o.BlockBatchSizeOption = None,
     checkpoint: o.CheckpointOption = None,
     tokens_per_request: o.RequestOption = None,
     shard: o.ShardOption = None,
@@ -83,7 +83,7 @@ def report_on_model(
     arguments |= {"tokenizer": getattr(loaded, "tokenizer", None), "remote": place, "tokens_per_request": tokens_per_request}
     result: Any = analyze(loaded, read, chosen, **arguments)
     if isinstance(result, Path):
-        settled = {"pack": arguments["pack"], "option": analyzer_settings(chosen)}
+        settled = {"pack": arguments["pack"], "batch_size": arguments["batch_size"], "option": analyzer_settings(chosen)}
         print_files({"Shard": result, "Config": write_run_file(result.parent, f"{result.stem}.yaml", context, settled)})
         return
     print_run(next(iter(result.values())))
