@@ -169,9 +169,7 @@ ConfigOption = Annotated[
 BatchSizeOption = Annotated[int, option(RUN, "N", "Rows in a forward pass.", "--batch-size")]
 BlockBatchSizeOption = Annotated[
     int | None,
-    option(
-        RUN, "N", "Rows in a forward pass. Default: 16; with --intervals 2, so that few rows give 16 blocks.", "--batch-size"
-    ),
+    option(RUN, "N", "Rows in a forward pass. Default: 16; with --intervals 2, for many blocks of few rows.", "--batch-size"),
 ]
 CheckpointOption = Annotated[
     Path | None,
