@@ -304,5 +304,5 @@ def test_intervals_have_small_batches_unless_a_size_is_given(tmp_path):
         out = tmp_path / str(size)
         assert run("report", *reading, out, *given).exit_code == 0
         found = lsim.load_report(out / "report.safetensors")["cosine"]
-        assert (found.provenance.options["batch_size"], len(found.block_tokens)) == (size, 32 // size)
+        assert (found.provenance.options["batch_size"], len(found.block_tokens)) == (size, 16)
         assert f"\nbatch_size: {size}\n" in (out / "run.yaml").read_text()
