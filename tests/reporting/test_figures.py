@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.reporting.labels import AXES, QUANTITIES, quantity
+from tl_layersim.reporting.labels import AXES, QUANTITIES, TITLES, quantity
 from tl_layersim.reporting.stitches import step_curve
 from tl_layersim.reporting.style import BLUE, ORANGE
 
@@ -100,6 +100,16 @@ def test_figures_have_titles_words_on_axes_and_legends_beside_the_curves(report)
             assert outside, picture
 
 
+def test_a_title_is_more_than_the_words_on_an_axis(report):
+    for result in report.values():
+        for field, axes in result.tensor_fields().items():
+            if len(axes) == 1 and axes[0] != "quantile":
+                layout = result.plot(field).layout
+                assert layout.title.text != layout.yaxis.title.text, field
+    assert report["exit_curve"].plot("accuracy").layout.title.text == "Accuracy of early exits by threshold"
+    assert report["saturation"].plot("cumulative").layout.title.text == "Tokens that have saturated by each layer"
+
+
 def test_early_exits_are_one_figure_with_the_threshold_at_each_point(report):
     result = report["exit_curve"]
     fig = result.plot()
@@ -173,6 +183,7 @@ def test_the_tables_of_names_have_no_entry_that_no_result_has():
     known = {name for named in fields.values() for name in named}
     known |= {f"{cls.__name__}.{name}" for cls, named in fields.items() for name in named}
     assert set(QUANTITIES) <= known
+    assert set(TITLES) <= known
     assert set(AXES) <= {axis for named in fields.values() for axes in named.values() for axis in axes}
 
 

@@ -243,6 +243,14 @@ def test_without_intervals_a_figure_has_the_same_points_and_nothing_else(result,
         for added in ("legendgroup", "hovertemplate"):
             before.pop(added, None)
         assert str(trace) == str(before)
+    # The subtitle says what shows the intervals, where something does.
+    before, now = (one["layout"]["title"].pop("subtitle")["text"] for one in (other, own))
+    shows = {
+        "bands": kept != own["data"],
+        "whiskers": any("error_y" in trace for trace in result.plot(field).to_plotly_json()["data"]),
+    }
+    drawn = " and ".join(word for word, is_drawn in shows.items() if is_drawn)
+    assert now == (f"{before} · {drawn}: 95 % intervals" if drawn else before)
     assert own["layout"] == other["layout"]
 
 

@@ -106,7 +106,7 @@ QUANTITIES = {
     "prompt_lss": "Line-shape score",
     "prompt_tokens": "Tokens",
     "pwcca": "Projection-weighted CCA",
-    "relative_norm": "Norm of the output / norm of the stream",
+    "relative_norm": "Output norm / stream norm",
     "relative_norm_std": "Standard deviation of the relative norm",
     "saturated": "Positions (fraction)",
     "singular_values": "Singular value",
@@ -130,10 +130,10 @@ QUANTITIES = {
     "AlignedResult.accuracy": "Held-out accuracy (fraction of targets)",
     "AlignedResult.held_out_loss": "Held-out cross-entropy (nats)",
     "AlignedResult.loss": "Training loss (nats)",
-    "BlockCouplingResult.defined": "Prompts with a coupling",
+    "BlockCouplingResult.defined": "Prompts with a coupling (fraction)",
     "BlockCouplingResult.residual": "Error of the singular vectors (relative)",
     "BlockCouplingResult.step_error": "Error of a replayed block (relative)",
-    "BlockCouplingResult.whole_rows": "Prompts",
+    "BlockCouplingResult.whole_rows": "Batches (fraction)",
     "BlockJacobians.step_error": "Error of a replayed block (relative)",
     "CalibratedMatrix.values": "Similarity",
     "CosineResult.mean": "Mean activation",
@@ -184,6 +184,91 @@ QUANTITIES = {
     "test_samples": "Held-out samples",
     "weight": "Weight of the adapter",
     "windowed_lss_std": "Standard deviation of the line-shape score",
+}
+# Titles of the figures of fields that reports do not draw, by class and field where a field's name has several meanings.
+TITLES = {
+    "BlockCouplingResult.defined": "Prompts with a coupling, by pair of blocks",
+    "BlockCouplingResult.null": "Mis-coupling of random vectors in place of a block's",
+    "BlockCouplingResult.std": "Spread of the mis-coupling over prompts",
+    "CCAResult.column_dimensions": "Dimensions of each layer of the other side",
+    "CCAResult.column_directions": "Principal directions of each layer of the other side",
+    "CCAResult.dimensions": "Dimensions of each layer",
+    "CCAResult.directions": "Principal directions of each layer",
+    "CCAResult.squared": "Mean squared canonical correlation of sites",
+    "CalibratedMatrix.values": "Similarity between layers",
+    "ContributionResult.cosine_std": "Spread of the cosine with the stream over tokens",
+    "CosineResult.mean": "Mean activation at each layer",
+    "CosineResult.std": "Spread of the cosine between layers over tokens",
+    "CouplingMatrices.singular_values": "Singular values of the Jacobians",
+    "ExitCurveResult.accuracy": "Accuracy of early exits by threshold",
+    "ExitCurveResult.agreement": "Agreement of early exits with the last layer by threshold",
+    "ExitCurveResult.perplexity": "Perplexity of early exits by threshold",
+    "GroupComparison.count": "Pairs of models in each comparison",
+    "GroupComparison.sd": "Spread of the distances over pairs of models",
+    "GroupCurves.sd": "Spread over pairs of models at each layer",
+    "LayerCurve.values": "Values at each layer",
+    "LayerMatrix.values": "Values between layers",
+    "LinearProbeResult.samples": "Training samples of each class",
+    "LinearProbeResult.test_samples": "Held-out samples of each class",
+    "LinearProbeResult.train_accuracy": "Accuracy of the probe on its training samples",
+    "LogitLensResult.accuracy": "Accuracy of the lens at each layer",
+    "LogitLensResult.perplexity": "Perplexity of the lens at each layer",
+    "MinibatchMatrix.values": "Similarity between layers",
+    "NeuralCollapseResult.samples": "Samples of each class",
+    "ProcrustesResult.squared_distance": "Squared Procrustes distance between layers",
+    "TowerSimilarity.std": "Spread of the cosine between towers over samples",
+    "accuracy": "Accuracy at each layer",
+    "below_zero": "Tokens whose activations at two layers point apart",
+    "between": "Variance between classes at each layer",
+    "bias": "Bias of the adapter by dimension",
+    "by_length_std": "Spread of the coupling over prompts, by prompt length",
+    "column_effective_samples": "Effective samples of each layer of the other side",
+    "column_pwcca": "Projection-weighted CCA, weighted by the column site",
+    "cosine_to_final_std": "Spread of the cosine with the final stream over tokens",
+    "cross_entropy": "Cross-entropy at each layer",
+    "cumulative": "Tokens that have saturated by each layer",
+    "curvature_std": "Spread of the curvature over tokens",
+    "curves": "Cross-entropy while training, of each layer",
+    "directions_90": "Directions that hold 90 % of the variance",
+    "early_share": "Positions that saturate before the last layer",
+    "effective_depth": "Effective depth of each model",
+    "eigenvalue_rank": "Effective rank of the eigenvalues at each layer",
+    "entropy": "Entropy of the predictions at each token and layer",
+    "equidistance_quantiles": "Equidistance of updates over tokens",
+    "exit_accuracy": "Accuracy at the exits of each model",
+    "exit_agreement": "Agreement of the exits with the last layer",
+    "expodistance_quantiles": "Expodistance over tokens",
+    "f1_by_class": "F1 of each class, by layer",
+    "largest": "Largest relative change in a row, when a block is skipped",
+    "later_largest": "Largest relative change of later tokens in a row, when a block is skipped",
+    "later_probability_change": "Change of later predictions when a block is skipped",
+    "later_probability_change_largest": "Largest change of later predictions in a row, when a block is skipped",
+    "length_count": "Prompts of each length",
+    "max_null": "Largest similarity of each random pairing",
+    "miscoupling": "Mis-coupling of blocks",
+    "norm": "Norm of the residual stream at each layer",
+    "norm_quantiles": "Norm of the residual stream over tokens",
+    "norm_std": "Spread of the residual stream's norm over tokens",
+    "perplexity": "Perplexity at each layer",
+    "probability_change_largest": "Largest change of the predictions in a row, when a block is skipped",
+    "prompt_coupling": "Coupling on each row of the data",
+    "prompt_lss": "Line-shape score of each row of the data",
+    "prompt_tokens": "Tokens of each row of the data",
+    "relative_norm_std": "Spread of the relative norm over tokens",
+    "residual": "Error of the singular vectors of each block",
+    "singular_values_std": "Spread of the singular values over prompts",
+    "speedup": "Speed-up of each model",
+    "speedup_at_agreement": "Speed-up at 95 % agreement of each model",
+    "stable_rank": "Stable rank at each layer",
+    "step_error": "Error of replayed blocks",
+    "texts": "Texts that count, at each layer",
+    "update_norm": "Norm of the update of each block",
+    "update_norm_quantiles": "Norm of the update of each block over tokens",
+    "update_norm_std": "Spread of the update's norm over tokens",
+    "weight": "Weight of the adapter by dimension",
+    "whole_rows": "Batches whose block was replayed on whole rows",
+    "windowed_lss_std": "Spread of the line-shape score over tokens",
+    "within": "Variance within classes at each layer",
 }
 AXES = {
     "affected": "Affected block",
@@ -254,6 +339,17 @@ def quantity(result_class: str, field: str) -> str:
         ('Cross-entropy (nats)', 'Mean margin')
     """
     return QUANTITIES.get(f"{result_class}.{field}") or QUANTITIES.get(field) or _words(field)
+
+
+def field_title(result_class: str, field: str) -> str:
+    """The title of the figure of a field that reports do not draw; of a field that is not listed, its quantity without a unit.
+
+    Examples:
+        >>> field_title("ExitCurveResult", "agreement"), field_title("OwnResult", "entropy_of_text")
+        ('Agreement of early exits with the last layer by threshold', 'Entropy of text')
+    """
+    title = TITLES.get(f"{result_class}.{field}") or TITLES.get(field)
+    return title or quantity(result_class, field).partition(" (")[0]
 
 
 def axis_title(axis: str) -> str:
