@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.reporting.labels import AXES, QUANTITIES, TITLES, quantity
+from tl_layersim.reporting.labels import AXES, QUANTITIES, TITLES, field_title, quantity
 from tl_layersim.reporting.stitches import step_curve
 from tl_layersim.reporting.style import BLUE, ORANGE
 
@@ -100,14 +100,14 @@ def test_figures_have_titles_words_on_axes_and_legends_beside_the_curves(report)
             assert outside, picture
 
 
-def test_a_title_is_more_than_the_words_on_an_axis(report):
-    for result in report.values():
-        for field, axes in result.tensor_fields().items():
-            if len(axes) == 1 and axes[0] != "quantile":
-                layout = result.plot(field).layout
-                assert layout.title.text != layout.yaxis.title.text, field
-    assert report["exit_curve"].plot("accuracy").layout.title.text == "Accuracy of early exits by threshold"
-    assert report["saturation"].plot("cumulative").layout.title.text == "Tokens that have saturated by each layer"
+@pytest.mark.parametrize("cls", result_classes(), ids=lambda cls: cls.__name__)
+def test_the_title_of_a_curve_is_more_than_the_words_on_its_axis(cls):
+    titles = {picture.field: picture.title for picture in cls.pictures}
+    curves = [name for name, axes in fields_of(cls).items() if len(axes) == 1 and not NO_FIGURE & set(axes)]
+    for field in curves:
+        title = titles.get(field) or field_title(cls.__name__, field)
+        assert title != quantity(cls.__name__, field), field
+        assert "(" not in title, field
 
 
 def test_early_exits_are_one_figure_with_the_threshold_at_each_point(report):

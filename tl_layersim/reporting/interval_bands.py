@@ -161,8 +161,8 @@ def intervals_in_words(fig: go.Figure) -> str:
         fig: whose bands `add_band` drew, and whose error bars `whiskers` made.
 
     Examples:
-        >>> fig = go.Figure(go.Scatter(x=[0], y=[0.3], error_y=whiskers(np.array([0.3]), Ends(np.array([0.2]), np.array([0.5])))))
-        >>> intervals_in_words(fig)
+        >>> bars = whiskers(np.array([0.3]), Ends(np.array([0.2]), np.array([0.5])))
+        >>> intervals_in_words(go.Figure(go.Scatter(x=[0], y=[0.3], error_y=bars)))
         'whiskers: 95 % intervals'
     """
     drawn = ["bands"] * any(trace.meta == INTERVALS for trace in fig.data) + ["whiskers"] * any(map(_has_whiskers, fig.data))

@@ -189,8 +189,8 @@ def on_what(provenance: Provenance) -> str:
 
     Examples:
         >>> from dataclasses import fields
-        >>> empty = {field.name: "" for field in fields(Provenance)} | {"options": {}, "versions": {}, "seed": None, "warnings": ()}
-        >>> numbers = {"tokens": 12345, "sequences": 9, "batches": 9, "seconds": 1.0}
+        >>> empty = {field.name: "" for field in fields(Provenance)} | {"options": {}, "versions": {}}
+        >>> numbers = {"seed": None, "warnings": (), "tokens": 12345, "sequences": 9, "batches": 9, "seconds": 1.0}
         >>> on_what(Provenance(**(empty | numbers | {"model": "EleutherAI/pythia-14m"})))
         'EleutherAI/pythia-14m · 12,345 tokens'
     """
