@@ -259,9 +259,11 @@ def test_a_single_block_draws_nothing(plain):
     fig = one.plot("curve")
     assert bands(fig) == []
     assert [own[1] for own in fig.data[0].customdata] == [""] * 4
+    # A bar of length 0 would claim a value that is known exactly.
     bars = one.plot("by_name").data[0].error_y
-    assert not np.any(bars.array)
-    assert not np.any(bars.arrayminus)
+    assert np.isnan(bars.array).all()
+    assert np.isnan(bars.arrayminus).all()
+    assert "95 %" not in one.plot("by_name").layout.title.subtitle.text
 
 
 def test_a_band_leaves_a_gap_where_an_end_is_unknown():

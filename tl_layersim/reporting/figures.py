@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from ..core.intervals import bounds_of
 from ..core.provenance import JOINT
 from ..core.results import Result
-from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines, quantile_lines, sublayer_lines, with_baseline
+from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines, quantile_lines, sublayer_lines, with_baseline, with_least_span
 from .interval_bands import Ends, interval_ends
 from .labels import field_title, quantity, series_label
 from .matrix import layer_heatmap, series_heatmap
@@ -42,7 +44,9 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     Raises:
         ValueError: the field has other axes.
     """
-    return described(_field_figure(result, field, axes), result.provenance)
+    held = "values" if field == result.values_name else field
+    fig = with_least_span(_field_figure(result, field, axes), bounds_of(result).get(held) or (-math.inf, math.inf))
+    return described(fig, result.provenance)
 
 
 def title_of(result: Result, field: str) -> str:

@@ -147,8 +147,8 @@ def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
     return {
         "type": "data",
         "symmetric": False,
-        "array": np.nan_to_num(ends.high - values),
-        "arrayminus": np.nan_to_num(values - ends.low),
+        "array": ends.high - values,
+        "arrayminus": values - ends.low,
         "thickness": 1,
         "width": 3,
     }
@@ -172,4 +172,4 @@ def intervals_in_words(fig: go.Figure) -> str:
 def _has_whiskers(trace: Any) -> bool:
     bars = (getattr(trace, name, None) for name in ("error_x", "error_y"))
     sides = (side for bar in bars if bar is not None for side in (bar.array, bar.arrayminus) if side is not None)
-    return any(bool(np.any(side)) for side in sides)
+    return any(bool((np.nan_to_num(np.asarray(side, dtype=float)) > 0).any()) for side in sides)
