@@ -160,7 +160,9 @@ def cell_numbers(values: Any, scale: ColourScale) -> dict[str, Any]:
         ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
         for row in np.asarray(values).tolist()
     ]
-    return {"text": on_cells(texts, values, scale), "texttemplate": "%{text}", "textfont": {"size": 11}}
+    # Long numbers in narrow cells.
+    size = 9 if decimals > 3 else 11
+    return {"text": on_cells(texts, values, scale), "texttemplate": "%{text}", "textfont": {"size": size}}
 
 
 def on_cells(texts: Sequence[Sequence[str]], values: Any, scale: ColourScale) -> list[list[str]]:

@@ -278,7 +278,7 @@ def log_axis(low: float, high: float) -> dict[str, Any]:
 
 def colour_bar(title: str) -> dict[str, Any]:
     """A colour bar with its title along its side, and a space between its numbers and the title."""
-    return {"title": {"text": title, "side": "right"}, "ticksuffix": "\u00a0\u00a0"}
+    return {"title": {"text": title, "side": "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
 
 
 def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: str) -> None:
