@@ -9,7 +9,7 @@ import pytest
 
 import tl_layersim as lsim
 from tl_layersim.reporting.curves import Series, lines, with_least_span
-from tl_layersim.reporting.labels import AXES, QUANTITIES, TITLES, field_title, quantity
+from tl_layersim.reporting.labels import AXES, FIGURE_TITLES, QUANTITIES, field_title, quantity
 from tl_layersim.reporting.stitches import step_curve
 from tl_layersim.reporting.style import BLUE, ORANGE
 
@@ -204,7 +204,7 @@ def test_the_tables_of_names_have_no_entry_that_no_result_has():
     known = {name for named in fields.values() for name in named}
     known |= {f"{cls.__name__}.{name}" for cls, named in fields.items() for name in named}
     assert set(QUANTITIES) <= known
-    assert set(TITLES) <= known
+    assert set(FIGURE_TITLES) <= known
     assert set(AXES) <= {axis for named in fields.values() for axes in named.values() for axis in axes}
 
 

@@ -16,7 +16,7 @@ from .style import DIVERGING, SEQUENTIAL
 # Standard deviations have a scale of their own, so that their figure is not taken for one of the values.
 SPREAD = "Magma"
 # Fields that hold what chance gives: near one another, so that a scale of the whole range would give them one colour.
-NULLS = ("null_mean", "null_threshold")
+CHANCE = ("null_mean", "null_threshold")
 # Most decimals of a number in a cell.
 MOST_DECIMALS = 4
 # A diagonal of ones hides the rest where this many sites or more have values below the second number off the diagonal.
@@ -62,7 +62,7 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
         return ColourScale(SPREAD, 0.0, end_above(_largest(values)))
     if field == "p_values":
         return ColourScale(f"{SEQUENTIAL}_r", 0.0, 1.0)
-    if field in NULLS:
+    if field in CHANCE:
         return narrow_scale(values)
     return scale_within(values, bounds_of(result).get(held) or (-math.inf, math.inf))
 

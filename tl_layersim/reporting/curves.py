@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,13 +112,14 @@ def with_least_span(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
     axis = fig.layout.yaxis
     if not np.isfinite(bounds).all() or axis.rangemode == "tozero" or axis.type == "log" or axis.range is not None:
         return fig
-    lines_of = [trace for trace in fig.data if trace.type == "scatter"]
-    drawn = np.concatenate([np.asarray(trace.y, dtype=float) for trace in lines_of]) if len(lines_of) == len(fig.data) else []
-    known = drawn[np.isfinite(drawn)] if len(drawn) else drawn
-    least = (bounds[1] - bounds[0]) / 10
-    if not len(known) or known.max() - known.min() >= least:
+    if any(trace.type != "scatter" for trace in fig.data):
         return fig
-    middle = float(np.clip((known.max() + known.min()) / 2, bounds[0] + least / 2, bounds[1] - least / 2))
+    drawn = [float(y) for trace in fig.data for y in np.asarray(trace.y, dtype=float)]
+    known = [y for y in drawn if math.isfinite(y)]
+    least = (bounds[1] - bounds[0]) / 10
+    if not known or max(known) - min(known) >= least:
+        return fig
+    middle = float(np.clip((max(known) + min(known)) / 2, bounds[0] + least / 2, bounds[1] - least / 2))
     return fig.update_yaxes(range=[middle - 0.53 * least, middle + 0.53 * least])
 
 

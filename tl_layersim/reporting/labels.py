@@ -186,7 +186,7 @@ QUANTITIES = {
     "windowed_lss_std": "Standard deviation of the line-shape score",
 }
 # Titles of the figures of fields that reports do not draw, by class and field where a field's name has several meanings.
-TITLES = {
+FIGURE_TITLES = {
     "BlockCouplingResult.defined": "Prompts with a coupling, by pair of blocks",
     "BlockCouplingResult.null": "Mis-coupling of random vectors in place of a block's",
     "BlockCouplingResult.std": "Spread of the mis-coupling over prompts",
@@ -353,7 +353,7 @@ def field_title(result_class: str, field: str) -> str:
         >>> field_title("ExitCurveResult", "agreement"), field_title("OwnResult", "entropy_of_text")
         ('Agreement of early exits with the last layer by threshold', 'Entropy of text')
     """
-    title = TITLES.get(f"{result_class}.{field}") or TITLES.get(field)
+    title = FIGURE_TITLES.get(f"{result_class}.{field}") or FIGURE_TITLES.get(field)
     return title or quantity(result_class, field).partition(" (")[0]
 
 
