@@ -11,6 +11,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.analysis.exponential_fits import fit_exponential
 from tl_layersim.core import LayerCurve
+from tl_layersim.reporting.style import on_what
 
 from ..views import from_views, provenance, residuals, view
 
@@ -128,6 +129,9 @@ def test_the_figure_has_points_and_both_curves():
     np.testing.assert_allclose(figure.data[1].y[[0, -1]], fit.values[0, [0, -1]], rtol=1e-6)
     np.testing.assert_allclose(figure.data[2].y[0], float(fit.intercept[0]))
     assert figure.layout.xaxis.title.text == "After block"
+    assert figure.layout.title.text.startswith("Exponential growth of the ")
+    assert figure.layout.title.subtitle.text.endswith(on_what(fit.provenance))
+    assert lsim.exponential_fit(curve(2 * np.exp(-0.3 * np.arange(7)))).plot().layout.title.text.startswith("Exponential decay")
     assert list(figure.layout.xaxis.ticktext)[:2] == ["embed", "0"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.reporting.style import GREY
 
 from ..tiny_models import noisy, random_tokens, tiny_gpt2, tiny_llama, tiny_tokenizer
 from .helpers import Passes
@@ -114,7 +115,14 @@ class TestGrid:
         heights = sorted(max(trace.y) for trace in tree.data if trace.y[0] is not None)
         np.testing.assert_allclose(heights, grid.clusters()[:, 2])
         assert tree.layout.yaxis.title.text == "CKA distance (radians)"
+        # The last link joins the groups; every other one is of one group.
+        colours = {max(trace.y): trace.line.color for trace in tree.data if trace.y[0] is not None}
+        assert [colours[height] == GREY for height in sorted(colours)] == [False, False, True]
+        assert all(fig.layout.title.subtitle.text for fig in (heat, tree))
         boxes = grid.plot("groups")
+        # Quartiles of four pairs are not drawn.
+        assert all(trace.line.width == 0 for trace in boxes.data if trace.type == "box")
+        assert "quartiles" not in boxes.layout.title.subtitle.text
         assert [len(trace.y) for trace in boxes.data if trace.type == "box"] == [1, 1, 4]
         page = lsim.Report({"grid": grid}).to_html(tmp_path / "page.html").read_text()
         assert all(

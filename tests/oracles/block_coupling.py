@@ -72,7 +72,7 @@ def oracle_block_coupling(batches: list[np.ndarray], k: int = 10) -> dict[str, n
         "singular_values": spectra.mean(0),
         "singular_values_std": spectra.std(0),
         "by_length": np.array([np.mean(one) for one in by]),
-        "by_length_std": np.array([np.std(one) for one in by]),
+        "by_length_std": np.array([np.std(one) if len(one) > 1 else np.nan for one in by]),
         "length_count": np.array([float(len(one)) for one in by]),
         "residual": np.zeros(blocks),
         "step_error": np.zeros(blocks),

@@ -16,6 +16,8 @@ from tl_layersim.reporting.colour_scales import (
     cell_numbers,
     end_above,
     luminance,
+    narrow_scale,
+    off_diagonal_scale,
     on_cells,
     scale_within,
     text_colours,
@@ -88,3 +90,21 @@ def test_figures_are_at_most_600_pixels_wide_and_cells_are_square(report):
         assert fig.layout.yaxis.scaleanchor == "x"
         assert fig.data[0].colorbar.title.text
         assert "row: %{customdata[0]}" in fig.data[0].hovertemplate
+
+
+def test_cells_have_more_decimals_on_a_narrow_scale():
+    values = np.array([[0.0012, 0.0041], [0.0033, 0.0012]])
+    scale = narrow_scale(values)
+    assert (scale.low, scale.high) == (0.0012, 0.0041)
+    assert ">0.0041<" in cell_numbers(values, scale)["text"][0][1]
+    assert ">0.50<" in cell_numbers(np.full((2, 2), 0.5), narrow_scale(np.full((2, 2), 0.5)))["text"][0][0]
+
+
+def test_ones_on_the_diagonal_of_many_sites_do_not_hide_the_rest():
+    whole = ColourScale("Viridis", 0.0, 1.0)
+    values = np.full((30, 30), 0.2)
+    np.fill_diagonal(values, 1.0)
+    assert off_diagonal_scale(values, whole) == ColourScale("Viridis", 0.0, 0.2, "diagonal: 1, beyond the colours")
+    assert off_diagonal_scale(values[:20, :20], whole) == whole
+    assert off_diagonal_scale(np.where(values == 0.2, 0.6, values), whole) == whole
+    assert off_diagonal_scale(np.full((30, 30), 0.2), whole) == whole

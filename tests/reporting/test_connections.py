@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.reporting.colour_scales import end_above
 from tl_layersim.reporting.connections import connection_labels
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -38,7 +40,12 @@ def test_a_row_of_tiles_is_a_jacobian_and_a_column_a_basis():
     fig = found.plot()
     heat = fig.data[0]
     tile = np.array(heat.z)[:3, 4:7]
-    np.testing.assert_allclose(tile, expected / expected.max(), atol=1e-6)
+    # All tiles of a row are shares of the largest singular value of its Jacobian, on one scale.
+    np.testing.assert_allclose(tile, expected / torch.linalg.svdvals(jacobians[0]).max(), atol=1e-6)
+    own = np.array(heat.z)[:3, :3]
+    assert own.max() == pytest.approx(1.0)
+    assert heat.zmax == min(1.0, end_above(max(np.nanmax(np.array(heat.z)[:3, 4:]), np.nanmax(np.array(heat.z)[4:, :3]))))
+    assert fig.layout.title.text == "Do blocks share singular directions?"
     assert heat.y[0].startswith("block 0")
     assert heat.x[4].startswith("block 1")
     assert np.isnan(np.array(heat.z)[3]).all()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import tl_layersim as lsim
-from tl_layersim.reporting.labels import AXES, QUANTITIES, quantity
+from tl_layersim.reporting.curves import Series, lines, with_least_span
+from tl_layersim.reporting.labels import AXES, FIGURE_TITLES, QUANTITIES, field_title, quantity
 from tl_layersim.reporting.stitches import step_curve
 from tl_layersim.reporting.style import BLUE, ORANGE
 
@@ -100,6 +101,36 @@ def test_figures_have_titles_words_on_axes_and_legends_beside_the_curves(report)
             assert outside, picture
 
 
+@pytest.mark.parametrize("cls", result_classes(), ids=lambda cls: cls.__name__)
+def test_the_title_of_a_curve_is_more_than_the_words_on_its_axis(cls):
+    titles = {picture.field: picture.title for picture in cls.pictures}
+    curves = [name for name, axes in fields_of(cls).items() if len(axes) == 1 and not NO_FIGURE & set(axes)]
+    for field in curves:
+        title = titles.get(field) or field_title(cls.__name__, field)
+        assert title != quantity(cls.__name__, field), field
+        assert "(" not in title, field
+
+
+def test_sites_without_any_value_are_no_place_on_the_axis():
+    sites = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(3)))
+    own = [Series("a", np.array([np.nan, 0.4, np.nan, 0.2])), Series("b", np.array([np.nan, 0.1, 0.2, np.nan]))]
+    fig = lines(sites, own, "title", "unit", "residual")
+    assert list(fig.layout.xaxis.ticktext) == ["0", "1", "2"]
+    assert [list(trace.customdata) for trace in fig.data] == [list(sites[1:])] * 2
+    empty = lines(sites, [Series("a", np.full(4, np.nan))], "title", "unit", "residual")
+    assert len(empty.layout.xaxis.ticktext) == 4
+
+
+def test_a_ripple_of_a_bounded_quantity_does_not_fill_the_figure():
+    own = lines((1, 2, 3), [Series("a", np.array([-0.2488, -0.2502, -0.2495]))], "title", "unit", "step")
+    low, high = with_least_span(own, (-1.0, 1.0)).layout.yaxis.range
+    assert high - low == pytest.approx(0.212)
+    assert low < -0.2502 < -0.2488 < high
+    for bounds, values in (((-1.0, 1.0), [-0.9, 0.1, 0.2]), ((-np.inf, 1.0), [-0.2, -0.2, -0.21])):
+        free = lines((1, 2, 3), [Series("a", np.array(values))], "title", "unit", "step")
+        assert with_least_span(free, bounds).layout.yaxis.range is None
+
+
 def test_early_exits_are_one_figure_with_the_threshold_at_each_point(report):
     result = report["exit_curve"]
     fig = result.plot()
@@ -173,6 +204,7 @@ def test_the_tables_of_names_have_no_entry_that_no_result_has():
     known = {name for named in fields.values() for name in named}
     known |= {f"{cls.__name__}.{name}" for cls, named in fields.items() for name in named}
     assert set(QUANTITIES) <= known
+    assert set(FIGURE_TITLES) <= known
     assert set(AXES) <= {axis for named in fields.values() for axes in named.values() for axis in axes}
 
 

@@ -243,6 +243,14 @@ def test_without_intervals_a_figure_has_the_same_points_and_nothing_else(result,
         for added in ("legendgroup", "hovertemplate"):
             before.pop(added, None)
         assert str(trace) == str(before)
+    # The subtitle says what shows the intervals, where something does.
+    before, now = (one["layout"]["title"].pop("subtitle")["text"] for one in (other, own))
+    shows = {
+        "bands": kept != own["data"],
+        "whiskers": any("error_y" in trace for trace in result.plot(field).to_plotly_json()["data"]),
+    }
+    drawn = " and ".join(word for word, is_drawn in shows.items() if is_drawn)
+    assert now == (f"{before} · {drawn}: 95 % intervals" if drawn else before)
     assert own["layout"] == other["layout"]
 
 
@@ -251,9 +259,11 @@ def test_a_single_block_draws_nothing(plain):
     fig = one.plot("curve")
     assert bands(fig) == []
     assert [own[1] for own in fig.data[0].customdata] == [""] * 4
+    # A bar of length 0 would claim a value that is known exactly.
     bars = one.plot("by_name").data[0].error_y
-    assert not np.any(bars.array)
-    assert not np.any(bars.arrayminus)
+    assert np.isnan(bars.array).all()
+    assert np.isnan(bars.arrayminus).all()
+    assert "95 %" not in one.plot("by_name").layout.title.subtitle.text
 
 
 def test_a_band_leaves_a_gap_where_an_end_is_unknown():

@@ -12,6 +12,7 @@ from torch import Tensor, from_numpy
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..core.provenance import Provenance
 from ..core.results import Result
 from .sweep_curves import field_axes, field_curve, site_axes
 from .sweep_results import quantity_of
@@ -57,6 +58,7 @@ class ExponentialFit:
         slope: `curve`, of the line.
         linear_r_squared: `curve`, fraction of the variance that the line explains.
         quantity: the quantity in words, with its unit.
+        provenance: of the result.
     """
 
     names: tuple[str, ...]
@@ -72,6 +74,7 @@ class ExponentialFit:
     slope: Float64[Tensor, " curve"]
     linear_r_squared: Float64[Tensor, " curve"]
     quantity: str
+    provenance: Provenance
 
     def __repr__(self) -> str:
         lines = [
@@ -97,14 +100,18 @@ class ExponentialFit:
         Args:
             curve: number of the curve.
         """
+        from ..reporting.style import described
         from ..reporting.sweeps import fitted_curve
 
         x = np.linspace(float(self.depth[0]), float(self.depth[-1]), 100)
         a, b = float(self.amplitude[curve]), float(self.rate[curve])
         found = f"R² = {self.r_squared[curve]:.3f} of the exponential, {self.linear_r_squared[curve]:.3f} of the line"
-        title = self.quantity.partition(" (")[0]
+        words = self.quantity.partition(" (")[0]
+        # Lower case inside the title, but not the initials of a name such as "CKA".
+        words = words if words[1:2].isupper() else words[:1].lower() + words[1:]
+        title = f"Exponential {'growth' if b >= 0 else 'decay'} of the {words}"
         title += "" if len(self.names) == 1 else f", {self.names[curve]}"
-        return fitted_curve(
+        fig = fitted_curve(
             self.depth.numpy(),
             self.values[curve].numpy(),
             self.sites,
@@ -114,6 +121,7 @@ class ExponentialFit:
             },
             (title, found, self.quantity),
         )
+        return described(fig, self.provenance)
 
 
 @typed
@@ -177,6 +185,7 @@ def exponential_fit(
         depth=from_numpy(depth),
         values=from_numpy(values),
         quantity=quantity,
+        provenance=result.provenance,
         **columns,
     )
 

@@ -59,11 +59,13 @@ class GroupCurves(Result):
         """Lines by layer with bands of one standard deviation, and intervals as whiskers; or another field as of any result."""
         from ..reporting.interval_bands import interval_ends
         from ..reporting.models import group_lines
+        from ..reporting.style import described
 
         if field not in ("mean", "values"):
             return super().plot(field)
         ends = interval_ends(self, "mean")
-        return group_lines(self.values.numpy(), self.sd.numpy(), self.comparisons, self.sites, self.quantity, ends)
+        fig = group_lines(self.values.numpy(), self.sd.numpy(), self.comparisons, self.sites, self.quantity, ends)
+        return described(fig, self.provenance)
 
     def headline(self) -> dict[str, float]:
         inside = torch.tensor([name.startswith("within ") for name in self.comparisons])

@@ -104,6 +104,7 @@ class GroupComparison(Result):
         """The distances of all pairs by the groups of the two models; or another field as of any result."""
         from ..reporting.interval_bands import interval_ends
         from ..reporting.models import group_distances
+        from ..reporting.style import described
 
         if field not in ("mean", "values"):
             return super().plot(field)
@@ -115,7 +116,8 @@ class GroupComparison(Result):
         test = f"difference of means {difference}, p = {self.p_value:.2g} ({self.relabelings:,} {of})"
         all_ends = interval_ends(self, "distances")
         ends = all_ends and {name: all_ends.at(tuple(index.numpy())) for name, index in members.items()}
-        return group_distances(series, [name.startswith("within ") for name in series], self.quantity, test, ends)
+        inside = [name.startswith("within ") for name in series]
+        return described(group_distances(series, inside, self.quantity, test, ends), self.provenance)
 
 
 class Permutations(NamedTuple):

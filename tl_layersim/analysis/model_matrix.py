@@ -125,20 +125,22 @@ class ModelMatrix(Result):
         """A heat map of the models in the order of the dendrogram, the `"dendrogram"`, or `"groups"`, their comparison."""
         from ..reporting import models
         from ..reporting.interval_bands import interval_ends
+        from ..reporting.style import described
 
         if field == "groups":
             return self.compare_groups().plot()
         field = self.values_name if field == "values" else field
         title = {picture.field: picture.title for picture in self.pictures}.get(field, self.quantity)
         if field == "dendrogram":
-            return models.dendrogram(self.clusters(), self.models, self.groups, title, self.quantity)
+            tree = models.dendrogram(self.clusters(), self.models, self.groups, title, self.quantity)
+            return described(tree, self.provenance)
         if field != self.values_name:
             return super().plot(field)
         order = list(self.order)
         names, groups = ([names[n] for n in order] if names else [] for names in (self.models, self.groups))
         ends = interval_ends(self, lambda one: one.values[order][:, order])
         values = self.values[order][:, order].numpy()
-        return models.model_heatmap(values, names, groups, title, self.quantity, self.sides(), ends)
+        return described(models.model_heatmap(values, names, groups, title, self.quantity, self.sides(), ends), self.provenance)
 
     def sides(self) -> tuple[str, str]:
         """Titles of the rows and of the columns in a figure."""

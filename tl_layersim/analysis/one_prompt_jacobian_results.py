@@ -16,6 +16,9 @@ from ..core.results import Picture, Result, axes
 if TYPE_CHECKING:
     import plotly.graph_objects
 
+# What the connections of a figure are, by what differs among them.
+CONNECTED = {"block": "blocks", "token": "tokens"}
+
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -109,7 +112,8 @@ class CouplingMatrices(Result):
         Picture(
             "matrices",
             "Coupling matrices",
-            "|A| of each pair, divided by its largest entry; diagonal where two Jacobians have the same singular vectors "
+            "|A| of each pair, divided by the largest singular value of its Jacobian; diagonal where two Jacobians have the "
+            "same singular vectors "
             "(Aubry et al. 2025, figures 2 to 4).",
         ),
     )
@@ -153,7 +157,7 @@ class CouplingMatrices(Result):
         if len(means) > 1:
             coupling, random = means.values()
             note += f"; mean coupling of different connections {coupling:.2f}, of random vectors {random:.2f}"
-        title = "Jacobians between the singular vectors of others"
+        title = f"Do {CONNECTED.get(labels.kind, 'Jacobians')} share singular directions?"
         return described(matrix_tiles(self.matrices.abs().numpy(), labels, title, note), self.provenance)
 
     def headline(self) -> dict[str, float]:

@@ -184,9 +184,9 @@ def null_pictures(measure: str) -> tuple[Picture, ...]:
         ),
         Picture(
             "null_mean",
-            f"Mean {measure} of randomly paired samples",
+            f"{measure[0].upper()}{measure[1:]} of randomly paired samples",
             "The similarity that width and number of samples alone produce: samples of a layer are paired with random samples "
-            "of the other (permutation test of Fisher 1935).",
+            "of the other, mean over pairings (permutation test of Fisher 1935).",
         ),
         Picture(
             "null_threshold",

@@ -48,7 +48,7 @@ class BlockCouplingResult(Result):
         singular_values: `layer direction`, mean over prompts, descending; of the Jacobian without skip connection.
         singular_values_std: `layer direction`.
         by_length: `length`, mean coupling over pairs of different blocks, by length of the prompt.
-        by_length_std: `length`, standard deviation over prompts.
+        by_length_std: `length`, standard deviation over prompts; NaN for a single prompt.
         length_count: `length`, number of prompts.
         residual: `layer`, error of the singular vectors, |J'u - s v| / s_1, mean over prompts; 0 for "dense".
         step_error: `layer`, of finite differences: relative change of a product with twice the step, mean over prompts.
@@ -126,7 +126,11 @@ class BlockCouplingResult(Result):
         Args:
             field: name of a tensor field.
         """
-        return super().plot(field)
+        fig = super().plot(field)
+        if field.startswith("by_length"):
+            counts = (f"{label}<br>n = {int(n)}" for label, n in zip(self.lengths, self.length_count, strict=True))
+            fig.update_xaxes(ticktext=list(counts))
+        return fig
 
     def mean(
         self, field: Literal["coupling", "values", "null", "null_coupling", "std", "defined"] = "coupling", k: int | None = None
@@ -331,6 +335,7 @@ class BlockCoupling(Analyzer):
         lengths = sums["length_count"].nonzero()[:, 0]
         many = sums["length_count"][lengths].double()
         by_length = sums["length_total"][lengths] / many
+        length_variance = sums["length_square"][lengths] / many - by_length.square()
         d_model = int(sums["width"]) // samples
         ks = tuple(min(k, d_model) for k in self.ks)
         by_row = torch.zeros(2, 0, dtype=torch.float64)
@@ -347,7 +352,7 @@ class BlockCoupling(Analyzer):
             singular_values=spectrum,
             singular_values_std=(sums["spectrum_square"] / samples - spectrum.square()).clamp(min=0).sqrt(),
             by_length=by_length,
-            by_length_std=(sums["length_square"][lengths] / many - by_length.square()).clamp(min=0).sqrt(),
+            by_length_std=torch.where(many > 1, length_variance.clamp(min=0).sqrt(), math.nan),
             length_count=many,
             residual=sums["residual"] / samples,
             step_error=sums["step_error"] / samples,

@@ -83,7 +83,7 @@ class CosineResult(LayerMatrix):
         ),
         Picture(
             "norm_ratio",
-            "Residual norm over update norm",
+            "Stream norm over update norm",
             "At high values the residual stream passes a block almost unchanged "
             "(Jiang, Zhou and Zhu 2024, appendix, figure 11 right).",
         ),
@@ -95,7 +95,7 @@ class CosineResult(LayerMatrix):
         ),
         Picture(
             "block_influence",
-            "Block influence",
+            "How much each block turns the stream",
             "1 minus the mean cosine of a block's raw input and output: low for blocks that change the stream's direction "
             "little (Men et al. 2024).",
         ),

@@ -62,7 +62,7 @@ class SaturationResult(Result):
     pictures: ClassVar[tuple[Picture, ...]] = (
         Picture(
             "counts",
-            "Saturation events at each block",
+            "Tokens that saturate at each block",
             "Bars: number of tokens whose most likely next token is final from each block on. Line, right axis: fraction of "
             "tokens that saturate at each block or before " + SATURATION_SOURCE.format("figures 1 c, 3 and 19"),
         ),

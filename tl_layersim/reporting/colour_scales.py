@@ -17,6 +17,12 @@ from .style import DIVERGING, SEQUENTIAL
 SPREAD = "Magma"
 # End of the scale of p-values: 0.05 is its middle.
 HIGHEST_P = 0.1
+# Fields that hold what chance gives: near one another, so that a scale of the whole range would give them one colour.
+CHANCE = ("null_mean", "null_threshold")
+# Most decimals of a number in a cell.
+MOST_DECIMALS = 4
+# A diagonal of ones hides the rest where this many sites or more have values below the second number off the diagonal.
+MANY_SITES, FAR_BELOW_ONE = 25, 0.5
 # Similarities below this are more than noise about 0, and need a scale about 0.
 NEGATIVE = -0.1
 # Numbers at which a scale may end, times a power of ten.
@@ -59,6 +65,8 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
     if field == "p_values":
         beyond = f"highest colour: {HIGHEST_P:g} or more" if _largest(values) > HIGHEST_P else ""
         return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, beyond)
+    if field in CHANCE:
+        return narrow_scale(values)
     return scale_within(values, bounds_of(result).get(held) or (-math.inf, math.inf))
 
 
@@ -95,6 +103,26 @@ def narrow_scale(values: Any, name: str = SEQUENTIAL) -> ColourScale:
     return ColourScale(name, low, high if high > low else low + 1e-9)
 
 
+def off_diagonal_scale(values: Any, scale: ColourScale) -> ColourScale:
+    """The colour scale of what is off a diagonal of ones, where the ones would hide it; else the scale of all values.
+
+    Args:
+        values: `row column`, those that are drawn.
+        scale: of all values.
+
+    Examples:
+        >>> off_diagonal_scale(np.eye(30) * 0.9 + 0.1, ColourScale("Viridis", 0.0, 1.0))
+        ColourScale(name='Viridis', low=0.0, high=0.1, note='diagonal: 1, beyond the colours')
+    """
+    array = np.asarray(values, dtype=float)
+    if array.ndim != 2 or len(set(array.shape)) != 1 or len(array) < MANY_SITES or scale.name != SEQUENTIAL:
+        return scale
+    others = array[~np.eye(len(array), dtype=bool)]
+    if not np.allclose(array.diagonal(), 1.0, atol=1e-6) or _largest(others) >= FAR_BELOW_ONE:
+        return scale
+    return ColourScale(scale.name, scale.low, end_above(_largest(others)), "diagonal: 1, beyond the colours")
+
+
 def about_zero(values: Any) -> ColourScale:
     """The colour scale of differences, with 0 in its middle.
 
@@ -118,21 +146,26 @@ def end_above(value: float) -> float:
     return next(round(end * power, 12) for end in ENDS if end * power >= value * (1 - 1e-9))
 
 
-def cell_numbers(values: Any, scale: ColourScale, decimals: int = 2) -> dict[str, Any]:
+def cell_numbers(values: Any, scale: ColourScale) -> dict[str, Any]:
     """Settings of a plotly heatmap that write each value into its cell, if there is room for them.
+
+    Two decimals, and more where the scale is so narrow that they would be the same in most cells.
 
     Args:
         values: `row column`.
         scale: of the heatmap.
-        decimals: of the numbers.
     """
     if max(np.shape(values)) > MOST_NUMBERS:
         return {}
+    span = scale.high - scale.low
+    decimals = min(max(2, 1 - math.floor(math.log10(span))), MOST_DECIMALS) if _largest(values) > _smallest(values) else 2
     texts = [
         ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
         for row in np.asarray(values).tolist()
     ]
-    return {"text": on_cells(texts, values, scale), "texttemplate": "%{text}", "textfont": {"size": 11}}
+    # Long numbers in narrow cells.
+    size = 9 if decimals > 3 else 11
+    return {"text": on_cells(texts, values, scale), "texttemplate": "%{text}", "textfont": {"size": size}}
 
 
 def on_cells(texts: Sequence[Sequence[str]], values: Any, scale: ColourScale) -> list[list[str]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import plotly.graph_objects as go
 
-from .colour_scales import ColourScale, cell_numbers, narrow_scale
+from .colour_scales import ColourScale, cell_numbers, end_above, narrow_scale
 from .interval_bands import cell_hover
 from .matrix import square_cells
 from .site_labels import parse_site, short_names
@@ -89,9 +89,10 @@ def connection_labels(connections: tuple[str, ...], tokens: tuple[str, ...]) -> 
 
 
 def matrix_tiles(matrices: Any, labels: ConnectionLabels, title: str, note: str) -> go.Figure:
-    """Small matrices side by side, each divided by its largest entry, with gaps between.
+    """Small matrices side by side, with gaps between, on one colour scale.
 
-    Row l and column l' is the Jacobian of connection l between the singular vectors of connection l'.
+    Row l and column l' is the Jacobian of connection l between the singular vectors of connection l', divided by the largest
+    singular value of l. The colours end near the largest entry of l' other than l: a Jacobian in its own basis is diagonal.
 
     Args:
         matrices: `row column left right`, absolute values.
@@ -100,9 +101,15 @@ def matrix_tiles(matrices: Any, labels: ConnectionLabels, title: str, note: str)
         note: below it.
     """
     count, _, k, _ = matrices.shape
-    top = np.maximum(matrices.max(axis=(2, 3), keepdims=True), 1e-300)
+    own = np.arange(count)
+    gain = matrices[own, own].max(axis=(1, 2))[:, None, None, None]
+    shares = matrices / np.maximum(gain, 1e-300)
+    others = shares[~np.eye(count, dtype=bool)]
+    scale = ColourScale(SEQUENTIAL, 0.0, min(1.0, end_above(float(np.nanmax(others)))) if np.isfinite(others).any() else 1.0)
+    if scale.high < 1:
+        note += f"; highest colour: {scale.high:g} or more"
     padded = np.full((count, count, k + 1, k + 1), np.nan)
-    padded[:, :, :k, :k] = matrices / top
+    padded[:, :, :k, :k] = shares
     size = count * (k + 1) - 1
     # A category for each entry, whose name is the text at the pointer: a text for each cell would be far larger.
     rows = [f"{name}: U {n + 1}" if n < k else " " * (m + 1) for m, name in enumerate(labels.full) for n in range(k + 1)]
@@ -112,10 +119,11 @@ def matrix_tiles(matrices: Any, labels: ConnectionLabels, title: str, note: str)
             z=padded.transpose(0, 2, 1, 3).reshape(size + 1, size + 1)[:size, :size],
             x=columns[:size],
             y=rows[:size],
-            colorbar=colour_bar("|entry| / largest of its matrix"),
+            colorbar=colour_bar("|entry| / largest singular value of the row"),
             hoverongaps=False,
-            hovertemplate="Jacobian of %{y}<br>singular vectors of %{x}<br>|entry| / largest: %{z:.3f}<extra></extra>",
-            **ColourScale(SEQUENTIAL, 0.0, 1.0).trace(),
+            hovertemplate="Jacobian of %{y}<br>singular vectors of %{x}<br>"
+            "|entry| / largest singular value: %{z:.3f}<extra></extra>",
+            **scale.trace(),
         )
     )
     step = max(1, -(-count // MOST_TILES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,9 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
         axis: name of the horizontal axis.
         log: whether the vertical axis is logarithmic where all values are positive.
     """
+    shown = known_sites(names, np.stack([one.values for one in series]), axis)
+    names = names[shown]
+    series = [one._replace(values=one.values[shown], ends=one.ends and one.ends.at(shown)) for one in series]
     fig = go.Figure()
     numbers = is_numeric_axis(names, axis)
     x = list(names) if numbers else list(range(len(names)))
@@ -84,6 +88,39 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
         from_zero = bool((np.nan_to_num(values) >= 0).all()) and len(series) < 4
         fig.update_yaxes(title=quantity, rangemode="tozero" if from_zero else "normal")
     return styled(fig, title).update_layout(showlegend=len(series) > 1)
+
+
+def known_sites(names: tuple[Any, ...], values: Any, axis: str) -> slice:
+    """The sites from the first to the last at which any series is known: all, if none is, or the axis has no sites.
+
+    Args:
+        names: labels along the axis.
+        values: `series point`.
+        axis: its name.
+    """
+    known = np.flatnonzero(np.isfinite(values).any(axis=0))
+    return slice(int(known[0]), int(known[-1]) + 1) if axis in LAYER_AXES and len(known) else slice(0, len(names))
+
+
+def with_least_span(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
+    """The line plot of a bounded quantity, with a vertical axis of at least a tenth of the bounds: noise is no dip.
+
+    Args:
+        fig: of lines; heatmaps, and axes that begin at 0 or are logarithmic, stay as they are.
+        bounds: of the quantity, infinite where there is none.
+    """
+    axis = fig.layout.yaxis
+    if not np.isfinite(bounds).all() or axis.rangemode == "tozero" or axis.type == "log" or axis.range is not None:
+        return fig
+    if any(trace.type != "scatter" for trace in fig.data):
+        return fig
+    drawn = [float(y) for trace in fig.data for y in np.asarray(trace.y, dtype=float)]
+    known = [y for y in drawn if math.isfinite(y)]
+    least = (bounds[1] - bounds[0]) / 10
+    if not known or max(known) - min(known) >= least:
+        return fig
+    middle = float(np.clip((max(known) + min(known)) / 2, bounds[0] + least / 2, bounds[1] - least / 2))
+    return fig.update_yaxes(range=[middle - 0.53 * least, middle + 0.53 * least])
 
 
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
@@ -154,6 +191,8 @@ def quantile_lines(
         axis: name of the horizontal axis.
         ends: of the intervals of the values; None without intervals.
     """
+    shown = known_sites(names, values, axis)
+    names, values, ends = names[shown], values[:, shown], ends and ends.at((slice(None), shown))
     fig = go.Figure()
     add_fan(fig, list(range(len(names))), (levels, names), values, ends, BLUE)
     label_axis(fig, names, axis)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from ..core.intervals import bounds_of
 from ..core.provenance import JOINT
 from ..core.results import Result
-from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines, quantile_lines, sublayer_lines, with_baseline
+from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines, quantile_lines, sublayer_lines, with_baseline, with_least_span
 from .interval_bands import Ends, interval_ends
-from .labels import quantity, series_label
+from .labels import field_title, quantity, series_label
 from .matrix import layer_heatmap, series_heatmap
 from .names_of_models import names_of_models
 from .site_labels import site_words
@@ -42,18 +44,20 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     Raises:
         ValueError: the field has other axes.
     """
-    return described(_field_figure(result, field, axes), result.provenance)
+    held = "values" if field == result.values_name else field
+    fig = with_least_span(_field_figure(result, field, axes), bounds_of(result).get(held) or (-math.inf, math.inf))
+    return described(fig, result.provenance)
 
 
 def title_of(result: Result, field: str) -> str:
-    """The title of a field's figure: that of its picture in reports, else the quantity in words.
+    """The title of a field's figure: that of its picture in reports, else its title in words.
 
     Args:
         result: whose field.
         field: its name.
     """
     picture = next((picture for picture in result.pictures if picture.field == field), None)
-    return site_words(result.layers, picture.title if picture else quantity(type(result).__name__, field))
+    return site_words(result.layers, picture.title if picture else field_title(type(result).__name__, field))
 
 
 def _field_figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:

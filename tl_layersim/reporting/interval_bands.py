@@ -12,6 +12,8 @@ from plotly.colors import hex_to_rgb
 from ..core.intervals import bounds_of
 from ..core.results import Result
 
+# The mark of a trace that is the band of intervals.
+INTERVALS = "95 % intervals"
 # Opacities of a band and of its outline, which shows the interval of a point without neighbours.
 FILL, OUTLINE = 0.16, 0.22
 
@@ -130,6 +132,7 @@ def add_band(fig: go.Figure, x: Any, ends: Ends, colour: str, strength: float = 
         fillcolor=shade.format(round(FILL * strength, 3)),
         hoverinfo="skip",
         showlegend=False,
+        meta=INTERVALS,
         **trace,
     )
 
@@ -144,8 +147,29 @@ def whiskers(values: Any, ends: Ends) -> dict[str, Any]:
     return {
         "type": "data",
         "symmetric": False,
-        "array": np.nan_to_num(ends.high - values),
-        "arrayminus": np.nan_to_num(values - ends.low),
+        "array": ends.high - values,
+        "arrayminus": values - ends.low,
         "thickness": 1,
         "width": 3,
     }
+
+
+def intervals_in_words(fig: go.Figure) -> str:
+    """What stands for the intervals in a figure; empty for a figure that draws none.
+
+    Args:
+        fig: whose bands `add_band` drew, and whose error bars `whiskers` made.
+
+    Examples:
+        >>> bars = whiskers(np.array([0.3]), Ends(np.array([0.2]), np.array([0.5])))
+        >>> intervals_in_words(go.Figure(go.Scatter(x=[0], y=[0.3], error_y=bars)))
+        'whiskers: 95 % intervals'
+    """
+    drawn = ["bands"] * any(trace.meta == INTERVALS for trace in fig.data) + ["whiskers"] * any(map(_has_whiskers, fig.data))
+    return f"{' and '.join(drawn)}: {INTERVALS}" if drawn else ""
+
+
+def _has_whiskers(trace: Any) -> bool:
+    bars = (getattr(trace, name, None) for name in ("error_x", "error_y"))
+    sides = (side for bar in bars if bar is not None for side in (bar.array, bar.arrayminus) if side is not None)
+    return any(bool((np.nan_to_num(np.asarray(side, dtype=float)) > 0).any()) for side in sides)

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from ..core.provenance import JOINT
 from ..core.results import Result
-from .colour_scales import SPREAD, ColourScale, cell_numbers, narrow_scale, scale_of
+from .colour_scales import SPREAD, ColourScale, cell_numbers, narrow_scale, off_diagonal_scale, scale_of
 from .interval_bands import Ends, cell_hover
 from .labels import axis_title
 from .site_labels import short_names
@@ -156,7 +156,7 @@ def matrix_scale(result: Result, field: str, axes: tuple[str, ...], values: Any)
         # A relative change of 1 or more is a contribution that has nothing left in common; few outliers would hide the rest.
         beyond = bool((np.nan_to_num(values) > 1).any())
         return ColourScale(scale.name, 0.0, min(1.0, scale.high), "highest colour: 1 or more" if beyond else "")
-    return scale
+    return off_diagonal_scale(values, scale)
 
 
 def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:

@@ -13,10 +13,12 @@ import plotly.graph_objects as go
 from .colour_scales import MOST_NUMBERS, about_zero, on_cells, scale_within
 from .interval_bands import Ends, cell_hover, hover_texts, point_hover, whiskers
 from .matrix import square_cells
-from .style import BLUE, ORANGE, PALETTE, WIDTH, colour_bar, layer_axis, styled, turn_labels, with_subtitle
+from .style import BLUE, GREY, ORANGE, PALETTE, WIDTH, colour_bar, layer_axis, styled, turn_labels, with_subtitle
 
 # Distances of a model to itself are 0 up to this.
 OWN_DISTANCE = 1e-9
+# Fewest pairs of models whose quartiles are drawn.
+FEWEST_OF_BOX = 5
 # Pixels of a character, of an axis title with its tick labels, and of a legend.
 CHARACTER, TITLED, LEGEND = 7, 46, 34
 
@@ -81,7 +83,9 @@ def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: 
     # The distances are known already; the figure needs their merges only.
     fig = create_dendrogram(numbers[:, None], labels=numbers.astype(int), distfun=lambda x: x, linkagefun=lambda _: merges)
     order = [int(number) for number in fig.layout.xaxis.ticktext]
-    fig.update_traces(line={"color": BLUE, "width": 2}, hoverinfo="y", showlegend=False)
+    fig.update_traces(line={"color": GREY, "width": 2}, hoverinfo="y", showlegend=False)
+    for trace, colour in zip(fig.data, _link_colours(merges, groups), strict=True):
+        trace.line.color = colour
     shown = [[names[n] for n in order], [groups[n] for n in order] if groups else []]
     turned = _angle(names)
     ticks = {"ticktext": _coloured(*shown), "tickangle": turned, "ticks": "", "showline": False, "showgrid": False}
@@ -97,7 +101,7 @@ def dendrogram(merges: Any, names: Sequence[str], groups: Sequence[str], title: 
 def group_distances(
     series: Mapping[str, Any], inside: Sequence[bool], quantity: str, test: str, ends: Mapping[str, Ends] | None = None
 ) -> go.Figure:
-    """The distances of pairs of models, each as a point beside the box of its quartiles, by the groups of the two.
+    """The distances of pairs of models, each as a point, by the groups of the two; with boxes of quartiles of enough pairs.
 
     Args:
         series: distances by comparison.
@@ -107,20 +111,25 @@ def group_distances(
         ends: of the intervals of the distances by comparison; None without intervals.
     """
     fig = go.Figure()
-    shown = set()
+    shown: set[bool] = set()
+    boxes = False
     for (name, values), within in zip(series.items(), inside, strict=True):
         hover: dict[str, Any] = {"hovertemplate": "%{y:.4f}<extra></extra>"}
         if ends is not None:
             hover = {"customdata": hover_texts(ends[name]), "hovertemplate": "%{y:.4f}%{customdata}<extra></extra>"}
+        has_box = len(values) >= FEWEST_OF_BOX
+        boxes = boxes or has_box
         fig.add_box(
             y=values,
             name=html.escape(name),
             boxpoints="all",
             jitter=0.4,
             pointpos=0,
-            line={"width": 1.5},
+            # A line of width 0 leaves the points alone.
+            line={"width": 1.5 if has_box else 0},
+            whiskerwidth=0.5 if has_box else 0,
             fillcolor="rgba(0, 0, 0, 0)",
-            marker={"color": BLUE if within else ORANGE, "size": 5},
+            marker={"color": BLUE if within else ORANGE, "size": 7},
             legendgroup=str(within),
             showlegend=False,
             **hover,
@@ -129,7 +138,7 @@ def group_distances(
     for within in sorted(shown, reverse=True):
         label, colour = ("within a group", BLUE) if within else ("between groups", ORANGE)
         fig.add_scatter(
-            x=[None], y=[None], mode="markers", name=label, marker={"color": colour, "size": 10, "symbol": "square"}
+            x=[None], y=[None], mode="markers", name=label, legendgroup=str(within), marker={"color": colour, "size": 9}
         )
     fig.update_xaxes(title="Groups of the two models", automargin=True, tickangle=_angle(list(series)))
     low = min((float(np.min(values)) for values in series.values() if len(values)), default=0.0)
@@ -137,7 +146,7 @@ def group_distances(
     title = f"{quantity.partition(' (')[0]} within and between groups"
     names = list(series) if _angle(list(series)) else []
     fig = styled(fig, title, height=420 + int(0.8 * _label_room(names)))
-    note = f"{html.escape(test)}. A point is a pair of models; boxes are quartiles."
+    note = f"{html.escape(test)}. A point is a pair of models{'; boxes are quartiles' if boxes else ''}."
     return with_subtitle(_with_legend(fig, names, True, 0.8), note[:1].upper() + note[1:])
 
 
@@ -186,9 +195,7 @@ def group_lines(
     fig.update_yaxes(title=quantity)
     title = f"{quantity.partition(' (')[0]} within and between groups, by layer"
     fig = _with_legend(styled(fig, title, height=420), [], True, 1.0)
-    return with_subtitle(
-        fig, "Bands: standard deviation over pairs" + ("; whiskers: 95 % intervals of the means" if ends else "")
-    )
+    return with_subtitle(fig, "Bands: standard deviation over pairs" + ("; whiskers are of the means" if ends else ""))
 
 
 def _in_one_unit(values: Any) -> list[list[str]]:
@@ -196,6 +203,19 @@ def _in_one_unit(values: Any) -> list[list[str]]:
     largest = float(np.abs(np.nan_to_num(values)).max())
     decimals = max(0, 2 - int(np.floor(np.log10(largest)))) if largest > 0 else 0
     return [[f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row] for row in values.tolist()]
+
+
+def _link_colours(merges: Any, groups: Sequence[str]) -> list[str]:
+    """The colour of each link of a dendrogram, in scipy's order: that of a group if all models below are of it, else grey."""
+    from scipy.cluster.hierarchy import dendrogram as drawn
+
+    below = [{group} for group in groups]
+    if groups:
+        for first, second in merges[:, :2].astype(int):
+            below.append(below[first] | below[second])
+    colours = _colours(groups)
+    of_link = [colours[next(iter(one))] if len(one) == 1 else GREY for one in below]
+    return list(drawn(merges, no_plot=True, link_color_func=lambda n: of_link[n] if groups else GREY)["color_list"])
 
 
 def _coloured(names: Sequence[str], groups: Sequence[str]) -> list[str]:
@@ -213,6 +233,8 @@ def _colours(groups: Sequence[str]) -> dict[str, str]:
 
 
 def _legend_of_groups(fig: go.Figure, groups: Sequence[str]) -> None:
+    # The entries say what colours mean: there is nothing that a click could hide.
+    fig.update_layout(legend={"itemclick": False, "itemdoubleclick": False})
     for group, colour in _colours(groups).items():
         _legend_entry(fig, html.escape(group), colour)
 

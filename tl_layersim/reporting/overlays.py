@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ..core.results import Result
-from .interval_bands import Ends, add_band, cell_hover, interval_ends, point_hover
+from .interval_bands import Ends, add_band, cell_hover, interval_ends, intervals_in_words, point_hover
 from .matrix import drawn_values, matrix_scale, sides_of
 from .site_labels import short_names, site_axis_title
 from .style import DASHES, PALETTE, SYMBOLS, WIDTH, colour_bar, layer_axis, styled, turn_labels, with_subtitle
@@ -81,8 +81,7 @@ def overlaid_curves(curves: Sequence[RunCurve], title: str, quantity: str, note:
     else:
         fig.update_xaxes(title=DEPTH_TITLE)
     fig.update_yaxes(title=quantity)
-    if any(curve.ends is not None for curve in curves):
-        note = "; ".join(filter(None, (note, "bands: confidence intervals")))
+    note = "; ".join(filter(None, (note, intervals_in_words(fig))))
     rows = -(-len(curves) // 2)
     styled(fig, title, height=400 + 22 * rows).update_layout(showlegend=True, margin_b=74 + 22 * rows)
     return with_subtitle(fig, html.escape(note, quote=False))

@@ -13,6 +13,7 @@ import plotly.io
 from plotly.colors import sample_colorscale
 
 from ..core.provenance import JOINT, Provenance
+from .interval_bands import intervals_in_words
 from .site_labels import heads_in_block, short_names, site_axis_title
 
 FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
@@ -155,13 +156,13 @@ def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH)
 
 
 def described(fig: go.Figure, provenance: Provenance) -> go.Figure:
-    """The figure with the model and the number of tokens below its title, where they are known.
+    """The figure with the model and the number of tokens below its title, where they are known, and what shows intervals.
 
     Args:
         fig: with a title, as `styled` leaves it.
         provenance: of the result that it shows.
     """
-    return with_subtitle(fig, html.escape(on_what(provenance)))
+    return with_subtitle(fig, html.escape(" · ".join(filter(None, (on_what(provenance), intervals_in_words(fig))))))
 
 
 def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
@@ -209,9 +210,8 @@ def on_what(provenance: Provenance) -> str:
 
     Examples:
         >>> from dataclasses import fields
-        >>> empty = {field.name: "" for field in fields(Provenance)}
-        >>> empty |= {"options": {}, "versions": {}, "seed": None, "warnings": ()}
-        >>> numbers = {"tokens": 12345, "sequences": 9, "batches": 9, "seconds": 1.0}
+        >>> empty = {field.name: "" for field in fields(Provenance)} | {"options": {}, "versions": {}}
+        >>> numbers = {"seed": None, "warnings": (), "tokens": 12345, "sequences": 9, "batches": 9, "seconds": 1.0}
         >>> on_what(Provenance(**(empty | numbers | {"model": "EleutherAI/pythia-14m"})))
         'EleutherAI/pythia-14m · 12,345 tokens'
     """
@@ -315,8 +315,8 @@ def tick_number(value: float) -> str:
 
 
 def colour_bar(title: str) -> dict[str, Any]:
-    """A colour bar with its title along its side."""
-    return {"title": {"text": title, "side": "right"}}
+    """A colour bar with its title along its side, and a space between its numbers and the title."""
+    return {"title": {"text": title, "side": "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
 
 
 def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: str) -> None:
