@@ -15,8 +15,16 @@ PAGES = (
     "index", "quickstart", "concepts", "choosing", "gallery", "lens", "performance", "api/run", "api/similarity", "api/results",
 )  # fmt: skip
 WIDTHS = (1280, 600)
-# The event on which docs/javascripts/figures.js draws all visible figures; then time for plotly to draw them.
-DRAW = "dispatchEvent(new Event('beforeprint')); new Promise(done => setTimeout(done, 1500))"
+# The event on which docs/javascripts/figures.js draws all visible figures, and time for plotly to draw them. The theme opens all
+# folded boxes on that event; they are closed again.
+DRAW = """
+(async () => {
+  const closed = [...document.querySelectorAll("details:not([open])")];
+  dispatchEvent(new Event("beforeprint"));
+  await new Promise(done => setTimeout(done, 1500));
+  closed.forEach(box => box.open = false);
+})()
+"""
 # Number of figures on the page. The header is hidden, since it would cover them.
 COUNT = """
 document.head.insertAdjacentHTML("beforeend", "<style>.md-header, .md-tabs, .md-top {display: none !important}</style>");
