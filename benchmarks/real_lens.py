@@ -36,7 +36,8 @@ def tables(name: str, model: Any, texts: list[str], tokens: int) -> None:
             f"| {lens.agreement[i]:.3f} | {none.agreement[i]:.3f} | {lens.kl_to_final[i]:.2f} | {lens.entropy[i]:.2f} "
             f"| {lens.target_probability[i]:.3f} |"
         )
-    print(f"\nThe probability of the target rises at every block for {100 * float(lens.monotone_share):.1f} % of the targets.\n")
+    rising = f"{100 * float(lens.monotone_share):.1f} % of the targets"
+    print(f"\nThe probability of the target rises at every block for {rising}.\n")
     print("### Saturation\n")
     one, other = final["saturation"], bare["saturation"]
     print(

@@ -15,8 +15,8 @@ PAGES = (
     "index", "quickstart", "concepts", "choosing", "gallery", "lens", "performance", "api/run", "api/similarity", "api/results",
 )  # fmt: skip
 WIDTHS = (1280, 600)
-# The event on which docs/javascripts/figures.js draws all visible figures, and time for plotly to draw them. The theme opens all
-# folded boxes on that event; they are closed again.
+# The event on which docs/javascripts/figures.js draws all visible figures, and time for plotly to draw them. On that event the
+# theme opens all folded boxes; they are closed again.
 DRAW = """
 (async () => {
   const closed = [...document.querySelectorAll("details:not([open])")];
