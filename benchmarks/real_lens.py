@@ -26,8 +26,9 @@ def tables(name: str, model: Any, texts: list[str], tokens: int) -> None:
     )
     print(f"`{lens.unembedding}`; data `{p.data[:12]}`, weights `{p.weights_hash}`.\n")
     print("### With and without the final norm\n")
-    print("| block | CE | CE, no norm | accuracy | no norm | agreement | no norm | KL to last | entropy | p(target) |")
-    print("| --- |" + " --- |" * 9)
+    columns = (f"{name} | {name}, no norm" for name in ("cross-entropy", "accuracy", "agreement"))
+    print(f"| block | {' | '.join(columns)} | KL to last | entropy | p(target) |")
+    print("|" + " ---: |" * 10)
     for i in range(len(lens.values)):
         print(
             f"| {i} | {lens.cross_entropy[i]:.2f} | {none.cross_entropy[i]:.2f} "
@@ -35,7 +36,8 @@ def tables(name: str, model: Any, texts: list[str], tokens: int) -> None:
             f"| {lens.agreement[i]:.3f} | {none.agreement[i]:.3f} | {lens.kl_to_final[i]:.2f} | {lens.entropy[i]:.2f} "
             f"| {lens.target_probability[i]:.3f} |"
         )
-    print(f"\np(target) rises at every block for {float(lens.monotone_share):.1%} of the targets (theorem 2.2).\n")
+    rising = f"{100 * float(lens.monotone_share):.1f} % of the targets"
+    print(f"\nThe probability of the target rises at every block for {rising}.\n")
     print("### Saturation\n")
     one, other = final["saturation"], bare["saturation"]
     print(
