@@ -135,7 +135,7 @@ PICTURES: dict[tuple[str, ...], Callable[[], dict[str, Picture]]] = {
     ("performance",): performance,
     ("depth",): depth,
     ("many_models",): many_models,
-    ("groups", "stitching", "mlp_skip", "clip", "sweep"): pictures_of_tables,
+    ("groups", "stitching", "mlp_skip", "clip", "sweep", "lens"): pictures_of_tables,
 }
 
 

@@ -203,11 +203,29 @@ def sweep() -> list[go.Figure]:
     return [figure.update_yaxes(rangemode="tozero") for figure in figures]
 
 
+def lens() -> list[go.Figure]:
+    """Cross-entropy and accuracy of the logit lens by block, with and without the final norm, from docs/lens.md."""
+    table = read_table("lens.md", "| block | cross-entropy |")
+    figures = []
+    for column, title, quantity in (
+        ("cross-entropy", "Cross-entropy of the logit lens", "Cross-entropy (nats)"),
+        ("accuracy", "Accuracy of the logit lens", "Accuracy (fraction)"),
+    ):
+        drawn = [
+            series(table.column(column), "with the final norm", BLUE, "circle"),
+            series(table.column(f"{column}, no norm"), "without", ORANGE, "square", "dash"),
+        ]
+        figure = by_layer(range(len(table.labels)), drawn, title, quantity, "After block")
+        figures.append(with_subtitle(figure.update_xaxes(dtick=5), "SmolLM2-135M, WikiText-2"))
+    figures[0].update_yaxes(type="log", tickvals=[3, 10, 30, 100, 300])
+    return figures
+
+
 def pictures_of_tables() -> dict[str, Picture]:
     """The pictures that are drawn from tables."""
     alone = {
         name: Picture([(figure, ALONE)], figure.layout.height)
         for name, figure in (("groups", groups()), ("stitching", stitching()))
     }
-    pairs = {"mlp_skip": mlp_skip(), "clip": clip(), "sweep": sweep()}
+    pairs = {"mlp_skip": mlp_skip(), "clip": clip(), "sweep": sweep(), "lens": lens()}
     return alone | {name: side_by_side(*figures) for name, figures in pairs.items()}

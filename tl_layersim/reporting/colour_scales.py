@@ -20,7 +20,7 @@ HIGHEST_P = 0.1
 # Fields that hold what chance gives: near one another, so that a scale of the whole range would give them one colour.
 CHANCE = ("null_mean", "null_threshold")
 # Most decimals of a number in a cell.
-MOST_DECIMALS = 4
+MOST_CELL_DECIMALS = 4
 # A diagonal of ones hides the rest where this many sites or more have values below the second number off the diagonal.
 MANY_SITES, FAR_BELOW_ONE = 25, 0.5
 # Similarities below this are more than noise about 0, and need a scale about 0.
@@ -146,19 +146,21 @@ def end_above(value: float) -> float:
     return next(round(end * power, 12) for end in ENDS if end * power >= value * (1 - 1e-9))
 
 
-def cell_numbers(values: Any, scale: ColourScale) -> dict[str, Any]:
+def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, Any]:
     """Settings of a plotly heatmap that write each value into its cell, if there is room for them.
 
-    Two decimals, and more where the scale is so narrow that they would be the same in most cells.
+    Few decimals, and more where the scale is so narrow that they would be the same in most cells.
 
     Args:
         values: `row column`.
         scale: of the heatmap.
+        fewest: number of decimals.
     """
     if max(np.shape(values)) > MOST_NUMBERS:
         return {}
     span = scale.high - scale.low
-    decimals = min(max(2, 1 - math.floor(math.log10(span))), MOST_DECIMALS) if _largest(values) > _smallest(values) else 2
+    varied = _largest(values) > _smallest(values)
+    decimals = min(max(fewest, 1 - math.floor(math.log10(span))), MOST_CELL_DECIMALS) if varied else fewest
     texts = [
         ["" if math.isnan(value) else f"{0.0 if round(value, decimals) == 0 else value:.{decimals}f}" for value in row]
         for row in np.asarray(values).tolist()
