@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -188,6 +189,17 @@ def test_what_no_block_changes_has_no_p_value():
     assert found.p_value().isnan().all()
     assert found.interval().low.eq(0).all()
     assert found.to_frame()["p_adjusted"].isna().all()
+
+
+def test_rounding_is_no_finding():
+    """As on the diagonal of a similarity, which is 1 up to the last bit."""
+    one = measured(1)
+    up = [replace(each, values=each.values * (1 + 2**-52)) for each in (one, *one.replicates)]
+    other = replace(up[0], replicates=tuple(up[1:]))
+    assert not torch.equal(other.values, one.values)
+    found = lsim.difference(one, other)
+    assert found.interval().value.eq(0).all()
+    assert found.p_value().isnan().all()
 
 
 def test_other_sites_are_refused_unless_relative_depth_is_asked_for():

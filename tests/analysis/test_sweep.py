@@ -296,6 +296,8 @@ class TestTables:
         assert coupling.to_dict() == pytest.approx({key: found[key]["block_coupling"].mean() for key in found})
         assert found.numbers("cosine", "to_last", layer=1, select={"quantile": 0.05})[0] == found[0]["cosine"].to_last[0, 1]
         assert found.numbers("trajectory", "growth")[0] == pytest.approx(float(found[0]["trajectory"].growth.mean()))
+        assert found.numbers("trajectory", "growth").name.endswith(", mean over layers")
+        assert "mean over" not in found.numbers("trajectory", "lss_mean").name
         assert found.numbers("trajectory", "lss_mean")[0] == float(found[0]["trajectory"].lss_mean)
         headline = "equidistance (0: equal steps)"
         assert found.numbers("trajectory", headline)[10] == found[10]["trajectory"].headline()[headline]
