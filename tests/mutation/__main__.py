@@ -30,7 +30,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("cka.py", "hsic.py", "_*hsic.py", "_sample_vectors.py"),
         ("test_cka*.py", "test_hsic*.py", "test_bounds_of_measures.py", *EVERY),
     ),
-    (("cosine.py", "_cosine_kernel.py"), ("test_cosine*.py", "test_bounds_of_measures.py", *EVERY)),
+    (("analyzers/cosine.py", "_cosine_kernel.py"), ("test_cosine*.py", "test_bounds_of_measures.py", *EVERY)),
     (("effective_rank.py",), ("test_effective_rank.py", "test_bounds_of_measures.py", *EVERY)),
     (("collapse.py", "neural_collapse.py"), ("test_collapse*.py", "test_neural_collapse*.py", *EVERY)),
     (
@@ -220,16 +220,18 @@ def pick(mutant: Mutant, files: dict[Path, Tests]) -> tuple[list[str], float, in
     """The tests that call the function of a mutant, or all tests of its files if it stands in no function; see `Plan`."""
     place = f"{mutant.path.relative_to(ROOT)}::{mutant.function.removesuffix('.<locals>')}"
     whole = not mutant.function.endswith(".<locals>")
+    module = f"{mutant.path.relative_to(ROOT)}::"
     reaching = sorted(
-        (seconds, test)
+        (seconds, test, any(call.startswith(module) for call in calls))
         for tests in files.values()
         for test, (seconds, calls) in tests.items()
         # What a module does when it is imported may reach a test that calls none of its functions.
         if whole or place in calls
     )
-    sums = list(accumulate(seconds for seconds, _ in reaching))
-    many = max(1, sum(total <= BUDGET for total in sums))
-    return [test for _, test in reaching[:many]], sum(seconds for seconds, _ in reaching[:many]), len(reaching[many:])
+    many = max(1, sum(total <= BUDGET for total in accumulate(seconds for seconds, *_ in reaching)))
+    # Tests that call the module first: the controls take these.
+    chosen = sorted(reaching[:many], key=lambda item: not item[2])
+    return [test for _, test, _ in chosen], sum(seconds for seconds, *_ in chosen), len(reaching[many:])
 
 
 def controls(plans: list[Plan], jobs: int) -> None:

@@ -193,7 +193,7 @@ def test_two_models_have_two_hues_and_the_better_one_is_named():
 def test_a_loss_by_step_has_its_moving_mean():
     fig = step_curve(np.arange(40.0), "Training loss", "Loss (nats)")
     mean = fig.data[1]
-    assert mean.name == "mean of 10 steps"
+    assert mean.name == "training, mean of 10 steps"
     assert (mean.x[0], mean.y[0]) == pytest.approx((5.5, 4.5))
     assert (fig.layout.xaxis.title.text, fig.layout.yaxis.title.text) == ("Training step", "Loss (nats)")
     assert len(step_curve(np.arange(5.0), "t", "u").data) == 1

@@ -32,11 +32,21 @@ def step_curve(losses: Any, title: str, quantity: str, ends: Ends | None = None)
     each = {"color": FAINT.format(0.45), "width": 1} if width > 1 else {"color": BLUE}
     texts = [""] * len(losses) if ends is None else list(hover_texts(ends))
     hover = {"customdata": texts, "hovertemplate": "step %{x}<br>%{y:.4f}%{customdata}<extra></extra>"}
-    fig.add_scatter(x=steps, y=losses, name="each step", mode="lines" if width > 1 else "lines+markers", line=each, **hover)
+    fig.add_scatter(
+        x=steps,
+        y=losses,
+        name="training, each step",
+        mode="lines" if width > 1 else "lines+markers",
+        line=each,
+        **hover,
+    )
     if width > 1:
         smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
         centre = steps[: len(smooth)] + (width - 1) / 2
-        mean = {"name": f"mean of {width} steps", "hovertemplate": "%{y:.4f}<extra>mean of " + f"{width} steps</extra>"}
+        mean = {
+            "name": f"training, mean of {width} steps",
+            "hovertemplate": "%{y:.4f}<extra>mean of " + f"{width} steps</extra>",
+        }
         fig.add_scatter(x=centre, y=smooth, mode="lines", line={"color": BLUE}, **mean)
     fig.update_xaxes(title=axis_title("step"))
     fig.update_yaxes(title=quantity)

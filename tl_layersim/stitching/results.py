@@ -75,8 +75,9 @@ class StitchResult(Result):
         Picture(
             "curve",
             "Learning curve of the adapter",
-            "Cross-entropy of the stitched model at each training step. Horizontal lines: held-out cross-entropy of the "
-            "stitched model, and of the back alone (Brown et al. 2023, figure 6).",
+            "Cross-entropy of the stitched model on the training batch of each step. Horizontal lines: cross-entropy of the "
+            "stitched model, and of the back alone, on texts kept out of the training (Brown et al. 2023, figure 6). Training "
+            "batches are other texts, so compare the two lines with each other.",
         ),
     )
 
