@@ -63,7 +63,8 @@ def test_stitch(tmp_path):
     found = read(tmp_path)["stitch"]
     assert found.penalty == expected.penalty
     assert found.layers == expected.layers
-    done("stitch", "demo", "demo-aligned", "--adapter", "identity", "--at", "2:2", "--at", "6:6", *SHORT, "--out", tmp_path)
+    points = ["--at", "2:2", "--at", "6:6", "--at", "2:2"]
+    done("stitch", "demo", "demo-aligned", "--adapter", "identity", *points, *SHORT, "--out", tmp_path)
     assert read(tmp_path)["stitch"].values.shape == (2, 2, 2)
     for options, says in (
         (["--at", "4"], "`--at` must be two layers, joined by a colon."),
@@ -176,6 +177,13 @@ def test_an_unknown_format_is_refused_before_the_run(tmp_path):
     refused = run("report", "--format", "htm", "--out", tmp_path / "out")
     assert re.match(r"`--format` names an unknown format(.|\n)*--format html", str(refused.exception))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_place_of_a_file_is_refused_before_the_run(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    refused = run("report", "--format", "json", "--out", tmp_path)
+    assert "`--out` names a folder in which report.html is a folder." in str(refused.exception)
+    assert not (tmp_path / "report.safetensors").exists()
 
 
 def test_every_format_is_written(tmp_path):

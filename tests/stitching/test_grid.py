@@ -87,6 +87,11 @@ class TestGrid:
         with pytest.raises(lsim.LayersimError, match="`layers` must give every model a non-empty list"):
             lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
 
+    def test_a_stitch_point_counts_once(self, models):
+        for layers in ([2, 1, 2], {name: [1, 2, 1] for name in models}):
+            with pytest.raises(lsim.LayersimError, match="`layers` names a stitch point twice"):
+                lsim.stitch_grid(models, rows(), adapter="identity", layers=layers)
+
     def test_models_without_names(self, models):
         with pytest.raises(lsim.LayersimError, match="`models` must be a mapping from names"):
             lsim.stitch_grid(list(models.values()), rows(), adapter="identity")

@@ -36,7 +36,7 @@ def make_folder(out: Path, option: str = "--out") -> None:
         option: that names it, for messages.
 
     Raises:
-        LayersimError: it cannot be created or written to.
+        LayersimError: it cannot be created or written to, or a folder has the name of a file that a command writes there.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -48,6 +48,14 @@ def make_folder(out: Path, option: str = "--out") -> None:
             do=f"{option} with another path",
         ) from None
     refuse_unwritable_folder(out, option)
+    for name in (REPORT_FILE, RUN_FILE, *(file for _, file, _ in FORMATS.values())):
+        if (out / name).is_dir():
+            raise LayersimError(
+                f"`{option}` names a folder in which {name} is a folder.",
+                given=f"{option} {out}",
+                expected=f"a folder where the file {name} can be written",
+                do=f"{option} with another path",
+            )
 
 
 def chosen_formats(text: str) -> list[str]:

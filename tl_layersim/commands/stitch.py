@@ -74,7 +74,7 @@ def stitch_models(
     from ..models.named_model import refuse_missing_device
 
     chosen_formats(format)
-    points = [_stitch_point(text) for text in at or []]
+    points = list(dict.fromkeys(_stitch_point(text) for text in at or []))
     refuse_missing_device(device)
     make_folder(out)
     options = context.params

@@ -180,7 +180,7 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
         layers: see `stitch_grid`.
 
     Raises:
-        LayersimError: the lists do not fit the models.
+        LayersimError: the lists do not fit the models, or name a stitch point twice.
     """
     if layers is None:
         depths = {name: len(each.model.layers) for name, each in models.items()}
@@ -200,7 +200,16 @@ def stitch_points_of(models: Mapping[str, SplitModel], layers: Any) -> dict[str,
             expected=f"one list of layers for each of {', '.join(models)}, all of one length",
             do="layers=[1, 2, 3], or a list for each model by name",
         )
-    return {name: [layer_number(each.model, layer) for layer in by_name[name]] for name, each in models.items()}
+    points = {name: [layer_number(each.model, layer) for layer in by_name[name]] for name, each in models.items()}
+    together = list(zip(*points.values(), strict=True))
+    if len(set(together)) < len(together):
+        raise LayersimError(
+            "`layers` names a stitch point twice, and means over stitch points would count it twice.",
+            given=f"layers={layers}",
+            expected="stitch points that differ in a layer of one model at least",
+            do="leave the second one out",
+        )
+    return points
 
 
 def stitch_point_label(models: Mapping[str, SplitModel], points: Mapping[str, list[int]], s: int) -> str:
