@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from functools import partial
 
@@ -78,6 +79,11 @@ class TestModels:
     def test_loaders_of_the_same_weights_are_noticed(self):
         with pytest.warns(lsim.LayersimWarning, match=r"models 1, 2 of the sweep have the same weights.*functools.partial"):
             lsim.sweep({1: tiny_llama, 2: tiny_llama, 3: partial(tiny_llama, seed=1)}, random_tokens(4), "cosine")
+
+    @pytest.mark.parametrize(("count", "shown"), [(4, "1, 2, 3, 4 of"), (5, "1, 2, 3, 4, ... of")])
+    def test_four_models_of_the_same_weights_are_named(self, count, shown):
+        with pytest.warns(lsim.LayersimWarning, match=re.escape(f"models {shown} the sweep have the same weights")):
+            lsim.sweep(dict.fromkeys(range(1, count + 1), tiny_llama), random_tokens(2), "cosine")
 
     def test_the_number_of_models_is_announced(self, models, capsys):
         lsim.sweep(models, random_tokens(4), ANALYZERS)

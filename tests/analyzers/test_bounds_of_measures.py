@@ -6,17 +6,27 @@ import math
 
 import pytest
 
+from tl_layersim.analyzers.block_coupling import BlockCouplingResult
 from tl_layersim.analyzers.cca import CCAResult
 from tl_layersim.analyzers.cka import CKAResult
+from tl_layersim.analyzers.contribution import ContributionResult
 from tl_layersim.analyzers.cosine import CosineResult
 from tl_layersim.analyzers.effective_rank import EffectiveRankResult
+from tl_layersim.analyzers.exit_curve import ExitCurveResult
 from tl_layersim.analyzers.linear_predictivity import LinearPredictivityResult
+from tl_layersim.analyzers.linear_probe import LinearProbeResult
+from tl_layersim.analyzers.logit_lens import LogitLensResult
 from tl_layersim.analyzers.mutual_knn import MutualKNNResult
+from tl_layersim.analyzers.neural_collapse import NeuralCollapseResult
 from tl_layersim.analyzers.procrustes import ProcrustesResult
 from tl_layersim.analyzers.rsa import RSAResult
+from tl_layersim.analyzers.saturation import SaturationResult
+from tl_layersim.analyzers.skip_effect import SkipEffectResult
+from tl_layersim.analyzers.task_metrics import RegressionMetricsResult, TaskMetricsResult
+from tl_layersim.analyzers.trajectory import TrajectoryResult
 from tl_layersim.core.intervals import bounds_of
 
-FRACTION, COSINE, COUNT, AT_MOST_ONE = (0, 1), (-1, 1), (0, math.inf), (-math.inf, 1)
+FRACTION, COSINE, POSITIVE, AT_MOST_ONE = (0, 1), (-1, 1), (0, math.inf), (-math.inf, 1)
 # Similarities of the null are those of the measure less what it takes off, and have no lower end of their own.
 NULL = {
     "calibrated": FRACTION,
@@ -30,12 +40,12 @@ NULL = {
     "max_calibrated": FRACTION,
     "max_null": None,
 }
-RANK = (1, math.inf)
+RATIO = (1, math.inf)
 EXPECTED = {
     CosineResult: dict.fromkeys(("values", "to_last", "adjacent"), COSINE)
     # Numbers from -1 to 1 have a standard deviation of 1 at most; 1 - cosine is 2 for the opposite direction.
     | dict.fromkeys(("std", "below_zero", "monotone_share", "angular"), FRACTION)
-    | {"norm_ratio": COUNT, "block_influence": (0, 2), "mean": None},
+    | {"norm_ratio": POSITIVE, "block_influence": (0, 2), "mean": None},
     # By the inequality of Cauchy and Schwarz, which holds for U-centred Gram matrices too.
     CKAResult: NULL | {"values": COSINE} | dict.fromkeys(("effective_samples", "column_effective_samples"), (1, math.inf)),
     RSAResult: NULL | {"values": COSINE},
@@ -44,20 +54,85 @@ EXPECTED = {
     LinearPredictivityResult: NULL | {"values": AT_MOST_ONE, "reverse": AT_MOST_ONE},
     CCAResult: NULL
     | dict.fromkeys(("values", "squared", "svcca", "pwcca", "column_pwcca"), FRACTION)
-    | dict.fromkeys(("dimensions", "column_dimensions", "directions", "column_directions"), COUNT),
+    | dict.fromkeys(("dimensions", "column_dimensions", "directions", "column_directions"), POSITIVE),
     # Both matrices have norm 1: their squared distance is at most 2 when the best rotation leaves them orthogonal.
     ProcrustesResult: NULL | {"values": FRACTION, "squared_distance": (0, 2), "angle": (0, math.pi / 2)},
     EffectiveRankResult: {
-        "values": RANK,
-        "eigenvalue_rank": RANK,
-        "participation_ratio": RANK,
-        "stable_rank": RANK,
-        "directions_90": RANK,
+        "values": RATIO,
+        "eigenvalue_rank": RATIO,
+        "participation_ratio": RATIO,
+        "stable_rank": RATIO,
+        "directions_90": RATIO,
         "spectrum": FRACTION,
     },
+    ContributionResult: {
+        **dict.fromkeys(("values", "relative_norm_std"), POSITIVE),
+        **dict.fromkeys(("cosine", "cosine_to_final"), COSINE),
+        **dict.fromkeys(("cosine_std", "cosine_to_final_std"), FRACTION),
+    },
+    # Two distributions are sqrt(2) apart when each is certain of another token.
+    SkipEffectResult: {
+        **dict.fromkeys(("values", "largest", "later", "later_largest"), POSITIVE),
+        **{
+            f"{prefix}probability_change{suffix}": (0, math.sqrt(2)) for prefix in ("", "later_") for suffix in ("", "_largest")
+        },
+    },
+    # A path is never shorter than the straight line. Angles from 0 to pi have a deviation of pi / 2 at most.
+    TrajectoryResult: {
+        **dict.fromkeys(("values", "norm_std", "norm_quantiles"), POSITIVE),
+        **dict.fromkeys(("update_norm", "update_norm_std", "update_norm_quantiles"), POSITIVE),
+        **{
+            f"{name}{suffix}": POSITIVE
+            for name in ("expodistance", "equidistance")
+            for suffix in ("_mean", "_std", "_quantiles")
+        },
+        **dict.fromkeys(("lss_mean", "lss_quantiles", "windowed_lss"), RATIO),
+        **dict.fromkeys(("lss_std", "windowed_lss_std"), POSITIVE),
+        "curvature": (0, math.pi),
+        "curvature_std": (0, math.pi / 2),
+        "prompt_lss": None,
+        "prompt_tokens": None,
+    },
+    # Miscoupling is a ratio of norms, and coupling 1 less it.
+    BlockCouplingResult: {
+        **dict.fromkeys(("values", "std", "null", "by_k", "null_by_k", "singular_values", "singular_values_std"), POSITIVE),
+        **dict.fromkeys(("by_length_std", "length_count", "residual", "step_error"), POSITIVE),
+        **dict.fromkeys(("coupling", "by_length"), AT_MOST_ONE),
+        **dict.fromkeys(("defined", "whole_rows"), FRACTION),
+        "prompt_coupling": None,
+        "prompt_tokens": None,
+    },
+    LogitLensResult: {
+        **dict.fromkeys(("values", "kl_to_final", "entropy"), POSITIVE),
+        **dict.fromkeys(("accuracy", "top_k_accuracy", "target_probability", "agreement", "monotone_share"), FRACTION),
+        "perplexity": RATIO,
+    },
+    SaturationResult: {
+        "values": POSITIVE,
+        **dict.fromkeys(("cumulative", "early_share"), FRACTION),
+        **dict.fromkeys(("cosine_to_last", "correlation"), COSINE),
+    },
+    ExitCurveResult: {
+        "values": POSITIVE,
+        **dict.fromkeys(("accuracy", "agreement"), FRACTION),
+        **dict.fromkeys(("perplexity", "speedup"), RATIO),
+    },
+    NeuralCollapseResult: dict.fromkeys(("values", "within", "between", "samples"), POSITIVE),
+    LinearProbeResult: {
+        **dict.fromkeys(("values", "train_accuracy"), FRACTION),
+        "confusion": POSITIVE,
+        **dict.fromkeys(("majority", "samples", "test_samples")),
+    },
+    TaskMetricsResult: {
+        **dict.fromkeys(("values", "accuracy", "f1_by_class"), FRACTION),
+        "mcc": COSINE,
+        "confusion": POSITIVE,
+    },
+    RegressionMetricsResult: dict.fromkeys(("values", "pearson"), COSINE),
 }
 
 
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
 def test_intervals_are_cut_at_the_range_of_the_quantity(kind):
-    assert bounds_of(kind) == EXPECTED[kind]
+    free = (-math.inf, math.inf)
+    assert {name: bounds for name, bounds in bounds_of(kind).items() if bounds != free} == EXPECTED[kind]

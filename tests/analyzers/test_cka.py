@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -236,3 +237,12 @@ def test_a_few_massive_tokens_are_spoken_of(estimator):
 def test_few_samples_are_spoken_of():
     with pytest.warns(lsim.LayersimWarning, match="CKA rests on 40 samples here"):
         from_views(lsim.CKA(), [view(residuals(0, tokens=40))])
+
+
+def test_a_layer_of_equal_samples_in_the_second_model_is_named_and_nan():
+    x, y = residuals(0, layers=2, tokens=40), residuals(1, layers=3, tokens=40)
+    y[1] = 7.0
+    with pytest.warns(lsim.LayersimWarning, match=re.escape("blocks.0.hook_resid_post")):
+        found = between(lsim.CKA(minibatch=20), [x], [y])
+    assert found.column_effective_samples.isnan().tolist() == [False, True, False]
+    assert found.values.isnan().any(0).tolist() == [False, True, False]

@@ -72,6 +72,13 @@ def test_dissimilarities_of_each_pair(kind):
     assert torch.equal(found, found.transpose(1, 2))
 
 
+def test_distances_far_from_the_origin_keep_their_digits():
+    x = torch.as_tensor(residuals(0, layers=2, tokens=9))
+    expected = torch.cdist(x, x)
+    # Squared norms of 10^18 leave nothing of squared distances of 10: the mean is taken off first.
+    np.testing.assert_allclose(dissimilarities(x + 1e9, (), kind="euclidean"), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_narrow_layers_are_not_read_beyond_their_width(kind):
     x = residuals(0, layers=2, tokens=9)

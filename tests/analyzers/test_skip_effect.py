@@ -159,6 +159,13 @@ def test_a_block_that_adds_nothing_is_omitted_with_a_warning():
     assert float(found.probability_change[2]) < 1e-6
 
 
+def test_the_memory_for_logits_changes_no_number():
+    model, rows = tiny_llama(), rows_of(20, 9)
+    few, many = (lsim.analyze(model, rows, lsim.SkipEffect(lens_memory_mb=mb))["skip_effect"] for mb in (1e-6, 128))
+    for field in OUTPUTS:
+        torch.testing.assert_close(getattr(few, field), getattr(many, field), rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
 def test_a_block_on_which_nothing_depends():
     model = tiny_llama()
     with torch.no_grad():

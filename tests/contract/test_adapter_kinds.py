@@ -87,6 +87,15 @@ def test_the_closed_form_reaches_a_planted_map(name, widths):
     assert explained == pytest.approx(1.0, abs=1e-12)
 
 
+def test_features_of_very_different_sizes_below_one_keep_their_digits():
+    # The smallest is a hundred thousandth of the rounding of the largest one's square.
+    hidden = residuals(300, 4) * torch.tensor([1.0, 1e-3, 1e-6, 1e-10])
+    weight = residuals(4, 4, seed=3) / torch.tensor([1.0, 1e-3, 1e-6, 1e-10])
+    fitted, _, explained = solve(moments("linear", hidden, hidden @ weight.T), 0.0, False)
+    torch.testing.assert_close(fitted, weight, rtol=1e-8, atol=0)
+    assert explained == pytest.approx(1.0, abs=1e-12)
+
+
 @each_kind
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_the_map_is_the_formula(name, widths):

@@ -28,6 +28,19 @@ def test_finite_differences_in_float64():
     assert float((exact.values - near.values).norm() / exact.values.norm()) < 1e-3
 
 
+@pytest.mark.parametrize("method", ["dense", "krylov", "finite-difference"])
+def test_jacobians_of_half_precision_are_defined_where_those_of_float32_are(method):
+    """They are computed in float32: what the rounding of bfloat16 would drown is defined."""
+    tokens, asked = random_tokens(2, 8), lsim.BlockCoupling(k=8, method=method)
+    exact, half = (
+        lsim.analyze(tiny_llama(dtype=dtype), tokens, asked)["block_coupling"] for dtype in (torch.float32, torch.bfloat16)
+    )
+    # 8 sqrt(d_model) eps (1 + s_1) in bfloat16 is 0.8 here.
+    assert float(exact.singular_values[2, 7]) < 0.5
+    assert float(exact.defined.min()) == float(half.defined.min()) == 1.0
+    torch.testing.assert_close(half.values, exact.values, rtol=0.1, atol=0.02)
+
+
 def test_finite_differences_of_what_has_no_effect():
     model = family("mistral")
     found = lsim.block_jacobians(model, random_tokens(1, 11)[0], layers=[1], positions=[(2, 9)], method="finite-difference")

@@ -80,6 +80,22 @@ def test_walking_down_finds_what_the_full_lens_finds(seed, memory, levels):
     assert walked.tolist() == [min(k for k in range(5) if (row[k:] == row[-1]).all()) for row in said]
 
 
+@pytest.mark.parametrize("layer", [0, 1, 4])
+def test_walking_down_counts_logits_that_are_not_finite_where_they_are(layer):
+    logits = torch.zeros(5, 3, 7, dtype=torch.float64)
+    logits[..., 2] = 1
+    logits[layer, 0, 4] = torch.nan
+
+    class Table(torch.nn.Module):
+        def forward(self, x):
+            return logits.flatten(0, 1)[x[..., 0].long()]
+
+    residual = torch.cat([torch.zeros(1, 3, 1), torch.arange(15.0).view(5, 3, 1)]).double()
+    where = torch.arange(3)
+    view = View(residual, where, where * 0, where, unembed=Unembed(None, (Table(),), "every", 1.0, None, None, None))
+    assert saturation_layers(view, True, 64)[1].tolist() == [int(number == layer) for number in range(5)]
+
+
 @pytest.mark.parametrize("memory", [1e-6, 0.01, 0.1, 64])
 def test_the_memory_budget_changes_no_number(memory):
     x = residuals(4, tokens=50)

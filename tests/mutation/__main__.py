@@ -32,14 +32,20 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (("analyzers/cosine.py", "_cosine_kernel.py"), ("test_cosine*.py", "test_bounds_of_measures.py", *EVERY)),
     (("effective_rank.py",), ("test_effective_rank.py", "test_bounds_of_measures.py", *EVERY)),
-    (("collapse.py", "neural_collapse.py"), ("test_collapse*.py", "test_neural_collapse*.py", *EVERY)),
+    (
+        ("collapse.py", "neural_collapse.py"),
+        ("test_collapse*.py", "test_neural_collapse*.py", "test_bounds_of_measures.py", *EVERY),
+    ),
     (
         ("contribution.py", "_contribution_kernel.py", "skip_effect.py", "_skip_effect_kernel.py"),
-        ("test_contribution*.py", "test_skip_effect*.py", "test_every_source_depth.py", *EVERY),
+        (
+            *("test_contribution*.py", "test_skip_effect*.py", "test_every_source_depth.py", "test_bounds_of_measures.py"),
+            *EVERY,
+        ),
     ),
     (
         ("trajectory.py", "_trajectory_kernel.py", "_prompt_rows.py"),
-        ("test_trajectory*.py", "test_curvature.py", "test_per_prompt.py", *EVERY),
+        ("test_trajectory*.py", "test_curvature.py", "test_per_prompt.py", "test_bounds_of_measures.py", *EVERY),
     ),
     # test_coverage.py draws thousands of data sets, which no mutant has time for.
     (
@@ -52,7 +58,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (
         ("sweep_results.py", "sweep_curves.py", "sweep_folder.py", "sweep_api.py"),
-        ("analysis/test_sweep.py",),
+        ("analysis/test_sweep.py", "test_sweep_figures.py"),
     ),
     (("exponential_fits.py",), ("test_exponential_fits.py",)),
     (("score_relation.py",), ("test_score_relation.py",)),
@@ -70,11 +76,17 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (
         ("lens.py", "chunked_logit_lens.py", "logit_lens.py", "saturation.py", "exit_curve.py", "cross_entropy.py"),
-        ("test_lens*.py", "test_logit*.py", "test_exit_*.py", "test_saturation*.py", "test_cross_entropy*.py", *EVERY),
+        (
+            *("test_lens*.py", "test_logit*.py", "test_chunked_logit_lens.py", "test_findings.py", "test_token_figures.py"),
+            *("test_exit_*.py", "test_saturation*.py", "test_cross_entropy*.py", "test_bounds_of_measures.py", *EVERY),
+        ),
     ),
     (
         ("coupling.py", "block_coupling.py", "_block_coupling_kernel.py", "spectrum.py", "singular_vectors.py"),
-        ("test_coupling*.py", "test_block_coupling*.py", "test_singular*.py", *EVERY),
+        (
+            *("test_coupling*.py", "test_block_coupling*.py", "test_singular*.py", "test_finite_differences.py"),
+            *("test_bounds_of_measures.py", *EVERY),
+        ),
     ),
     (("adapter.py", "closed_form.py", "adapters/*.py"), ("test_adapter*.py", "stitching/*.py")),
     (
@@ -90,7 +102,7 @@ MODULES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (
         ("pairs.py", "pairwise_summation.py", "sums.py"),
-        ("test_pairwise*.py", "test_cka*.py", "test_engine*.py", *EVERY),
+        ("test_pairwise*.py", "test_sums.py", "test_cka*.py", "test_engine*.py", *EVERY),
     ),
 )
 WORK = ROOT / ".mutation"

@@ -66,6 +66,8 @@ def test_analyzers_have_words_of_their_own(report):
     assert texts["logit_lens"].startswith("No block before the last gives the final prediction at 50 % of the positions")
     early = replace(lens, agreement=torch.tensor([0.25, 0.75, 1.0], dtype=torch.float64))
     assert finding(early).startswith("From block 1 on, the prediction is mostly the last layer's")
+    # Nothing to say where the first block has the last one's answers already.
+    assert replace(lens, agreement=torch.tensor([0.75, 0.75, 1.0], dtype=torch.float64)).finding() == ""
     assert " times that at the first" in texts["trajectory"]
     mean = with_margin(report["skip_effect"], lambda one: one.values.nanmean())
     assert texts["skip_effect"].startswith(f"Skipping a block changes what later blocks add by a relative {mean}")

@@ -103,6 +103,7 @@ def test_the_ranks_of_a_grid_are_those_of_the_lens(tmp_path):
         for own, word in zip(row, words, strict=True)
     )
     assert bool((grid.top_probability.diff(dim=-1) <= 0).all())
+    assert bool((grid.top_probability.sum(-1) <= 1 + 1e-9).all())
     assert grid.ranks == (1, 2, 3, 4, 5)
     assert bool((grid.entropy > 0).all())
     again = lsim.load(grid.save(tmp_path / "grid.safetensors"))

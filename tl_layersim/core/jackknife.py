@@ -104,7 +104,8 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
     # Differences from the statistic first: what no block changes has an error of exactly 0.
     deviation = replicates - value
     error: Tensor = ((deviation - deviation.mean(0)).square().sum(0) * ((count - 1) / count)).sqrt()
-    return error.where(error.isfinite() & value.isfinite(), math.nan)
+    # Where the value is not finite, no deviation from it is.
+    return error.where(error.isfinite(), math.nan)
 
 
 def t_interval(

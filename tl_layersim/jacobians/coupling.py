@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models.block_call import BlockCall
-from .jacobian import Jacobian
+from .jacobian import Jacobian, computing_dtype
 from .singular_vectors import krylov, top_of
 
 # Draws of random vectors behind the null: with eight, its mean scatters as little as a measured coupling.
@@ -144,8 +144,7 @@ def couple(calls: tuple[BlockCall, ...], which: Connections, options: CouplingOp
             whole[sample, connection] = a
     for matrix in (null_off, null_miscoupling):
         matrix.diagonal(dim1=-2, dim2=-1).zero_()
-    computed_in = calls[0].hidden.dtype if options.method == "finite-difference" else u.dtype
-    floor = rounding_floor(s, spectra.step_error, d, computed_in)
+    floor = rounding_floor(s, spectra.step_error, d, computing_dtype(calls[0]))
     nonzero = s[..., 0] > floor
     defined = torch.stack([nonzero[:, :, None] & (s[..., one - 1] > floor)[:, None] for one in ks])
     return Coupled(

@@ -16,6 +16,19 @@ from .single_token_products import TokenProducts, TokenReplayMismatch
 from .whole_row_products import RowProducts
 
 
+def computing_dtype(call: BlockCall) -> torch.dtype:
+    """The dtype in which the Jacobians of a block are computed.
+
+    Args:
+        call: of the block.
+
+    Returns:
+        float64 if the model is, float32 otherwise; the model's own dtype where its weights are in another process.
+    """
+    own = call.hidden.dtype
+    return own if own == torch.float64 or is_remote(call) else torch.float32
+
+
 class Jacobian:
     """Context manager: the Jacobian of one block without its skip connection, for each sample, as a linear map.
 
@@ -32,7 +45,7 @@ class Jacobian:
         single_tokens: whether the block may be replayed on the samples' tokens alone; tests and benchmarks switch this off.
 
     Attributes:
-        dtype: of all computations: float64 if the model is, float32 otherwise; the model's own dtype on a remote model.
+        dtype: of all computations, see `computing_dtype`.
         whole_rows: whether the block is replayed on whole rows, because it cannot be replayed on single tokens.
         differs: whether the replayed block's output differs from its output in the forward pass.
         no_skip: whether the block does not add its input to its output, so that block minus input is not a residual branch.
@@ -48,8 +61,7 @@ class Jacobian:
         differences: bool = False,
         single_tokens: bool = True,
     ) -> None:
-        own = call.hidden.dtype
-        self.dtype = own if own == torch.float64 or is_remote(call) else torch.float32
+        self.dtype = computing_dtype(call)
         self.call, self.row, self.t_in, self.t_out = call, row, t_in, t_out
         self.memory, self.differences = memory_mb * 1e6, differences
         self.single_tokens = single_tokens and not differences

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
 from torch import Tensor, nn
 
 from ..core.argument_checks import named
@@ -71,8 +72,10 @@ class Adapter(nn.Module):
                 do="weight.float()",
             )
         self.definition, self.kind = definition, kind
-        # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident.
-        self.register_buffer("weight", None if weight is None else weight.detach().clone())
+        # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident. In rows: files keep
+        # no other order in memory, on which the last bits of a product depend.
+        own = None if weight is None else weight.detach().clone(memory_format=torch.contiguous_format)
+        self.register_buffer("weight", own)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:

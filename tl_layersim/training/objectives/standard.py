@@ -20,9 +20,5 @@ class StandardObjective(Objective):
     def is_standard(cls, settings: ObjectiveSettings, step: int) -> bool:
         return True
 
-    @classmethod
-    def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
-        return {n_layers: 1.0}
-
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
         return self.last_layer_loss(batch, run)

@@ -1,0 +1,21 @@
+"""Sums of batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tl_layersim.core import Sums
+
+
+def test_a_kernel_returns_tensors():
+    """A number of Python would have no dtype to be added up in."""
+    with pytest.raises(ValueError, match="'count' is a int, not a tensor"):
+        Sums.of({"total": torch.tensor(1.0), "count": 3})
+
+
+def test_sums_are_widened_before_they_are_added():
+    half = Sums.of({"x": torch.tensor(2048.0, dtype=torch.float16), "n": torch.tensor(100, dtype=torch.int8)})
+    both = half + Sums.of({"x": torch.tensor(1.0), "n": torch.tensor(100)})
+    assert (both["x"].dtype, float(both["x"])) == (torch.float64, 2049.0)
+    assert (both["n"].dtype, int(both["n"])) == (torch.int64, 200)
