@@ -82,6 +82,17 @@ def test_tensors_that_are_no_heads_are_refused(arguments, options, says):
         lsim.ExitHeads(*arguments, **options)
 
 
+@pytest.mark.parametrize("analyzer", [lsim.LogitLens, lsim.Saturation, lsim.ExitCurve])
+def test_an_analyzer_takes_a_file_of_heads_and_reads_with_their_norm(analyzer, tmp_path):
+    given = heads(norm="none")
+    path = given.save(tmp_path / "heads.safetensors")
+    assert analyzer(heads=path, norm="none").heads.digest == given.digest
+    with pytest.raises(lsim.LayersimError, match="`norm` must be that with which the heads were trained"):
+        analyzer(heads=given)
+    with pytest.raises(lsim.LayersimError, match="names a file that does not exist"):
+        analyzer(heads=tmp_path / "nothing")
+
+
 def test_files_that_hold_no_heads_are_refused(tmp_path):
     with pytest.raises(lsim.LayersimError, match="holds another kind of data"):
         lsim.ExitHeads.load(storage.write(tmp_path / "x", "result", {}, {"weight": torch.ones(1, 2, 2)}))

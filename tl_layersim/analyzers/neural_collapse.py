@@ -212,7 +212,7 @@ class NeuralCollapse(Analyzer):
     def _classes(self, first: Sums) -> Tensor:
         if isinstance(self.classes, tuple):
             return torch.tensor(list(dict.fromkeys(self.classes)))
-        counts = first["labels"] if first else torch.zeros(0, dtype=torch.int64)
+        counts = first["labels"]
         # A stable sort takes the lowest ids of equally frequent classes, on every machine.
         order = counts.argsort(descending=True, stable=True)[: self.classes]
         return order[counts[order] > 0]
