@@ -159,6 +159,24 @@ def test_signatures_are_broken_into_lines(site):
             assert max(map(len, lines), default=0) <= 100, (page.name, lines)
 
 
+def test_a_description_of_two_lines_is_one_returned_value(site):
+    """Each line was a value, and its first word the value's name."""
+    text = (site / "api" / "run.html").read_text()
+    returned = re.findall(r"Returns:.*?</table>", text, re.DOTALL)
+    assert len(returned) > 3
+    assert [table.count("<tr") for table in returned] == [2] * len(returned)
+    assert "with\nshard" not in unescape(re.sub(r"<[^>]+>", "", returned[0]))
+
+
+def test_see_name_leads_to_the_object(site):
+    found = 0
+    for page in sorted((site / "api").glob("*.html")):
+        for target, anchor in re.findall(r'[Ss]ee <a href="([^"#]*)#([^"]+)"><code>', page.read_text()):
+            assert f'id="{anchor}"' in (page.parent / (target or page.name)).read_text(), (page.name, anchor)
+            found += 1
+    assert found > 50
+
+
 def test_the_search_index_is_beside_the_pages(site):
     script = (site / "search/search_index.js").read_text()
     index = json.loads(script.removeprefix("var __index = "))
