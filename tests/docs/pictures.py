@@ -23,7 +23,7 @@ from .helpers import ROOT, blocks
 from .tables import Picture, pictures_of_tables, read_table, side_by_side
 
 IMAGES = ROOT / "docs" / "images"
-HOME = 620
+HOME, HOME_HEIGHT = 590, 440
 # Colours of a picture: more make the file larger, and no difference that is seen.
 COLOURS = 255
 
@@ -65,7 +65,10 @@ def home() -> dict[str, Picture]:
         "home_agree": lsim.compare(model, aligned, texts, lsim.CKA(), skip_first=2).plot(),
         "home_certain": lsim.difference(lens, other)["logit_lens"].plot("accuracy"),
     }
-    return {name: Picture([(figure, HOME)]) for name, figure in figures.items()}
+    for name in ("home_prune", "home_agree"):
+        # Small on the page: colours alone, and room for them.
+        figures[name].update_traces(texttemplate="").update_xaxes(tickfont_size=10)
+    return {name: Picture([(figure, HOME)], HOME_HEIGHT) for name, figure in figures.items()}
 
 
 # Rows of the table in docs/performance.md that are drawn, with their labels.
@@ -124,7 +127,8 @@ def render(path: Path, picture: Picture, browser: str) -> None:
         options += ["--force-device-scale-factor=2", f"--user-data-dir={folder}/profile", size, f"--screenshot={path}"]
         subprocess.run([browser, *options, page.as_uri()], check=True, capture_output=True, timeout=120)
     with Image.open(path) as taken:
-        few = taken.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        # By coverage: colours by frequency leave few for a colour bar, which shows as bands.
+        few = taken.convert("RGB").quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(path, optimize=True)
 
 

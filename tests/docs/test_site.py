@@ -165,7 +165,6 @@ def test_a_description_of_two_lines_is_one_returned_value(site):
     returned = re.findall(r"Returns:.*?</table>", text, re.DOTALL)
     assert len(returned) > 3
     assert [table.count("<tr") for table in returned] == [2] * len(returned)
-    assert "with\nshard" not in unescape(re.sub(r"<[^>]+>", "", returned[0]))
 
 
 def test_see_name_leads_to_the_object(site):
