@@ -237,5 +237,39 @@ def test_clusters_are_average_linkage():
         assert len(members[5 + step]) == count
 
 
-def test_penalties_below_zero_are_clustered():
-    assert (matrix(distances(4) - 0.4).clusters()[:, 2] >= 0).all()
+def test_directions_below_zero_are_zero_before_their_mean():
+    d = distances(5, directed=True) - 0.5
+    d.fill_diagonal_(0)
+    assert ((d < 0) & (d + d.T > 0)).any()
+    for a, b, height, _ in matrix(d).clusters()[:1]:
+        each = {
+            (i, j): (max(0.0, float(d[i, j])) + max(0.0, float(d[j, i]))) / 2 for i, j in itertools.combinations(range(5), 2)
+        }
+        assert height == pytest.approx(min(each.values()))
+        assert each[tuple(sorted((int(a), int(b))))] == pytest.approx(height)
+    # A gain in one direction does not make up for a loss in the other.
+    opposite = torch.tensor([[0.0, 0.0072], [-0.0072, 0.0]], dtype=torch.float64)
+    assert matrix(opposite).clusters()[0, 2] == pytest.approx(0.0036)
+    assert matrix(-opposite).clusters()[0, 2] == pytest.approx(0.0036)
+    assert matrix(-opposite.abs()).clusters()[0, 2] == 0.0
+    below = "directions below 0 count as 0"
+    assert below in matrix(opposite).plot("dendrogram").layout.title.subtitle.text
+    assert below not in matrix(opposite.abs()).plot("dendrogram").layout.title.subtitle.text
+
+
+def test_lines_of_groups_differ_by_colour_dash_and_marker():
+    d = torch.stack([distances(6, directed=True)] * 2, -1)
+
+    def looks(labels: str) -> dict[str, tuple[str, str, str]]:
+        found = group_curves(matrix(d[..., 0]), lambda one: d, tuple(labels), ("first", "second"), "Penalty")
+        lines = [trace for trace in found.plot().data if trace.name in found.comparisons]
+        return {line.name: (line.line.color, line.line.dash, line.marker.symbol) for line in lines}
+
+    many = looks("aabbcc")
+    assert len(many) == len(set(many.values())) == 9
+    inside, between = ({look[0] for name, look in many.items() if name.startswith("within ") == own} for own in (True, False))
+    assert not inside & between
+    # Lines that lie on each other.
+    few = looks("aaabbb")
+    for one, other in (("within a", "within b"), ("a into b", "b into a")):
+        assert all(a != b for a, b in zip(few[one], few[other], strict=True))

@@ -48,6 +48,8 @@ class TestGrid:
         options = {"layers": [1, 2], "fit": "sgd", "adapter": "affine-norm", "training": QUICK, "batch_size": 8}
         grid = lsim.stitch_grid(models, rows(40), **options)
         assert grid.penalty[0, 0].abs().min() > 1e-3
+        own = [trace for trace in grid.plot().data if trace.name in ("a into a", "b into b")]
+        assert len({trace.marker.symbol for trace in own}) == len({trace.line.dash for trace in own}) == 2
         table = grid.beyond_self()
         assert list(table.front) == ["a"] * 2 + ["b"] * 2
         for _, row in table.iterrows():
@@ -62,7 +64,10 @@ class TestGrid:
             table.columns
         )
         figure = grid.plot()
-        assert [trace.name for trace in figure.data] == ["a into b", "b into a", "a into a", "b into b"]
+        # Solved adapters of a model to itself lose nothing, so that all such stitches are one line.
+        assert [trace.name for trace in figure.data] == ["a into b", "b into a", "each into itself"]
+        assert figure.layout.title.subtitle.text.endswith("whiskers: 95 % intervals")
+        assert "whiskers" not in grid.plot("loss").layout.title.subtitle.text
         assert list(figure.layout.xaxis.ticktext) == ["0", "1", "2"]
         assert grid.plot("accuracy_penalty").data[0].error_y.array is not None
         np.testing.assert_allclose(grid.plot("loss").data[0].y, grid.loss[0, 1])

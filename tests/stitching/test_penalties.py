@@ -81,6 +81,10 @@ class TestGroups:
         assert colours["p0 into q0"] != colours["q0 into p0"]
         assert found.plot("dendrogram").layout.yaxis.title.text == "Stitching penalty (nats per token)"
         assert "Stitching penalty within and between groups" in found.plot("groups").layout.title.text
+        mean = grid.between_models()
+        for field in ("penalty", "dendrogram", "groups"):
+            assert "identity adapter, blocks.1.hook_resid_post" in found.plot(field).layout.title.subtitle.text
+            assert "identity adapter, mean over 2 stitch points" in mean.plot(field).layout.title.subtitle.text
         accuracy = grid.between_models(0, "accuracy_penalty")
         assert accuracy.plot().data[0].colorbar.title.text == "Accuracy penalty (fraction of targets)"
         again = lsim.load(found.save(tmp_path / "penalties.safetensors"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,9 @@ class ModelMatrix(Result):
     def clusters(self) -> Any:
         """The hierarchical clustering of the models, `merge 4`, as `scipy.cluster.hierarchy.linkage` returns it.
 
-        Average linkage on the mean of both directions, with a negative mean (a penalty below 0) taken as 0; the order of leaves
-        puts similar models side by side.
+        Average linkage on the mean of both directions. A direction below 0, such as a penalty of a stitch that gains, is taken
+        as 0 before the mean: else penalties of +0.01 and -0.01 would make two models equal. The order of leaves puts similar
+        models side by side.
 
         Raises:
             LayersimError: a distance is not a finite number.
@@ -125,22 +127,29 @@ class ModelMatrix(Result):
         """A heat map of the models in the order of the dendrogram, the `"dendrogram"`, or `"groups"`, their comparison."""
         from ..reporting import models
         from ..reporting.interval_bands import interval_ends
-        from ..reporting.style import described
+        from ..reporting.style import described, with_subtitle
 
         if field == "groups":
-            return self.compare_groups().plot()
+            return with_subtitle(self.compare_groups().plot(), html.escape(self.about()))
         field = self.values_name if field == "values" else field
         title = {picture.field: picture.title for picture in self.pictures}.get(field, self.quantity)
         if field == "dendrogram":
             tree = models.dendrogram(self.clusters(), self.models, self.groups, title, self.quantity)
-            return described(tree, self.provenance)
+            below = "directions below 0 count as 0" if bool((self.values < -models.OWN_DISTANCE).any()) else ""
+            about = "; ".join(filter(None, (self.about(), below)))
+            return described(with_subtitle(tree, html.escape(about)), self.provenance)
         if field != self.values_name:
             return super().plot(field)
         order = list(self.order)
         names, groups = ([names[n] for n in order] if names else [] for names in (self.models, self.groups))
         ends = interval_ends(self, lambda one: one.values[order][:, order])
         values = self.values[order][:, order].numpy()
-        return described(models.model_heatmap(values, names, groups, title, self.quantity, self.sides(), ends), self.provenance)
+        heat = models.model_heatmap(values, names, groups, title, self.quantity, self.sides(), ends)
+        return described(with_subtitle(heat, html.escape(self.about())), self.provenance)
+
+    def about(self) -> str:
+        """How the distances were measured, for the line below the title of a figure; empty where the title says all."""
+        return ""
 
     def sides(self) -> tuple[str, str]:
         """Titles of the rows and of the columns in a figure."""
@@ -160,6 +169,7 @@ class ModelMatrix(Result):
         return [(self.models[a], self.models[b]) for a, b in (~self.values.isfinite()).nonzero().tolist() if a != b]
 
     def _both_directions(self) -> Tensor:
-        """Mean distance over both directions of each pair, at least 0, `pair`, in the order of scipy's condensed matrices."""
+        """Mean over both directions of each pair, each at least 0, `pair`, in the order of scipy's condensed matrices."""
         rows, columns = torch.triu_indices(len(self.models), len(self.models), 1)
-        return ((self.values + self.values.T) / 2)[rows, columns].clamp(min=0)
+        above = self.values.clamp(min=0)
+        return ((above + above.T) / 2)[rows, columns]

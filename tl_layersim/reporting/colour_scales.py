@@ -17,7 +17,7 @@ from .style import DIVERGING, SEQUENTIAL
 SPREAD = "Magma"
 # End of the scale of p-values: 0.05 is its middle.
 HIGHEST_P = 0.1
-# Fields that hold what chance gives: near one another, so that a scale of the whole range would give them one colour.
+# Fields that hold what chance gives. Their differences are noise, so they have the scale of the measure, which shows none.
 CHANCE = ("null_mean", "null_threshold")
 # Most decimals of a number in a cell.
 MOST_CELL_DECIMALS = 4
@@ -65,9 +65,12 @@ def scale_of(result: Result, field: str, values: Any) -> ColourScale:
     if field == "p_values":
         beyond = f"highest colour: {HIGHEST_P:g} or more" if _largest(values) > HIGHEST_P else ""
         return ColourScale(f"{SEQUENTIAL}_r", 0.0, HIGHEST_P, beyond)
+    bounds = bounds_of(result).get(held) or (-math.inf, math.inf)
     if field in CHANCE:
-        return narrow_scale(values)
-    return scale_within(values, bounds_of(result).get(held) or (-math.inf, math.inf))
+        own = scale_of(result, result.values_name, result.values.numpy())
+        # Values of random pairings that are clearly negative, such as R², lie outside a scale that begins at 0.
+        return own if _smallest(values) >= min(own.low, NEGATIVE) else scale_within(values, bounds)
+    return scale_within(values, bounds)
 
 
 def scale_within(values: Any, bounds: tuple[float, float]) -> ColourScale:
@@ -170,6 +173,36 @@ def cell_numbers(values: Any, scale: ColourScale, fewest: int = 2) -> dict[str, 
     return {"text": on_cells(texts, values, scale), "texttemplate": "%{text}", "textfont": {"size": size}}
 
 
+def chance_decimals(values: Any) -> int:
+    """The number of decimals of values of random pairings: two digits of the largest, or 2 where that takes too many.
+
+    Args:
+        values: those that are drawn.
+
+    Examples:
+        >>> chance_decimals([0.0391, 0.0393]), chance_decimals([0.0018, 0.0027]), chance_decimals([-0.00024, 0.00003])
+        (3, 4, 2)
+    """
+    decimals = _decimals_of(max(abs(_smallest(values)), abs(_largest(values))), 2)
+    return decimals if 2 <= decimals <= MOST_CELL_DECIMALS else 2
+
+
+def range_in_words(low: float, high: float, digits: int = 2) -> str:
+    """Two numbers with as many decimals each: enough for these digits of the larger one, and to tell both apart.
+
+    Args:
+        low: the first number.
+        high: the second number.
+        digits: of the number that is larger without its sign.
+
+    Examples:
+        >>> range_in_words(0.03912, 0.03931), range_in_words(-0.0607, 0.187, 3)
+        ('0.0391 to 0.0393', '-0.061 to 0.187')
+    """
+    decimals = max(0, _decimals_of(max(abs(low), abs(high)), digits), _decimals_of(high - low, 1))
+    return f"{low:.{decimals}f} to {high:.{decimals}f}"
+
+
 def on_cells(texts: Sequence[Sequence[str]], values: Any, scale: ColourScale) -> list[list[str]]:
     """Texts as markup, each in black or white, whichever is easier to read on the colour of its cell.
 
@@ -215,6 +248,11 @@ def luminance(colour: Sequence[float]) -> float:
     parts = [part / 255 for part in colour]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _decimals_of(value: float, digits: int) -> int:
+    """Number of decimals that give a positive value these significant digits; 0 for 0."""
+    return digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
 
 
 def _smallest(values: Any) -> float:

@@ -11,7 +11,17 @@ import plotly.graph_objects as go
 
 from ..core.provenance import JOINT
 from ..core.results import Result
-from .colour_scales import SPREAD, ColourScale, cell_numbers, narrow_scale, off_diagonal_scale, scale_of
+from .colour_scales import (
+    CHANCE,
+    SPREAD,
+    ColourScale,
+    cell_numbers,
+    chance_decimals,
+    narrow_scale,
+    off_diagonal_scale,
+    range_in_words,
+    scale_of,
+)
 from .interval_bands import Ends, cell_hover
 from .labels import axis_title
 from .site_labels import short_names
@@ -46,17 +56,18 @@ def layer_heatmap(
     values = drawn_values(result, field, axes)
     scale = matrix_scale(result, field, axes, values)
     left_out = axes[0] == "row_block" and len(rows) > 1
-    note = _between_blocks(result, field) if left_out else scale.note
+    note = _between_blocks(result, field) if left_out else "; ".join(filter(None, (null_note(result, field), scale.note)))
+    decimals = 3 if field == "p_values" else chance_decimals(values) if field in CHANCE else 2
     fig = go.Figure(
         go.Heatmap(
             z=values,
             x=list(range(len(columns))),
             y=list(range(len(rows))),
-            colorbar=colour_bar(quantity),
+            colorbar=colour_bar(quantity, above=field == "p_values"),
             xgap=1 if len(columns) <= MOST_GAPS else 0,
             ygap=1 if len(rows) <= MOST_GAPS else 0,
             **scale.trace(),
-            **cell_numbers(values, scale, 3 if field == "p_values" else 2),
+            **cell_numbers(values, scale, decimals),
             **cell_hover(rows, columns, ends, html.escape(quantity, quote=False)),
         )
     )
@@ -127,7 +138,7 @@ def square_cells(fig: go.Figure, row_labels: Sequence[str], column_labels: Seque
 
 
 def drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
-    """The values of a matrix, without those of blocks with themselves, as an array.
+    """The values of a matrix, without those of blocks and p-values of layers with themselves, as an array.
 
     Args:
         result: whose field.
@@ -136,7 +147,8 @@ def drawn_values(result: Result, field: str, axes: tuple[str, ...]) -> Any:
     """
     values = (result.values if field in ("values", result.values_name) else getattr(result, field)).numpy()
     # A block in its own basis is diagonal by definition, and its values would hide those between blocks.
-    own = axes[0] == "row_block" and len(values) > 1
+    # Nor is the p-value of a layer with itself a finding.
+    own = len(values) > 1 and (axes[0] == "row_block" or _of_own_layers(result, field))
     return np.where(np.eye(len(values), dtype=bool), np.nan, values) if own else values
 
 
@@ -173,6 +185,30 @@ def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
     models = result.provenance.model.split(JOINT)
     first, last = (f"After block of {html.escape(model_name(model), quote=False)}" for model in (models[0], models[-1]))
     return (first, last) if len(models) > 1 else ("After block", "After block")
+
+
+def null_note(result: Result, field: str) -> str:
+    """What limits the values of a permutation null: the smallest possible p-value, or their range; empty for other fields.
+
+    Args:
+        result: whose field.
+        field: its name.
+    """
+    if field == "p_values":
+        count = int(getattr(result, "permutations", 0))
+        own = "; a layer with itself is left out" if _of_own_layers(result, field) and len(result.layers) > 1 else ""
+        return f"{count:,} permutations; smallest possible {1 / (count + 1):.2g}{own}" if count else ""
+    if field in CHANCE:
+        values = getattr(result, field)
+        known = values[values.isfinite()]
+        if known.numel():
+            return f"range {range_in_words(float(known.min()), float(known.max()))}, on the scale of the measure"
+    return ""
+
+
+def _of_own_layers(result: Result, field: str) -> bool:
+    """Whether a field holds p-values between the layers of one model."""
+    return field == "p_values" and JOINT not in result.provenance.model
 
 
 def _between_blocks(result: Result, field: str) -> str:

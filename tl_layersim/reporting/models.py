@@ -13,12 +13,30 @@ import plotly.graph_objects as go
 from .colour_scales import MOST_NUMBERS, about_zero, on_cells, scale_within
 from .interval_bands import Ends, cell_hover, hover_texts, point_hover, whiskers
 from .matrix import square_cells
-from .style import BLUE, GREY, ORANGE, PALETTE, WIDTH, colour_bar, layer_axis, styled, turn_labels, with_subtitle
+from .style import (
+    BLUE,
+    DARK,
+    DASHES,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALETTE,
+    PURPLE,
+    SYMBOLS,
+    WIDTH,
+    colour_bar,
+    layer_axis,
+    styled,
+    turn_labels,
+    with_subtitle,
+)
 
 # Distances of a model to itself are 0 up to this.
 OWN_DISTANCE = 1e-9
 # Fewest pairs of models whose quartiles are drawn.
 FEWEST_OF_BOX = 5
+# Colours of lines within groups and between them.
+WITHIN, BETWEEN = (BLUE, GREEN, DARK), (ORANGE, PURPLE)
 # Pixels of a character, of an axis title with its tick labels, and of a legend.
 CHARACTER, TITLED, LEGEND = 7, 46, 34
 
@@ -155,7 +173,8 @@ def group_lines(
 ) -> go.Figure:
     """Line plot over layers of the means within and between groups, with bands of one standard deviation.
 
-    Intervals of the means are whiskers: the bands are the spread of the models.
+    Intervals of the means are whiskers: the bands are the spread of the models. Lines within groups and lines between groups
+    have colours of their own, and each comparison its dash and marker, so that lines that lie on each other can be told apart.
 
     Args:
         values: `comparison site`.
@@ -167,9 +186,9 @@ def group_lines(
     """
     fig = go.Figure()
     inside = [name.startswith("within ") for name in names]
-    dashes = ("solid", "dash", "dot", "dashdot")
     for n, (name, within) in enumerate(zip(names, inside, strict=True)):
-        colour, dash = BLUE if within else ORANGE, dashes[inside[:n].count(within) % len(dashes)]
+        colours, k = WITHIN if within else BETWEEN, inside[:n].count(within)
+        colour, dash, symbol = colours[k % len(colours)], DASHES[k % len(DASHES)], SYMBOLS[k % len(SYMBOLS)]
         label, x = html.escape(name), list(range(len(sites)))
         spread = np.nan_to_num(sd[n])
         edges = np.concatenate([values[n] + spread, (values[n] - spread)[::-1]])
@@ -183,6 +202,7 @@ def group_lines(
             legendgroup=label,
             mode="lines+markers",
             line={"color": colour, "width": 2, "dash": dash},
+            marker={"symbol": symbol},
             **point_hover(list(sites), own, label),
             **({} if own is None else {"error_y": whiskers(values[n], own)}),
         )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from .colour_scales import range_in_words
 from .interval_bands import Ends, hover_texts, whiskers
 from .labels import axis_title
 from .site_labels import short_names
@@ -15,6 +16,10 @@ from .style import BLUE, DASHES, FAINT, GREEN, GREY, ORANGE, PALETTE, layer_axis
 
 # Most steps in the moving mean of a training.
 SMOOTHED = 25
+# Lines that are nearer than the range of all values divided by this are one line on the screen.
+SAME = 1000
+# Markers of models with themselves.
+OWN_SYMBOLS = ("x", "cross", "star", "diamond-open")
 
 
 def step_curve(losses: Any, title: str, quantity: str, ends: Ends | None = None) -> go.Figure:
@@ -93,7 +98,7 @@ def over_groups(values: Any, interval: tuple[float, float, float], title: str, u
     ends = [-0.5, len(values) - 0.5]
     if np.isfinite(low):
         band = {"fill": "toself", "fillcolor": FAINT.format(0.15), "line": {"width": 0}, "hoverinfo": "skip"}
-        name = f"95 % interval: {low:.3g} to {high:.3g}"
+        name = f"95 % interval: {range_in_words(low, high, 3)}"
         fig.add_scatter(x=[*ends, *ends[::-1]], y=[high, high, low, low], mode="lines", name=name, **band)
     mean = {"name": f"mean: {middle:.3g}", "hoverinfo": "name"}
     fig.add_scatter(x=ends, y=[middle, middle], mode="lines", line={"color": BLUE}, **mean)
@@ -109,7 +114,8 @@ def directions(
 ) -> go.Figure:
     """Line plot over stitch points of one value of each stitch, with its interval.
 
-    Each direction between two models has its own colour; a model with itself is dashed and grey.
+    Each direction between two models has its own colour; a model with itself is dashed and grey. Models whose stitches with
+    themselves give the same values, such as 0, share one line.
 
     Args:
         values: `front back point`.
@@ -122,10 +128,14 @@ def directions(
     fig = go.Figure()
     places = np.arange(len(seams))
     pairs, looks = _pairs(len(names))
+    own = values[range(len(names)), range(len(names))]
+    # Closer than a pixel.
+    together = len(names) > 1 and bool(np.allclose(own, own[0], rtol=0, atol=np.ptp(np.nan_to_num(values)) / SAME))
+    pairs = pairs[: 1 - len(names)] if together else pairs
     # A little side by side, so that intervals at one point do not hide each other.
     shifts = np.linspace(-0.08, 0.08, len(pairs)) if len(pairs) > 1 else np.zeros(1)
     for (a, b), shift in zip(pairs, shifts, strict=True):
-        label = html.escape(f"{names[a]} into {names[b]}")
+        label = "each into itself" if together and a == b else html.escape(f"{names[a]} into {names[b]}")
         ends = Ends(low, high).at((a, b))
         # Ends that equal the values are those of a field without intervals.
         texts = hover_texts(ends) if bool((ends.low < ends.high).any()) else [""] * len(seams)
@@ -135,7 +145,7 @@ def directions(
             name=label,
             mode="lines+markers",
             line=looks[a, b],
-            marker={"symbol": "x" if a == b else "circle" if a < b else "square-open", "color": looks[a, b]["color"]},
+            marker={"symbol": _symbol(a, b), "color": looks[a, b]["color"]},
             error_y=whiskers(values[a, b], ends),
             customdata=list(zip(seams, texts, strict=True)),
             hovertemplate="%{customdata[0]}<br>%{y:.4f}%{customdata[1]}<extra>" + label + "</extra>",
@@ -148,6 +158,11 @@ def directions(
     fig.update_yaxes(title=titles[1], rangemode="tozero", zeroline=True, zerolinecolor="#888888")
     fig = styled(fig, titles[0], height=420).update_layout(showlegend=len(pairs) > 1)
     return with_room_for_legend(fig) if len(pairs) > 1 else fig
+
+
+def _symbol(front: int, back: int) -> str:
+    """The marker of a stitch: that of the direction, or one of the model with itself."""
+    return OWN_SYMBOLS[front % len(OWN_SYMBOLS)] if front == back else "circle" if front < back else "square-open"
 
 
 def _both_sides(seams: tuple[str, ...]) -> list[str]:

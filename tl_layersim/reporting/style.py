@@ -314,9 +314,14 @@ def tick_number(value: float) -> str:
     return raised if digit == "1" else f"{digit}·{raised}"
 
 
-def colour_bar(title: str) -> dict[str, Any]:
-    """A colour bar with its title along its side, and a space between its numbers and the title."""
-    return {"title": {"text": title, "side": "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
+def colour_bar(title: str, above: bool = False) -> dict[str, Any]:
+    """A colour bar with its title along its side, and a space between its numbers and the title.
+
+    Args:
+        title: of the bar.
+        above: whether the title stands above the bar, where a short one is not taken for one of the numbers.
+    """
+    return {"title": {"text": title, "side": "top" if above else "right"}, "ticksuffix": "\u00a0\u00a0", "minexponent": 5}
 
 
 def layer_axis(update: Callable[..., go.Figure], names: tuple[str, ...], title: str) -> None:

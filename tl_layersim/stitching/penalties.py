@@ -22,7 +22,7 @@ class Penalties(ModelMatrix):
 
     Attributes:
         values: `row_model column_model`, float64: the front of the row into the back of the column, at one stitch point or as
-            the mean over all. Clusters are of the mean of both directions.
+            the mean over all. Clusters are of the mean of both directions, each at least 0.
         models: names of the models.
         groups: the group of each model; empty where no groups were given.
         quantity: the penalty in words, with its unit.
@@ -46,7 +46,7 @@ class Penalties(ModelMatrix):
         Picture(
             "dendrogram",
             "Dendrogram of the models",
-            "Hierarchical clustering by the mean penalty of both directions (average linkage).",
+            "Hierarchical clustering by the mean penalty of both directions, those below 0 taken as 0 (average linkage).",
         ),
         Picture(
             "groups",
@@ -57,6 +57,9 @@ class Penalties(ModelMatrix):
 
     def sides(self) -> tuple[str, str]:
         return "Front (lower blocks)", "Back (upper blocks)"
+
+    def about(self) -> str:
+        return f"{adapter_words(self.kind, self.fit)}, {self.seam}"
 
     def headline(self) -> dict[str, float]:
         values = self.values[~torch.eye(len(self.models), dtype=torch.bool)]
@@ -99,6 +102,16 @@ def penalties_between(grid: Any, seam: int | str | None, of: PenaltyField) -> Pe
         layers=(),
         provenance=grid.provenance,
     )
+
+
+def adapter_words(kind: str, fit: str) -> str:
+    """The adapter of a stitch in words.
+
+    Args:
+        kind: of the adapter.
+        fit: how it was fitted; "" where nothing was.
+    """
+    return f"{kind} adapter{f', fitted by {fit}' if fit else ''}"
 
 
 def penalty_words(of: PenaltyField, unit: str) -> str:

@@ -19,7 +19,7 @@ from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
 from .adapter import Adapter
 from .intervals import Interval, over_batches
-from .penalties import Penalties, PenaltyField, penalties_between, penalty_words
+from .penalties import Penalties, PenaltyField, adapter_words, penalties_between, penalty_words
 
 if TYPE_CHECKING:
     import pandas
@@ -354,6 +354,7 @@ class StitchGrid(Result):
 
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
         """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
+        from ..reporting.interval_bands import intervals_in_words
         from ..reporting.labels import quantity
         from ..reporting.stitches import directions
         from ..reporting.style import with_subtitle
@@ -369,8 +370,9 @@ class StitchGrid(Result):
         axis = words.replace("(nats)", f"(nats per {self.unit})").replace("of targets", f"of {self.unit}s")
         words_of_figure = (titles.get(field, words.partition(" (")[0]), axis)
         fig = directions(values.numpy(), low.numpy(), high.numpy(), self.fronts, self.seams, words_of_figure)
-        how = f"{self.kind} adapter{f', fitted by {self.fit}' if self.fit else ''}"
-        return with_subtitle(fig, f"{how} · {int(self.batch_tokens.sum()):,} {self.unit}s of evaluation")
+        how = adapter_words(self.kind, self.fit)
+        evaluation = f"{int(self.batch_tokens.sum()):,} {self.unit}s of evaluation"
+        return with_subtitle(with_subtitle(fig, f"{how} · {evaluation}"), intervals_in_words(fig))
 
     def headline(self) -> dict[str, float]:
         own = torch.eye(len(self.fronts), dtype=torch.bool)
