@@ -123,7 +123,10 @@ class ExponentialFit:
             self.sites,
             {
                 f"{a * np.exp(b * start):.4g} exp({b:.4g} {number})": (x, a * np.exp(b * x)),
-                f"{intercept + slope * start:.4g} {'-' if slope < 0 else '+'} {abs(slope):.4g} {number}": (x, intercept + slope * x),
+                f"{intercept + slope * start:.4g} {'-' if slope < 0 else '+'} {abs(slope):.4g} {number}": (
+                    x,
+                    intercept + slope * x,
+                ),
             },
             (title, found, self.quantity),
         )

@@ -76,6 +76,8 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
             mode="lines+markers" if bands and len(names) <= MOST_MARKERS else "lines" if bands else "markers",
             line={"color": one.colour, "dash": one.dash},
             marker={"symbol": one.symbol, "color": one.colour},
+            # Markers at 0 stand on the axis, whole.
+            cliponaxis=False,
             **point_hover(list(names), one.ends, one.label),
             **({} if one.ends is None else {"legendgroup": one.label}),
             **({"error_y": whiskers(one.values, one.ends)} if one.ends is not None and not bands else {}),
@@ -123,6 +125,21 @@ def with_least_span(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
     return fig.update_yaxes(range=[middle - 0.53 * least, middle + 0.53 * least])
 
 
+def from_lower_bound(fig: go.Figure, low: float) -> go.Figure:
+    """The line plot of a quantity with a positive lower bound, on a vertical axis that starts a little below the bound, not at 0.
+
+    Args:
+        fig: of lines; heatmaps, and axes that do not begin at 0, stay as they are.
+        low: the bound, such as 1 for a ratio that is at least 1; infinite where there is none.
+    """
+    if not 0 < low < math.inf or fig.layout.yaxis.rangemode != "tozero" or any(trace.type != "scatter" for trace in fig.data):
+        return fig
+    drawn = np.concatenate([np.asarray(trace.y, dtype=float) for trace in fig.data])
+    high = max([float(y) for y in drawn if math.isfinite(y)], default=low)
+    span = (high - low) or 1.0
+    return fig.update_yaxes(range=[low - 0.05 * span, high + 0.08 * span])
+
+
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
     """Whether the labels of an axis are positions along it; classes are names, even where they are numbers.
 
@@ -143,14 +160,16 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
     """
     if axis in LAYER_AXES:
         after = not names or names[0].endswith("resid_pre")
-        own = axis if axis in ("skipped", "vision_layer", "text_layer") else "residual" if after else "layer"
+        own = axis if axis in ("centre", "skipped", "vision_layer", "text_layer") else "residual" if after else "layer"
         layer_axis(fig.update_xaxes, names, axis_title(own))
         turn_labels(fig, names)
     elif is_numeric_axis(names, axis):
         fig.update_xaxes(title=axis_title(axis))
     else:
         ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": [str(name) for name in names]}
-        fig.update_xaxes(title=axis_title(axis), **ticks)
+        # No point of a few names stands at the edge.
+        edges = {"range": [-0.5, len(names) - 0.5]} if names else {}
+        fig.update_xaxes(title=axis_title(axis), **ticks, **edges)
 
 
 def on_log_axis(ends: Ends, values: Any) -> Ends:
@@ -164,17 +183,18 @@ def on_log_axis(ends: Ends, values: Any) -> Ends:
     return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
 
 
-def with_baseline(fig: go.Figure, name: str, value: float) -> go.Figure:
+def with_baseline(fig: go.Figure, name: str, value: float, dash: str = "dash") -> go.Figure:
     """The line plot with a dashed horizontal line.
 
     Args:
         fig: of one series.
         name: of the line.
         value: at which it stands.
+        dash: of the line, as plotly names it.
     """
     places = list(fig.data[-1].x)
     ends = {"x": [places[0], places[-1]], "y": [value, value]}
-    fig.add_scatter(**ends, name=f"{name}: {value:.3f}", mode="lines", line={"color": GREY, "width": 1.5, "dash": "dash"})
+    fig.add_scatter(**ends, name=f"{name}: {value:.4g}", mode="lines", line={"color": GREY, "width": 1.5, "dash": dash})
     return fig.update_layout(showlegend=True)
 
 
