@@ -11,10 +11,12 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
-from tl_layersim.reporting.curves import Series, from_lower_bound, lines, with_least_span
+from tl_layersim.reporting.curves import Series, from_lower_bound, lines, spectra, with_least_span
+from tl_layersim.reporting.interval_bands import Ends
 from tl_layersim.reporting.labels import AXES, FIGURE_TITLES, QUANTITIES, field_title, quantity
 from tl_layersim.reporting.stitches import step_curve
-from tl_layersim.reporting.style import BLUE, ORANGE
+from tl_layersim.reporting.style import BLUE, ORANGE, ordered_colours
+from tl_layersim.training.layer_evaluation_results import LayerChange
 
 from ..core.helpers import curve
 from ..tiny_models import random_tokens, tiny_llama
@@ -251,6 +253,41 @@ def test_curvature_fills_the_figure_beside_its_reference():
     assert growing.data[0].cliponaxis is False
 
 
+def test_where_positions_exit_names_the_threshold():
+    both = torch.rand(2, 3, dtype=torch.float64)
+    numbers = {
+        name: {"layer": both, "residual": torch.rand(2, 4, dtype=torch.float64)}.get(own[-1], both[:, 0])
+        for name, own in LayerChange.tensor_fields().items()
+    }
+    sites = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(3)))
+    own = {"models": ("a", "b"), "threshold": 0.85, "eps": 0.1, "center": "none"}
+    change = LayerChange(layers=sites, provenance=provenance(), **numbers, **own)
+    assert "Threshold of the top probability: 0.85" in change.plot("exits").layout.title.subtitle.text
+    assert "Threshold" not in change.plot("accuracy").layout.title.subtitle.text
+    assert change.plot().layout.title.text == change.plot("cross_entropy").layout.title.text
+    # A fraction of 0 has a whole marker on the axis.
+    assert [trace.cliponaxis for trace in change.plot("exits").data] == [False, False]
+
+
+def test_singular_values_have_a_colour_for_each_block_and_a_dash_for_each_pair():
+    values = np.random.default_rng(0).random((3, 2, 128))
+    labels = [f"block {block}, pair {pair}" for block in range(3) for pair in range(2)]
+    fig = spectra(values, labels)
+    colours = [trace.line.color for trace in fig.data]
+    assert colours[::2] == colours[1::2]
+    assert len(set(colours)) == 3
+    assert [trace.line.dash for trace in fig.data] == ["solid", "dash"] * 3
+    for trace, row in zip(fig.data, values.reshape(6, 128), strict=True):
+        np.testing.assert_array_equal(trace.y, row)
+    assert fig.layout.xaxis.tickvals == (1, 20, 40, 60, 80, 100, 120)
+    assert fig.layout.legend.orientation == "h"
+    assert spectra(values[..., :6], labels).layout.xaxis.tickvals == (1, 2, 3, 4, 5, 6)
+    # More blocks than the palette has colours are in the order of depth.
+    many = spectra(np.ones((8, 1, 4)), [f"block {n}, token 10 on itself" for n in range(8)])
+    assert [trace.line.color for trace in many.data] == ordered_colours(8)
+    assert many.layout.height > fig.layout.height
+
+
 def test_names_along_an_axis_keep_away_from_its_ends():
     fig = lines(("a", "b", "c"), [Series("a", np.array([1.0, 2.0, 3.0]))], "title", "unit", "name")
     assert fig.layout.xaxis.range == (-0.5, 2.5)
@@ -260,6 +297,9 @@ def test_an_axis_starts_at_a_positive_lower_bound():
     one = [Series("a", np.array([2.0, 4.0]))]
     fig = from_lower_bound(lines((1, 2), one, "title", "unit", "step"), 1.0)
     assert fig.layout.yaxis.range == pytest.approx((0.85, 4.24))
+    whisker = Ends(np.array([1.5, 3.0]), np.array([3.0, 9.0]))
+    barred = from_lower_bound(lines(("a", "b"), [Series("a", np.array([2.0, 4.0]), whisker)], "title", "unit", "name"), 1.0)
+    assert barred.layout.yaxis.range[1] > 9
     for low in (0.0, -np.inf):
         assert from_lower_bound(lines((1, 2), one, "title", "unit", "step"), low).layout.yaxis.range is None
 

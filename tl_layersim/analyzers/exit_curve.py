@@ -109,8 +109,8 @@ class ExitCurveResult(Result):
         """The speed-up against agreement and perplexity, a point for each threshold; or another field, as of any result.
 
         Args:
-            field: "speedup", "exits" for the fraction of positions that exit at each block, or "accuracy", "agreement" and "perplexity" for
-                curves over the threshold.
+            field: "speedup", "exits" for the fraction of positions that exit at each block, or "accuracy", "agreement" and
+                "perplexity" for curves over the threshold.
         """
         from ..reporting.panels import exit_heatmap, exit_tradeoff
 

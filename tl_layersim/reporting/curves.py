@@ -10,7 +10,20 @@ import plotly.graph_objects as go
 
 from .interval_bands import Ends, add_band, point_hover, whiskers
 from .labels import axis_title, series_label
-from .style import BLUE, GREEN, GREY, ORANGE, WIDTH, layer_axis, log_axis, ordered_colours, styled, turn_labels
+from .style import (
+    BLUE,
+    DASHES,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALETTE,
+    layer_axis,
+    log_axis,
+    ordered_colours,
+    styled,
+    turn_labels,
+    with_room_for_legend,
+)
 
 # Axes of a result whose labels are layers.
 LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer")
@@ -19,6 +32,9 @@ LOG_FACTOR = 20
 LOGARITHMIC = ("nc1", "perplexity")
 # Most points of a curve that have markers.
 MOST_MARKERS = 60
+# Most ticks along numbers of singular values, beside the first; and their distances.
+MOST_NUMBER_TICKS = 8
+STEPS = tuple(factor * 10**power for power in range(9) for factor in (1, 2, 5))
 # Opacities of bands of quantiles, the outermost first.
 FAN = (0.16, 0.3, 0.4)
 
@@ -126,7 +142,7 @@ def with_least_span(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
 
 
 def from_lower_bound(fig: go.Figure, low: float) -> go.Figure:
-    """The line plot of a quantity with a positive lower bound, on a vertical axis that starts a little below the bound, not at 0.
+    """The line plot of a quantity with a positive lower bound, on a vertical axis from a little below the bound.
 
     Args:
         fig: of lines; heatmaps, and axes that do not begin at 0, stay as they are.
@@ -134,8 +150,9 @@ def from_lower_bound(fig: go.Figure, low: float) -> go.Figure:
     """
     if not 0 < low < math.inf or fig.layout.yaxis.rangemode != "tozero" or any(trace.type != "scatter" for trace in fig.data):
         return fig
-    drawn = np.concatenate([np.asarray(trace.y, dtype=float) for trace in fig.data])
-    high = max([float(y) for y in drawn if math.isfinite(y)], default=low)
+    bars = [0.0 if trace.error_y.array is None else trace.error_y.array for trace in fig.data]
+    drawn = [np.asarray(trace.y, dtype=float) + np.nan_to_num(bar) for trace, bar in zip(fig.data, bars, strict=True)]
+    high = max([float(y) for y in np.concatenate(drawn) if math.isfinite(y)], default=low)
     span = (high - low) or 1.0
     return fig.update_yaxes(range=[low - 0.05 * span, high + 0.08 * span])
 
@@ -324,21 +341,23 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
 
 
 def spectra(values: Any, labels: list[str]) -> go.Figure:
-    """Singular values by number, on a logarithmic axis, the first series darkest.
+    """Singular values by number, on a logarithmic axis: a colour for each block, and a dash for each pair of tokens.
 
     Args:
-        values: `series direction`.
-        labels: of the series.
+        values: `block pair direction`.
+        labels: of all pairs of the first block, then of the second, and so on.
     """
     fig = go.Figure()
-    numbers = list(range(1, values.shape[1] + 1))
-    for label, row, colour in zip(labels, values, ordered_colours(len(labels)), strict=True):
+    blocks, pairs, count = values.shape
+    colours = PALETTE[:blocks] if blocks <= len(PALETTE) else ordered_colours(blocks)
+    looks = [(colours[block], DASHES[pair % len(DASHES)]) for block in range(blocks) for pair in range(pairs)]
+    for label, row, (colour, dash) in zip(labels, values.reshape(-1, count), looks, strict=True):
         hover = "number %{x}<br>%{y:.4g}<extra>" + label + "</extra>"
-        positive = np.where(row > 0, row, np.nan)
-        fig.add_scatter(x=numbers, y=positive, name=label, mode="lines", line={"color": colour}, hovertemplate=hover)
+        positive, line = np.where(row > 0, row, np.nan), {"color": colour, "dash": dash}
+        fig.add_scatter(x=list(range(1, count + 1)), y=positive, name=label, mode="lines", line=line, hovertemplate=hover)
     known = values[values > 0]
-    fig.update_xaxes(title=axis_title("direction"))
+    step = next(step for step in STEPS if count <= step * MOST_NUMBER_TICKS)
+    ticks = [1, *range(step if step > 1 else 2, count + 1, step)]
+    fig.update_xaxes(title=axis_title("direction"), tickmode="array", tickvals=ticks, range=[1 - count / 50, count * 1.02])
     fig.update_yaxes(title="Singular value", **(log_axis(float(known.min()), float(known.max())) if len(known) else {}))
-    # Long names of many blocks: a legend beside the axes, as far as there is room.
-    beside = {"orientation": "v", "xref": "paper", "x": 1.02, "xanchor": "left", "yref": "paper", "y": 1, "yanchor": "top"}
-    return styled(fig, "Singular values of the Jacobians", width=WIDTH + 100).update_layout(legend=beside)
+    return with_room_for_legend(styled(fig, "Singular values of the Jacobians").update_layout(showlegend=True))
