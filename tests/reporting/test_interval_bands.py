@@ -280,6 +280,16 @@ def test_intervals_that_markers_and_lines_hide_are_not_announced_as_visible():
     assert drawn_with([1.0, 1000.0], [0.2, 0.0], type="log") == seen
     assert drawn_with([1.0, 1000.0], [0.2, 0.0]) == hidden
     assert drawn_with([0.0, 1.0], [np.nan, np.nan]) == ("", "")
+    # Large markers hide more, and the whiskers of a bar begin at its end.
+    import plotly.graph_objects as go
+
+    bars = whiskers(np.array([0.0, 1.0]), Ends(np.array([-0.008, 1.0]), np.array([0.008, 1.0])))
+    for trace, is_seen in (
+        (go.Scatter(y=[0, 1], mode="markers", marker={"size": 3}, error_y=bars), True),
+        (go.Scatter(y=[0, 1], mode="markers", marker={"size": 9}, error_y=bars), False),
+        (go.Bar(y=[0, 1], error_y=bars), True),
+    ):
+        assert intervals_in_words(go.Figure(trace)).startswith("whiskers") is is_seen
 
 
 def test_a_single_block_draws_nothing(plain):

@@ -184,32 +184,32 @@ def intervals_in_words(fig: go.Figure) -> str:
 def _has_whiskers(trace: Any, side: str) -> bool:
     bar = getattr(trace, f"error_{side}", None)
     ends = (end for end in (bar.array, bar.arrayminus) if end is not None) if bar is not None else ()
-    return any(bool((np.nan_to_num(_numbers(end)) > 0).any()) for end in ends)
+    return any(bool((np.nan_to_num(_as_floats(end)) > 0).any()) for end in ends)
 
 
 def _whiskers_show(fig: go.Figure, trace: Any, side: str) -> bool:
     """Whether any whisker of a trace is longer than its marker."""
-    bar, values = getattr(trace, f"error_{side}"), _numbers(getattr(trace, side))
-    mode = getattr(trace, "mode", None) or ""
-    size = trace.marker.size if "markers" in mode or not mode else None
-    radius = float(np.max(size)) / 2 if size is not None else MARKER / 2 if "markers" in mode else LINE / 2
-    return _pixels(fig, trace, side, values - _numbers(bar.arrayminus), values + _numbers(bar.array)) / 2 > radius
+    bar, values = getattr(trace, f"error_{side}"), _as_floats(getattr(trace, side))
+    # Plotly draws markers where a trace of points sets no mode.
+    marked = trace.type == "scatter" and "markers" in (trace.mode or "markers")
+    radius = (MARKER if trace.marker.size is None else float(np.max(trace.marker.size))) / 2 if marked else LINE / 2
+    return _largest_gap(fig, trace, side, values - _as_floats(bar.arrayminus), values + _as_floats(bar.array)) / 2 > radius
 
 
 def _band_shows(fig: go.Figure, trace: Any) -> bool:
     """Whether a band is thicker than its line at any point."""
-    ends = _numbers(trace.y)
+    ends = _as_floats(trace.y)
     runs = [run[np.isfinite(run)] for run in np.split(ends, np.flatnonzero(np.isnan(ends)))]
     high = np.concatenate([run[: len(run) // 2] for run in runs])
     low = np.concatenate([run[len(run) // 2 :][::-1] for run in runs])
-    return _pixels(fig, trace, "y", low, high) > LINE + 1
+    return _largest_gap(fig, trace, "y", low, high) > LINE + 1
 
 
-def _pixels(fig: go.Figure, trace: Any, side: str, low: Any, high: Any) -> float:
+def _largest_gap(fig: go.Figure, trace: Any, side: str, low: Any, high: Any) -> float:
     """The largest distance of two ends in pixels, on the axis of a trace as plotly draws it at first."""
     name = getattr(trace, f"{side}axis") or side
     axis = fig.layout[f"{side}axis{name[1:]}"]
-    drawn = [_numbers(getattr(one, side)) for one in fig.data if (getattr(one, f"{side}axis", None) or side) == name]
+    drawn = [_as_floats(getattr(one, side)) for one in fig.data if (getattr(one, f"{side}axis", None) or side) == name]
     zero = axis.rangemode == "tozero" or any(one.type == "bar" for one in fig.data)
     values = np.concatenate([*drawn, low, high, [0.0] if zero and axis.type != "log" else []])
     if axis.type == "log":
@@ -222,6 +222,6 @@ def _pixels(fig: go.Figure, trace: Any, side: str, low: Any, high: Any) -> float
     return float(widths.max()) / span * room * (last - first) if len(widths) and span > 0 else 0.0
 
 
-def _numbers(values: Any) -> Any:
+def _as_floats(values: Any) -> Any:
     """The numbers of a list of plotly, with NaN where there is none."""
     return np.array([] if values is None else list(values), dtype=float)

@@ -231,11 +231,11 @@ def shape_and_norms(result: Any, title: str) -> go.Figure:
     label_axis(fig, names, "residual")
     fig.update_xaxes(title=None, tickmode="array", tickvals=[0], ticktext=["all layers"], row=1, col=1, tickangle=0)
     fig.update_yaxes(title="Norm", **scale, row=1, col=2)
-    fig = with_subtitle(styled(fig, title, height=HEIGHT), _key(result.quantiles, bool(len(result.prompt_lss))))
+    fig = with_subtitle(styled(fig, title, height=HEIGHT), _quantile_key(result.quantiles, bool(len(result.prompt_lss))))
     return described(fig, result.provenance)
 
 
-def _key(levels: tuple[float, ...], rows: bool) -> str:
+def _quantile_key(levels: tuple[float, ...], rows: bool) -> str:
     """What the bars, bands, lines and points of `shape_and_norms` stand for."""
     pairs = [f"{100 * levels[n]:g} to {100 * levels[-1 - n]:g} %" for n in range(len(levels) // 2)]
     if len(pairs) == 2:
