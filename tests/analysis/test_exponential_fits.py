@@ -125,7 +125,7 @@ def test_a_curve_with_undefined_values_has_no_fit():
 def test_the_figure_has_points_and_both_curves():
     fit = lsim.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
     figure = fit.plot()
-    assert [trace.name for trace in figure.data] == ["measured", "2 exp(0.3 l)", "line"]
+    assert [trace.name for trace in figure.data][:2] == ["measured", "2.7 exp(0.3 block)"]
     np.testing.assert_allclose(figure.data[1].y[[0, -1]], fit.values[0, [0, -1]], rtol=1e-6)
     np.testing.assert_allclose(figure.data[2].y[0], float(fit.intercept[0]))
     assert figure.layout.xaxis.title.text == "After block"
@@ -133,6 +133,30 @@ def test_the_figure_has_points_and_both_curves():
     assert figure.layout.title.subtitle.text.endswith(on_what(fit.provenance))
     assert lsim.exponential_fit(curve(2 * np.exp(-0.3 * np.arange(7)))).plot().layout.title.text.startswith("Exponential decay")
     assert list(figure.layout.xaxis.ticktext)[:2] == ["embed", "0"]
+
+
+@pytest.mark.parametrize("sites", [slice(None), slice(1, None), slice(2, -1)])
+def test_equations_of_the_legend_give_the_curves_at_the_numbers_of_the_axis(sites):
+    for rate in (0.115, -0.3):
+        fit = lsim.exponential_fit(curve(17 * np.exp(rate * np.arange(7)) + np.array([0, 1, 0, 2, -1, 0, 1])), sites=sites)
+        figure = fit.plot()
+        blocks = [-1 if label == "embed" else int(label) for label in figure.layout.xaxis.ticktext]
+        for trace in figure.data[1:]:
+            assert trace.name.endswith((" block", " block)"))
+            terms = trace.name.replace(" exp", " * exp").replace(" block", " * block")
+            drawn = np.interp(figure.layout.xaxis.tickvals, trace.x, trace.y)
+            told = [eval(terms, {"exp": np.exp, "block": block}) for block in blocks]
+            np.testing.assert_allclose(told, drawn, rtol=2e-3, atol=2e-3)
+        assert ("embed: block -1" in figure.layout.title.subtitle.text) is (-1 in blocks)
+
+
+def test_equations_over_modules_say_where_l_counts_from():
+    fit = lsim.exponential_fit(curve(2 * np.exp(0.3 * np.arange(7))))
+    named = dataclasses.replace(fit, sites=tuple(f"model.layers.{i}.mlp" for i in range(7)))
+    figure = named.plot()
+    assert figure.data[1].name == "2 exp(0.3 l)"
+    assert "l = 0 at 0.mlp, l = 6 at 6.mlp" in figure.layout.title.subtitle.text
+    assert "l = 0 at model.layers.0.mlp" in repr(named)
 
 
 def test_fields_without_three_sites_are_refused():

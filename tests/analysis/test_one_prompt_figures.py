@@ -85,7 +85,7 @@ def test_paths_are_in_the_plane_of_the_last_layer(demo, tmp_path):
     figure = found.plot()
     paths = [trace for trace in figure.data if trace.mode == "lines+markers"]
     assert len(paths) == len(found.tokens) == 15
-    assert [path.name for path in paths[-2:]] == ["first token: Once", "last token: ·house"]
+    assert [path.name for path in paths[-2:]] == ["first token: 1 Once", "last token: 15 ·house"]
     assert worst(lsim.load(found.save(tmp_path / "pca.safetensors")), found) == 0
 
 

@@ -65,4 +65,4 @@ def test_the_mean_over_lengths_is_the_mean_over_prompts():
     np.testing.assert_allclose(found.by_length, alone, rtol=1e-12)
     # One prompt of each length has no spread.
     assert bool(found.by_length_std.isnan().all())
-    assert found.plot("by_length").layout.xaxis.ticktext[0].endswith("<br>n = 1")
+    assert found.plot("by_length").layout.xaxis.ticktext[0].endswith("<br>1 prompt")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 import numpy as np
 import pytest
+import torch
 
 import tl_layersim as lsim
-from tl_layersim.reporting.curves import Series, lines, with_least_span
+from tl_layersim.analyzers.exit_curve import ExitCurveResult
+from tl_layersim.reporting.curves import Series, from_lower_bound, lines, spectra, with_least_span
+from tl_layersim.reporting.interval_bands import Ends
 from tl_layersim.reporting.labels import AXES, FIGURE_TITLES, QUANTITIES, field_title, quantity
 from tl_layersim.reporting.stitches import step_curve
-from tl_layersim.reporting.style import BLUE, ORANGE
+from tl_layersim.reporting.style import BLUE, ORANGE, ordered_colours
+from tl_layersim.training.layer_evaluation_results import LayerChange
 
 from ..core.helpers import curve
 from ..tiny_models import random_tokens, tiny_llama
+from ..views import provenance
 
 
 def result_classes() -> list[type[lsim.Result]]:
@@ -56,7 +62,7 @@ def test_axes_and_colour_bars_are_words_with_units(report):
     assert report["cosine"].plot().data[0].colorbar.title.text == "Cosine similarity"
     exits = report["exit_curve"].plot("exits")
     assert exits.layout.yaxis.title.text == "Threshold of the top probability"
-    assert exits.data[0].colorbar.title.text == "Positions"
+    assert exits.data[0].colorbar.title.text == "Positions (fraction; colours by the square root)"
     for result in report.values():
         for picture in result.pictures:
             fig = result.plot(picture.field)
@@ -148,6 +154,40 @@ def test_early_exits_are_one_figure_with_the_threshold_at_each_point(report):
     assert result.plot("agreement").layout.xaxis.title.text == "Threshold of the top probability"
 
 
+def test_exits_are_fractions_of_positions_and_none_is_told_from_few():
+    values = torch.zeros(3, 4, dtype=torch.float64)
+    values[0] = torch.tensor([10_000, 0, 0, 0])
+    values[1] = torch.tensor([3, 25, 0, 9_972])
+    values[2] = torch.tensor([0, 0, 1, 9_999])
+    result = exits_of(values)
+    fig = result.plot("exits")
+    [heat] = fig.data
+    assert heat.z[1][:2].tolist() == [pytest.approx(0.0003**0.5), pytest.approx(0.0025**0.5)]
+    assert np.isnan(heat.z).tolist() == (values == 0).tolist()
+    # The numbers at the bar's ticks are the fractions whose colours stand there.
+    bar = heat.colorbar
+    assert [float(text) for text in bar.ticktext] == pytest.approx([tick**2 for tick in bar.tickvals])
+    assert (heat.zmin, heat.zmax) == (0, 1)
+    words = [[re.sub("<.*?>", "", cell) for cell in row] for row in heat.text]
+    assert words == [["100", "", "", ""], ["&lt;0.1", "0.2", "", "99.7"], ["", "", "&lt;0.1", "99.9"]]
+    assert list(fig.layout.yaxis.ticktext) == ["0", "0.5", "1"]
+    assert list(fig.layout.xaxis.ticktext) == ["0", "1", "2", "3"]
+    assert fig.layout.title.subtitle.text.startswith("Numbers: per cent of positions; white: none")
+    assert heat.customdata[1][0] == "threshold 0.5<br>blocks.0.hook_resid_post<br>0.0003 of positions"
+    # Many layers leave no room for numbers.
+    wide = exits_of(torch.ones(3, 20, dtype=torch.float64)).plot("exits")
+    assert wide.data[0].text is None
+    assert wide.layout.title.subtitle.text.startswith("White: none")
+
+
+def exits_of(values: torch.Tensor) -> ExitCurveResult:
+    own = torch.ones(len(values), dtype=torch.float64)
+    sites = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(values.shape[1])))
+    fields = dict.fromkeys(("accuracy", "agreement", "perplexity", "speedup"), own)
+    counts = {"positions": int(values[0].sum()), "targets": 0, "unembedding": "norm"}
+    return ExitCurveResult(values=values, thresholds=(0.0, 0.5, 1.0), layers=sites, provenance=provenance(), **fields, **counts)
+
+
 def test_early_exits_without_targets_have_no_panel_of_perplexity():
     result = lsim.analyze(tiny_llama(), random_tokens(), [lsim.ExitCurve(labels="none")])["exit_curve"]
     assert [trace.xaxis for trace in result.plot().data if trace.mode == "lines+markers+text"] == ["x"]
@@ -176,6 +216,92 @@ def test_the_line_shape_score_stands_beside_the_norms():
     assert lines["update of the block"].y.tolist() == result.update_norm_quantiles[2].tolist()
     # The update of block 0 stands where the stream after block 0 stands.
     assert list(lines["update of the block"].x) == [1, 2, 3]
+    said = fig.layout.title.subtitle.text.replace("<br>", " ")
+    assert said.startswith(
+        "Bars and bands: 5 to 95 % (thin, light) and 25 to 75 % (thick, dark) of tokens; diamond and lines: median"
+    )
+    assert "points" not in said
+    widths = [trace.line.width for trace in score[:2]]
+    assert widths[0] < widths[1]
+    assert fig.layout.yaxis2.title.text == "Norm"
+    rows = lsim.analyze(tiny_llama(), random_tokens(), [lsim.Trajectory(per_prompt=True)])["trajectory"].plot()
+    assert "points: means of rows of the data" in rows.layout.title.subtitle.text.replace("<br>", " ")
+
+
+def test_the_score_of_a_window_stands_beside_a_straight_path_and_independent_steps():
+    result = lsim.analyze(tiny_llama(), random_tokens(), [lsim.Trajectory(window=2)])["trajectory"]
+    fig = result.plot("windowed_lss")
+    assert {trace.name: trace.y[0] for trace in fig.data[1:]} == {
+        "independent steps (√2): 1.414": 2**0.5,
+        "straight path: 1": 1.0,
+    }
+    low, high = fig.layout.yaxis.range
+    assert 0.9 < low < 1 < max(trace.y.max() for trace in fig.data[:1]) < high
+    assert "Window of 2 steps" in fig.layout.title.subtitle.text
+    assert fig.layout.xaxis.title.text == "After block"
+    assert [str(tick) for tick in fig.layout.xaxis.ticktext] == [site.split(".")[1] for site in result.centres]
+
+
+def test_curvature_fills_the_figure_beside_its_reference():
+    result = lsim.analyze(tiny_llama(), random_tokens(), [lsim.Trajectory()])["trajectory"]
+    fig = result.plot("curvature")
+    assert fig.data[-1].name == "independent positions (2π/3): 2.094"
+    assert fig.layout.yaxis.rangemode != "tozero"
+    # Other curves without negative values start at 0, with whole markers.
+    growing = result.plot("values")
+    assert growing.layout.yaxis.rangemode == "tozero"
+    assert growing.data[0].cliponaxis is False
+
+
+def test_where_positions_exit_names_the_threshold():
+    both = torch.rand(2, 3, dtype=torch.float64)
+    numbers = {
+        name: {"layer": both, "residual": torch.rand(2, 4, dtype=torch.float64)}.get(own[-1], both[:, 0])
+        for name, own in LayerChange.tensor_fields().items()
+    }
+    sites = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(3)))
+    own = {"models": ("a", "b"), "threshold": 0.85, "eps": 0.1, "center": "none"}
+    change = LayerChange(layers=sites, provenance=provenance(), **numbers, **own)
+    assert "Threshold of the top probability: 0.85" in change.plot("exits").layout.title.subtitle.text
+    assert "Threshold" not in change.plot("accuracy").layout.title.subtitle.text
+    assert change.plot().layout.title.text == change.plot("cross_entropy").layout.title.text
+    # A fraction of 0 has a whole marker on the axis.
+    assert [trace.cliponaxis for trace in change.plot("exits").data] == [False, False]
+
+
+def test_singular_values_have_a_colour_for_each_block_and_a_dash_for_each_pair():
+    values = np.random.default_rng(0).random((3, 2, 128))
+    labels = [f"block {block}, pair {pair}" for block in range(3) for pair in range(2)]
+    fig = spectra(values, labels)
+    colours = [trace.line.color for trace in fig.data]
+    assert colours[::2] == colours[1::2]
+    assert len(set(colours)) == 3
+    assert [trace.line.dash for trace in fig.data] == ["solid", "dash"] * 3
+    for trace, row in zip(fig.data, values.reshape(6, 128), strict=True):
+        np.testing.assert_array_equal(trace.y, row)
+    assert fig.layout.xaxis.tickvals == (1, 20, 40, 60, 80, 100, 120)
+    assert fig.layout.legend.orientation == "h"
+    assert spectra(values[..., :6], labels).layout.xaxis.tickvals == (1, 2, 3, 4, 5, 6)
+    # More blocks than the palette has colours are in the order of depth.
+    many = spectra(np.ones((8, 1, 4)), [f"block {n}, token 10 on itself" for n in range(8)])
+    assert [trace.line.color for trace in many.data] == ordered_colours(8)
+    assert many.layout.height > fig.layout.height
+
+
+def test_names_along_an_axis_keep_away_from_its_ends():
+    fig = lines(("a", "b", "c"), [Series("a", np.array([1.0, 2.0, 3.0]))], "title", "unit", "name")
+    assert fig.layout.xaxis.range == (-0.5, 2.5)
+
+
+def test_an_axis_starts_at_a_positive_lower_bound():
+    one = [Series("a", np.array([2.0, 4.0]))]
+    fig = from_lower_bound(lines((1, 2), one, "title", "unit", "step"), 1.0)
+    assert fig.layout.yaxis.range == pytest.approx((0.85, 4.24))
+    whisker = Ends(np.array([1.5, 3.0]), np.array([3.0, 9.0]))
+    barred = from_lower_bound(lines(("a", "b"), [Series("a", np.array([2.0, 4.0]), whisker)], "title", "unit", "name"), 1.0)
+    assert barred.layout.yaxis.range[1] > 9
+    for low in (0.0, -np.inf):
+        assert from_lower_bound(lines((1, 2), one, "title", "unit", "step"), low).layout.yaxis.range is None
 
 
 def test_two_models_have_two_hues_and_the_better_one_is_named():

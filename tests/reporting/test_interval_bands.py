@@ -14,7 +14,7 @@ from torch import Tensor
 import tl_layersim as lsim
 from tl_layersim.core import Result, axes
 from tl_layersim.core.intervals import headline_margins, headline_texts, with_replicates
-from tl_layersim.reporting.interval_bands import Ends, add_band, hover_texts, interval_ends
+from tl_layersim.reporting.interval_bands import Ends, add_band, hover_texts, interval_ends, intervals_in_words, whiskers
 from tl_layersim.reporting.style import ordered_colours
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -117,7 +117,7 @@ def test_a_curve_has_a_band_below_its_line(result, field, x):
 
 def test_the_baseline_of_a_curve_with_a_band_spans_the_curve(result):
     fig = result.plot("curve")
-    assert list(line_of(fig, "chance: 0.500").x) == [0, 3]
+    assert list(line_of(fig, "chance: 0.5").x) == [0, 3]
 
 
 @pytest.mark.parametrize("field", ["by_name", "by_label"])
@@ -252,6 +252,44 @@ def test_without_intervals_a_figure_has_the_same_points_and_nothing_else(result,
     drawn = " and ".join(word for word, is_drawn in shows.items() if is_drawn)
     assert now == (f"{before} · {drawn}: 95 % intervals" if drawn else before)
     assert own["layout"] == other["layout"]
+
+
+def drawn_with(values, half_widths, **axis):
+    """A figure with whiskers at each value, and one with a band."""
+    import plotly.graph_objects as go
+
+    values, half = np.array(values), np.array(half_widths)
+    ends, x = Ends(values - half, values + half), list(range(len(values)))
+    pointed, banded = go.Figure(layout={"yaxis": axis}), go.Figure(layout={"yaxis": axis})
+    pointed.add_scatter(x=x, y=values, mode="lines+markers", error_y=whiskers(values, ends))
+    add_band(banded, x, ends, "#010203")
+    banded.add_scatter(x=x, y=values, mode="lines+markers")
+    return intervals_in_words(pointed), intervals_in_words(banded)
+
+
+def test_intervals_that_markers_and_lines_hide_are_not_announced_as_visible():
+    seen = ("whiskers: 95 % intervals", "bands: 95 % intervals")
+    hidden = ("95 % intervals: within the markers", "95 % intervals: within the lines")
+    # An axis of 300 pixels or so: 0.1 of its length is seen, 0.001 is not.
+    assert drawn_with([0.0, 1.0], [0.1, 0.0]) == seen
+    assert drawn_with([0.0, 1.0], [0.001, 0.001]) == hidden
+    assert drawn_with([1.0, 1.01], [0.001, 0.001]) == seen
+    assert drawn_with([1.0, 1.01], [0.001, 0.001], rangemode="tozero") == hidden
+    assert drawn_with([1.0, 1.01], [0.001, 0.001], range=[0.0, 2.0]) == hidden
+    # On a logarithmic axis of three decades, a tenth of a value is seen, also of a small value.
+    assert drawn_with([1.0, 1000.0], [0.2, 0.0], type="log") == seen
+    assert drawn_with([1.0, 1000.0], [0.2, 0.0]) == hidden
+    assert drawn_with([0.0, 1.0], [np.nan, np.nan]) == ("", "")
+    # Large markers hide more, and the whiskers of a bar begin at its end.
+    import plotly.graph_objects as go
+
+    bars = whiskers(np.array([0.0, 1.0]), Ends(np.array([-0.008, 1.0]), np.array([0.008, 1.0])))
+    for trace, is_seen in (
+        (go.Scatter(y=[0, 1], mode="markers", marker={"size": 3}, error_y=bars), True),
+        (go.Scatter(y=[0, 1], mode="markers", marker={"size": 9}, error_y=bars), False),
+        (go.Bar(y=[0, 1], error_y=bars), True),
+    ):
+        assert intervals_in_words(go.Figure(trace)).startswith("whiskers") is is_seen
 
 
 def test_a_single_block_draws_nothing(plain):

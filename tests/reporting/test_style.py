@@ -107,7 +107,11 @@ def test_rows_of_a_legend_take_no_room_from_the_axes():
 
 
 def test_numbers_on_axes_have_no_letters_below_1():
-    assert log_axis(2e-7, 30)["ticktext"][:2] == ["10<sup>−7</sup>", "10<sup>−6</sup>"]
+    texts = log_axis(2e-7, 30)["ticktext"]
+    assert texts[:2] == ["10<sup>−7</sup>", "10<sup>−6</sup>"]
+    # One style: powers throughout.
+    assert texts[-2:] == ["10<sup>1</sup>", "10<sup>2</sup>"]
+    assert log_axis(1e-4, 30)["ticktext"][0] == "0.0001"
     for axis in (plotly.io.templates[name].layout[kind] for name in (SCREEN, PRINT) for kind in ("xaxis", "yaxis")):
         assert axis.exponentformat == "power"
 

@@ -84,7 +84,11 @@ class ExponentialFit:
             )
         ]
         return "\n".join(
-            [f"ExponentialFit({self.quantity}, {len(self.sites)} sites)", *lines[:8], *(["  ..."] * (len(lines) > 8))]
+            [
+                f"ExponentialFit({self.quantity}, {len(self.sites)} sites, l = {self.depth[0]:g} at {self.sites[0]})",
+                *lines[:8],
+                *(["  ..."] * (len(lines) > 8)),
+            ]
         )
 
     def to_frame(self) -> pandas.DataFrame:
@@ -95,17 +99,19 @@ class ExponentialFit:
         return pandas.DataFrame({"curve": self.names} | {name: getattr(self, name).numpy() for name in columns})
 
     def plot(self, curve: int = 0) -> plotly.graph_objects.Figure:
-        """The quantity over depth, with the exponential and the line.
+        """The quantity over depth, with the exponential and the line, and their equations in the numbers of the axis.
 
         Args:
             curve: number of the curve.
         """
         from ..reporting.style import described
-        from ..reporting.sweeps import fitted_curve
+        from ..reporting.sweeps import axis_number, fitted_curve
 
         x = np.linspace(float(self.depth[0]), float(self.depth[-1]), 100)
         a, b = float(self.amplitude[curve]), float(self.rate[curve])
-        found = f"R² = {self.r_squared[curve]:.3f} of the exponential, {self.linear_r_squared[curve]:.3f} of the line"
+        slope, intercept = float(self.slope[curve]), float(self.intercept[curve])
+        number, start, note = axis_number(self.sites, self.depth.tolist())
+        found = f"R² = {self.r_squared[curve]:.3f} of the exponential, {self.linear_r_squared[curve]:.3f} of the line{note}"
         words = self.quantity.partition(" (")[0]
         # Lower case inside the title, but not the initials of a name such as "CKA".
         words = words if words[1:2].isupper() else words[:1].lower() + words[1:]
@@ -116,8 +122,11 @@ class ExponentialFit:
             self.values[curve].numpy(),
             self.sites,
             {
-                f"{a:.3g} exp({b:.3g} l)": (x, a * np.exp(b * x)),
-                "line": (x, float(self.intercept[curve]) + float(self.slope[curve]) * x),
+                f"{a * np.exp(b * start):.4g} exp({b:.4g} {number})": (x, a * np.exp(b * x)),
+                f"{intercept + slope * start:.4g} {'-' if slope < 0 else '+'} {abs(slope):.4g} {number}": (
+                    x,
+                    intercept + slope * x,
+                ),
             },
             (title, found, self.quantity),
         )

@@ -138,16 +138,19 @@ class TrajectoryPCA(Result):
         return ("PC 1", "PC 2")
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
-        """One line for each token, from the embedding to the last block; the first and the last token stand out.
+        """One line for each token, from the embedding to the last block, coloured by position; the first and the last are
+        thick.
 
-        Labels of tokens that would overlap are left out, and are shown where the pointer is.
+        Labels have the position and the text of a token. Labels that would overlap are left out, and are shown where the
+        pointer is.
         """
         from ..reporting.style import described
         from ..reporting.token_paths import token_paths
 
         if field != "values":
             return super().plot(field)
-        figure = token_paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers)
+        skipped = int(self.provenance.options.get("skip_first", 0))
+        figure = token_paths(self.values.numpy(), self.explained.tolist(), self.tokens, self.layers, skipped)
         return described(figure, self.provenance)
 
     def headline(self) -> dict[str, float]:

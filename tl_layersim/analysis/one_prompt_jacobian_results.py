@@ -58,7 +58,7 @@ class BlockJacobians(Result):
         return tuple(range(1, self.singular_values.shape[2] + 1))
 
     def plot(self, field: str = "singular_values") -> plotly.graph_objects.Figure:
-        """A figure of the singular values by number, a line for each block and pair, on a logarithmic axis.
+        """A figure of the singular values by number, on a logarithmic axis: a colour for each block, a dash for each pair.
 
         Args:
             field: "singular_values", or another tensor field for the figure that every result has.
@@ -70,7 +70,7 @@ class BlockJacobians(Result):
         if field != "singular_values":
             return super().plot(field)
         labels = jacobian_labels(self.blocks, self.pairs)
-        return described(spectra(self.singular_values.flatten(0, 1).numpy(), labels), self.provenance)
+        return described(spectra(self.singular_values.numpy(), labels), self.provenance)
 
     def headline(self) -> dict[str, float]:
         return {"largest singular value": float(self.singular_values.max())}

@@ -128,8 +128,9 @@ class BlockCouplingResult(Result):
         """
         fig = super().plot(field)
         if field.startswith("by_length"):
-            counts = (f"{label}<br>n = {int(n)}" for label, n in zip(self.lengths, self.length_count, strict=True))
-            fig.update_xaxes(ticktext=list(counts))
+            counts = [int(n) for n in self.length_count]
+            words = (f"{label}<br>{n} prompt{'s' * (n != 1)}" for label, n in zip(self.lengths, counts, strict=True))
+            fig.update_xaxes(ticktext=list(words))
         return fig
 
     def mean(

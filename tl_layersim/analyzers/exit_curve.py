@@ -109,11 +109,13 @@ class ExitCurveResult(Result):
         """The speed-up against agreement and perplexity, a point for each threshold; or another field, as of any result.
 
         Args:
-            field: "speedup", "exits" for the block at which positions exit, or "accuracy", "agreement" and "perplexity" for
-                curves over the threshold.
+            field: "speedup", "exits" for the fraction of positions that exit at each block, or "accuracy", "agreement" and
+                "perplexity" for curves over the threshold.
         """
-        from ..reporting.panels import exit_tradeoff
+        from ..reporting.panels import exit_heatmap, exit_tradeoff
 
+        if field in ("exits", "values"):
+            return exit_heatmap(self, self.pictures[1].title)
         if field != "speedup":
             return super().plot(field)
         return exit_tradeoff(self, self.pictures[0].title)

@@ -133,8 +133,8 @@ class TrajectoryResult(Result):
         Picture(
             "windowed_lss",
             "Line-shape score around each layer",
-            "1 for a straight line, larger for a curved path; needs Trajectory(window=...) "
-            + AUBRY.format("figures 24 and 25"),
+            "1 for a straight line, about the square root of the number of steps for independent steps; needs "
+            "Trajectory(window=...) " + AUBRY.format("figures 24 and 25"),
         ),
         Picture(
             "curvature",
@@ -170,8 +170,13 @@ class TrajectoryResult(Result):
         Args:
             field: "lss_quantiles", or another tensor field such as "norm_quantiles" or "growth".
         """
+        from ..reporting.curves import with_baseline
         from ..reporting.panels import shape_and_norms
+        from ..reporting.style import with_subtitle
 
+        if field == "windowed_lss" and self.window:
+            fig = with_baseline(super().plot(field), "straight path", 1.0, "dot")
+            return with_subtitle(fig, f"Window of {self.window} steps; a step is the update of a block")
         if field != "lss_quantiles":
             return super().plot(field)
         return shape_and_norms(self, self.pictures[0].title)
@@ -185,7 +190,9 @@ class TrajectoryResult(Result):
         return defined_by_row(self.prompt_lss, self.prompt_rows, "Trajectory")
 
     def baseline(self, field: str) -> tuple[str, float] | None:
-        return ("independent positions", 2 * math.pi / 3) if field == "curvature" else None
+        if field == "windowed_lss" and self.window:
+            return f"independent steps (√{self.window})", math.sqrt(self.window)
+        return ("independent positions (2π/3)", 2 * math.pi / 3) if field == "curvature" else None
 
     @property
     def centres(self) -> tuple[str, ...]:
@@ -224,7 +231,8 @@ class Trajectory(Analyzer):
     \mathrm{ED} = \frac{\mathrm{Var}_l \, \alpha^l}{(\mathrm{mean}_l \, \alpha^l)^2}, \qquad
     \mathrm{equidistance} = \frac{\mathrm{std}_l |u^l|}{\mathrm{mean}_l |u^l|}$$
 
-    with variances divided by L. LSS is at least 1, and 1 for a straight line. Expodistance is 0 if norms grow exponentially,
+    with variances divided by L. LSS is at least 1, and 1 for a straight line; n independent steps in
+    many dimensions have about the square root of n. Expodistance is 0 if norms grow exponentially,
     equidistance is 0 if all steps are equally long.
 
     Args:

@@ -10,7 +10,20 @@ import plotly.graph_objects as go
 
 from .interval_bands import Ends, add_band, point_hover, whiskers
 from .labels import axis_title, series_label
-from .style import BLUE, GREEN, GREY, ORANGE, WIDTH, layer_axis, log_axis, ordered_colours, styled, turn_labels
+from .style import (
+    BLUE,
+    DASHES,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALETTE,
+    layer_axis,
+    log_axis,
+    ordered_colours,
+    styled,
+    turn_labels,
+    with_room_for_legend,
+)
 
 # Axes of a result whose labels are layers.
 LAYER_AXES = ("row", "column", "residual", "layer", "centre", "skipped", "vision_layer", "text_layer")
@@ -19,6 +32,9 @@ LOG_FACTOR = 20
 LOGARITHMIC = ("nc1", "perplexity")
 # Most points of a curve that have markers.
 MOST_MARKERS = 60
+# Most ticks along numbers of singular values, beside the first; and their distances.
+MOST_NUMBER_TICKS = 8
+STEPS = tuple(factor * 10**power for power in range(9) for factor in (1, 2, 5))
 # Opacities of bands of quantiles, the outermost first.
 FAN = (0.16, 0.3, 0.4)
 
@@ -76,6 +92,8 @@ def lines(names: tuple[Any, ...], series: list[Series], title: str, quantity: st
             mode="lines+markers" if bands and len(names) <= MOST_MARKERS else "lines" if bands else "markers",
             line={"color": one.colour, "dash": one.dash},
             marker={"symbol": one.symbol, "color": one.colour},
+            # Markers at 0 stand on the axis, whole.
+            cliponaxis=False,
             **point_hover(list(names), one.ends, one.label),
             **({} if one.ends is None else {"legendgroup": one.label}),
             **({"error_y": whiskers(one.values, one.ends)} if one.ends is not None and not bands else {}),
@@ -123,6 +141,22 @@ def with_least_span(fig: go.Figure, bounds: tuple[float, float]) -> go.Figure:
     return fig.update_yaxes(range=[middle - 0.53 * least, middle + 0.53 * least])
 
 
+def from_lower_bound(fig: go.Figure, low: float) -> go.Figure:
+    """The line plot of a quantity with a positive lower bound, on a vertical axis from a little below the bound.
+
+    Args:
+        fig: of lines; heatmaps, and axes that do not begin at 0, stay as they are.
+        low: the bound, such as 1 for a ratio that is at least 1; infinite where there is none.
+    """
+    if not 0 < low < math.inf or fig.layout.yaxis.rangemode != "tozero" or any(trace.type != "scatter" for trace in fig.data):
+        return fig
+    bars = [0.0 if trace.error_y.array is None else trace.error_y.array for trace in fig.data]
+    drawn = [np.asarray(trace.y, dtype=float) + np.nan_to_num(bar) for trace, bar in zip(fig.data, bars, strict=True)]
+    high = max([float(y) for y in np.concatenate(drawn) if math.isfinite(y)], default=low)
+    span = (high - low) or 1.0
+    return fig.update_yaxes(range=[low - 0.05 * span, high + 0.08 * span])
+
+
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
     """Whether the labels of an axis are positions along it; classes are names, even where they are numbers.
 
@@ -143,14 +177,16 @@ def label_axis(fig: go.Figure, names: tuple[Any, ...], axis: str) -> None:
     """
     if axis in LAYER_AXES:
         after = not names or names[0].endswith("resid_pre")
-        own = axis if axis in ("skipped", "vision_layer", "text_layer") else "residual" if after else "layer"
+        own = axis if axis in ("centre", "skipped", "vision_layer", "text_layer") else "residual" if after else "layer"
         layer_axis(fig.update_xaxes, names, axis_title(own))
         turn_labels(fig, names)
     elif is_numeric_axis(names, axis):
         fig.update_xaxes(title=axis_title(axis))
     else:
         ticks = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": [str(name) for name in names]}
-        fig.update_xaxes(title=axis_title(axis), **ticks)
+        # No point of a few names stands at the edge.
+        edges = {"range": [-0.5, len(names) - 0.5]} if names else {}
+        fig.update_xaxes(title=axis_title(axis), **ticks, **edges)
 
 
 def on_log_axis(ends: Ends, values: Any) -> Ends:
@@ -164,17 +200,18 @@ def on_log_axis(ends: Ends, values: Any) -> Ends:
     return Ends(np.where(ends.low <= 0, min(above, default=1.0) / 2, ends.low), ends.high)
 
 
-def with_baseline(fig: go.Figure, name: str, value: float) -> go.Figure:
+def with_baseline(fig: go.Figure, name: str, value: float, dash: str = "dash") -> go.Figure:
     """The line plot with a dashed horizontal line.
 
     Args:
         fig: of one series.
         name: of the line.
         value: at which it stands.
+        dash: of the line, as plotly names it.
     """
     places = list(fig.data[-1].x)
     ends = {"x": [places[0], places[-1]], "y": [value, value]}
-    fig.add_scatter(**ends, name=f"{name}: {value:.3f}", mode="lines", line={"color": GREY, "width": 1.5, "dash": "dash"})
+    fig.add_scatter(**ends, name=f"{name}: {value:.4g}", mode="lines", line={"color": GREY, "width": 1.5, "dash": dash})
     return fig.update_layout(showlegend=True)
 
 
@@ -304,21 +341,23 @@ def sublayer_lines(names: tuple[str, ...], values: Any, title: str, quantity: st
 
 
 def spectra(values: Any, labels: list[str]) -> go.Figure:
-    """Singular values by number, on a logarithmic axis, the first series darkest.
+    """Singular values by number, on a logarithmic axis: a colour for each block, and a dash for each pair of tokens.
 
     Args:
-        values: `series direction`.
-        labels: of the series.
+        values: `block pair direction`.
+        labels: of all pairs of the first block, then of the second, and so on.
     """
     fig = go.Figure()
-    numbers = list(range(1, values.shape[1] + 1))
-    for label, row, colour in zip(labels, values, ordered_colours(len(labels)), strict=True):
+    blocks, pairs, count = values.shape
+    colours = PALETTE[:blocks] if blocks <= len(PALETTE) else ordered_colours(blocks)
+    looks = [(colours[block], DASHES[pair % len(DASHES)]) for block in range(blocks) for pair in range(pairs)]
+    for label, row, (colour, dash) in zip(labels, values.reshape(-1, count), looks, strict=True):
         hover = "number %{x}<br>%{y:.4g}<extra>" + label + "</extra>"
-        positive = np.where(row > 0, row, np.nan)
-        fig.add_scatter(x=numbers, y=positive, name=label, mode="lines", line={"color": colour}, hovertemplate=hover)
+        positive, line = np.where(row > 0, row, np.nan), {"color": colour, "dash": dash}
+        fig.add_scatter(x=list(range(1, count + 1)), y=positive, name=label, mode="lines", line=line, hovertemplate=hover)
     known = values[values > 0]
-    fig.update_xaxes(title=axis_title("direction"))
+    step = next(step for step in STEPS if count <= step * MOST_NUMBER_TICKS)
+    ticks = [1, *range(step if step > 1 else 2, count + 1, step)]
+    fig.update_xaxes(title=axis_title("direction"), tickmode="array", tickvals=ticks, range=[1 - count / 50, count * 1.02])
     fig.update_yaxes(title="Singular value", **(log_axis(float(known.min()), float(known.max())) if len(known) else {}))
-    # Long names of many blocks: a legend beside the axes, as far as there is room.
-    beside = {"orientation": "v", "xref": "paper", "x": 1.02, "xanchor": "left", "yref": "paper", "y": 1, "yanchor": "top"}
-    return styled(fig, "Singular values of the Jacobians", width=WIDTH + 100).update_layout(legend=beside)
+    return with_room_for_legend(styled(fig, "Singular values of the Jacobians").update_layout(showlegend=True))

@@ -11,7 +11,17 @@ import plotly.graph_objects as go
 from ..core.intervals import bounds_of
 from ..core.provenance import JOINT
 from ..core.results import Result
-from .curves import LOG_FACTOR, LOGARITHMIC, Series, lines, quantile_lines, sublayer_lines, with_baseline, with_least_span
+from .curves import (
+    LOG_FACTOR,
+    LOGARITHMIC,
+    Series,
+    from_lower_bound,
+    lines,
+    quantile_lines,
+    sublayer_lines,
+    with_baseline,
+    with_least_span,
+)
 from .interval_bands import Ends, interval_ends
 from .labels import field_title, quantity, series_label
 from .matrix import layer_heatmap, series_heatmap
@@ -29,6 +39,8 @@ LAYER_MATRICES = (
     ("vision_layer", "other_vision_layer"),
     ("text_layer", "other_text_layer"),
 )
+# Curves that are compared with a reference line, far from 0: their axis shows both, and not 0.
+FAR_FROM_ZERO = ("curvature",)
 # Axes along which a few series have an order.
 ORDERED_AXES = ("direction", "k", "look", "threshold", "length")
 
@@ -45,7 +57,8 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
         ValueError: the field has other axes.
     """
     held = "values" if field == result.values_name else field
-    fig = with_least_span(_field_figure(result, field, axes), bounds_of(result).get(held) or (-math.inf, math.inf))
+    bounds = bounds_of(result).get(held) or (-math.inf, math.inf)
+    fig = from_lower_bound(with_least_span(_field_figure(result, field, axes), bounds), bounds[0])
     return described(fig, result.provenance)
 
 
@@ -133,8 +146,11 @@ def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None
         return step_curve(values, title, unit, ends)
     known = values[np.isfinite(values)]
     log = field in LOGARITHMIC and bool(len(known)) and bool(known.max() > LOG_FACTOR * max(known.min(), 0))
-    of_two = _of_two_models(result, field, Series(unit, values, ends), names)
-    names, series = of_two or (names, [Series(unit, values, ends)])
-    fig = lines(names, series, title, unit, axis, log)
     reference = result.baseline(field)
+    # Beside a reference line, the legend has no room for the unit, which stands on the axis.
+    own = Series(unit if reference is None else unit.partition(" (")[0], values, ends)
+    names, series = _of_two_models(result, field, own, names) or (names, [own])
+    fig = lines(names, series, title, unit, axis, log)
+    if field in FAR_FROM_ZERO:
+        fig.update_yaxes(rangemode="normal")
     return fig if reference is None else with_baseline(fig, *reference)

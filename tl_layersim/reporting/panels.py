@@ -8,15 +8,34 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from .colour_scales import MOST_NUMBERS, ColourScale, on_cells
 from .curves import LOG_FACTOR, add_fan, label_axis
 from .interval_bands import Ends, hover_texts, interval_ends, whiskers
-from .labels import quantity
-from .style import BLUE, DARK, FAINT, GREY, HEIGHT, ORANGE, described, log_axis, styled
+from .labels import axis_title, quantity
+from .style import (
+    BLUE,
+    DARK,
+    FAINT,
+    GREY,
+    HEIGHT,
+    ORANGE,
+    SEQUENTIAL,
+    colour_bar,
+    described,
+    layer_axis,
+    log_axis,
+    styled,
+    turn_labels,
+    with_subtitle,
+)
 
 # Agreement whose lowest threshold is marked in the figure of early exits.
 AGREEMENT = 0.95
 # Thresholds that are written at their points.
 WRITTEN = (0.3, 0.5, 0.7, 0.9)
+# Fractions at the ticks of a colour bar by the square root; pixels of a row of a heatmap of thresholds, and most such rows.
+FRACTIONS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)
+ROW, MOST_ROWS = 17, 40
 # Opacities of whiskers at many points of a curve.
 QUIET = 0.5
 
@@ -93,6 +112,68 @@ def exit_texts(result: Any) -> list[str]:
     return texts
 
 
+def exit_heatmap(result: Any, title: str) -> go.Figure:
+    """Fraction of positions that exit at each block for each threshold, on colours by the square root; none is white.
+
+    Args:
+        result: an `ExitCurveResult`.
+        title: of the figure.
+    """
+    names, rows = result.layers[1:], [f"{threshold:g}" for threshold in result.thresholds]
+
+    def fractions(one: Any) -> Any:
+        return one.values / one.values.sum(-1, keepdim=True)
+
+    values, ends = fractions(result).numpy(), interval_ends(result, fractions)
+    margins = np.full(values.shape, "") if ends is None else hover_texts(ends)
+    # Colours by the square root: one position of a thousand is seen beside the last block's.
+    z = np.where(values > 0, np.sqrt(values), np.nan)
+    numbers: dict[str, Any] = {}
+    if len(names) <= MOST_NUMBERS:
+        texts = [[_per_cent(value) for value in row] for row in values.tolist()]
+        numbers = {"text": on_cells(texts, z, ColourScale(SEQUENTIAL, 0.0, 1.0)), "texttemplate": "%{text}"}
+        numbers |= {"textfont": {"size": 9}}
+    hover = [
+        [
+            f"threshold {row}<br>{name}<br>{value:.4f} of positions{margin}"
+            for name, value, margin in zip(names, *pair, strict=True)
+        ]
+        for row, *pair in zip(rows, values, margins, strict=True)
+    ]
+    heat = go.Heatmap(
+        z=z,
+        x=list(range(len(names))),
+        y=rows,
+        zmin=0.0,
+        zmax=1.0,
+        colorscale=SEQUENTIAL,
+        xgap=1,
+        ygap=1,
+        colorbar=colour_bar("Positions (fraction; colours by the square root)")
+        | {"tickmode": "array", "tickvals": [tick**0.5 for tick in FRACTIONS], "ticktext": [f"{tick:g}" for tick in FRACTIONS]},
+        customdata=hover,
+        hovertemplate="%{customdata}<extra></extra>",
+        **numbers,
+    )
+    fig = go.Figure(heat)
+    layer_axis(fig.update_xaxes, names, axis_title("layer"))
+    turn_labels(fig, names)
+    fig.update_xaxes(showgrid=False)
+    every = {"tickmode": "array", "tickvals": rows, "ticktext": rows} if len(rows) <= MOST_ROWS else {}
+    fig.update_yaxes(title=axis_title("threshold"), type="category", showgrid=False, tickfont={"size": 11}, **every)
+    note = "numbers: per cent of positions; " if numbers else ""
+    height = 130 + ROW * len(rows) if len(rows) <= MOST_ROWS else 130 + ROW * MOST_ROWS
+    fig = with_subtitle(styled(fig, title, height=height), f"{note}white: none".capitalize())
+    return described(fig, result.provenance)
+
+
+def _per_cent(value: float) -> str:
+    """A fraction in per cent with one decimal; empty for 0 and for an unknown one."""
+    if not value > 0:
+        return ""
+    return "&lt;0.1" if value < 0.0005 else "100" if value == 1 else f"{min(100 * value, 99.9):.1f}"
+
+
 def saturation_bars(result: Any, title: str) -> go.Figure:
     """Tokens that saturate at each block as bars, and the fraction of tokens that have saturated as a line on a second axis.
 
@@ -149,10 +230,21 @@ def shape_and_norms(result: Any, title: str) -> go.Figure:
     scale = log_axis(float(known.min()), float(known.max())) if wide else {"rangemode": "tozero"}
     label_axis(fig, names, "residual")
     fig.update_xaxes(title=None, tickmode="array", tickvals=[0], ticktext=["all layers"], row=1, col=1, tickangle=0)
-    low, high = (f"{level:.0%}" for level in (result.quantiles[0], result.quantiles[-1]))
-    band = f"median, {low} to {high} of tokens" if len(result.quantiles) > 1 else f"{low} of tokens below"
-    fig.update_yaxes(title=f"Norm ({band})", **scale, row=1, col=2)
-    return described(styled(fig, title, height=HEIGHT), result.provenance)
+    fig.update_yaxes(title="Norm", **scale, row=1, col=2)
+    fig = with_subtitle(styled(fig, title, height=HEIGHT), _quantile_key(result.quantiles, bool(len(result.prompt_lss))))
+    return described(fig, result.provenance)
+
+
+def _quantile_key(levels: tuple[float, ...], rows: bool) -> str:
+    """What the bars, bands, lines and points of `shape_and_norms` stand for."""
+    pairs = [f"{100 * levels[n]:g} to {100 * levels[-1 - n]:g} %" for n in range(len(levels) // 2)]
+    if len(pairs) == 2:
+        pairs = [f"{pairs[0]} (thin, light)", f"{pairs[1]} (thick, dark)"]
+    middle = min(levels, key=lambda level: abs(level - 0.5))
+    median = "median" if middle == 0.5 else f"{middle:.0%} of tokens below"
+    parts = [f"Bars and bands: {' and '.join(pairs)} of tokens"] * bool(pairs) + [f"diamond and lines: {median}"]
+    text = "; ".join(parts + ["points: means of rows of the data"] * rows)
+    return text[0].upper() + text[1:]
 
 
 def _add_score(fig: go.Figure, result: Any) -> None:

@@ -281,6 +281,8 @@ def series_look(count: int, ordered: bool) -> list[dict[str, Any]]:
 def log_axis(low: float, high: float) -> dict[str, Any]:
     """A logarithmic axis with a label at each power of 10, and at 2 and 5 where the axis spans few of them.
 
+    All labels are plain decimals, or all are powers where one of them has to be.
+
     Args:
         low: smallest value on the axis, above 0.
         high: largest value.
@@ -288,13 +290,18 @@ def log_axis(low: float, high: float) -> dict[str, Any]:
     Examples:
         >>> log_axis(0.5, 20)["ticktext"]
         ['0.5', '1', '2', '5', '10', '20']
+        >>> log_axis(1e-6, 1)["ticktext"][-2:]
+        ['10<sup>−1</sup>', '10<sup>0</sup>']
     """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     step = max(1, (last - first) // 8)
     factors = (1, 2, 5) if last - first <= 3 else (1,)
     ticks = [factor * 10.0**decade for decade in range(first, last + 1, step) for factor in factors]
     ticks = [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5] if len(factors) > 1 else ticks
-    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": [tick_number(tick) for tick in ticks]}
+    texts = [tick_number(tick) for tick in ticks]
+    if len(factors) == 1 and any("<sup>" in text for text in texts):
+        texts = [f"10<sup>{round(math.log10(tick))}</sup>".replace("-", MINUS) for tick in ticks]
+    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": texts}
 
 
 def tick_number(value: float) -> str:

@@ -192,6 +192,31 @@ def heatmap_over_keys(values: list[list[float]], sites: tuple[str, ...], axis: K
     return styled(fig, titles[0])
 
 
+def axis_number(sites: tuple[str, ...], depth: Sequence[float]) -> tuple[str, float, str]:
+    """The number that an equation over depth takes: the block's number where tick labels are numbers, else the depth l.
+
+    Args:
+        sites: names of the sites.
+        depth: of each site.
+
+    Returns:
+        The name of the number, the depth at which it is 0, and a note on the axis, which is empty where labels are enough.
+
+    Examples:
+        >>> axis_number(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post", "blocks.1.hook_resid_post"), [0, 1, 2])
+        ('block', 1, '; embed: block -1')
+        >>> axis_number(("model.layers.0.mlp.input", "model.layers.0.mlp", "model.layers.1.mlp"), [0, 1, 2])
+        ('l', 0, '; l = 0 at into 0.mlp, l = 2 at 1.mlp')
+    """
+    labels = short_names(sites)
+    starts = {place - int(label) for place, label in zip(depth, labels, strict=True) if label.isdecimal()}
+    others = [n for n, label in enumerate(labels) if not label.isdecimal()]
+    if len(starts) != 1 or others not in ([], [0]):
+        return "l", 0, f"; l = {depth[0]:g} at {labels[0]}, l = {depth[-1]:g} at {labels[-1]}"
+    [start] = starts
+    return "block", start, f"; {labels[0]}: block {depth[0] - start:g}" if others else ""
+
+
 def fitted_curve(
     x: Any, y: Any, sites: tuple[str, ...], fits: Mapping[str, tuple[Any, Any]], titles: tuple[str, str, str]
 ) -> go.Figure:
