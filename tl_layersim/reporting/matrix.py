@@ -34,6 +34,8 @@ def layer_heatmap(
 ) -> go.Figure:
     """Heatmap of layers by layers, of one model or of two; between blocks the diagonal is left out.
 
+    First and last rows and columns without any value are left out, and named below the title.
+
     Args:
         result: whose field.
         field: its name.
@@ -46,7 +48,9 @@ def layer_heatmap(
     values = drawn_values(result, field, axes)
     scale = matrix_scale(result, field, axes, values)
     left_out = axes[0] == "row_block" and len(rows) > 1
-    note = _between_blocks(result, field) if left_out else scale.note
+    shown = (slice(None), slice(None)) if left_out else (_known(values.T), _known(values))
+    note = _between_blocks(result, field) if left_out else "; ".join(filter(None, (scale.note, _unknown(rows, columns, shown))))
+    rows, columns, values, ends = rows[shown[0]], columns[shown[1]], values[shown], ends and ends.at(shown)
     fig = go.Figure(
         go.Heatmap(
             z=values,
@@ -173,6 +177,19 @@ def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
     models = result.provenance.model.split(JOINT)
     first, last = (f"After block of {html.escape(model_name(model), quote=False)}" for model in (models[0], models[-1]))
     return (first, last) if len(models) > 1 else ("After block", "After block")
+
+
+def _known(values: Any) -> slice:
+    """The columns from the first to the last with a value; all if none has one."""
+    known = np.flatnonzero(np.isfinite(values).any(axis=0))
+    return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(None)
+
+
+def _unknown(rows: tuple[str, ...], columns: tuple[str, ...], shown: tuple[slice, slice]) -> str:
+    """The rows and columns that are not shown, in words; empty if all are."""
+    sides = (set(short_names(names)) - set(short_names(names)[own]) for names, own in zip((rows, columns), shown, strict=True))
+    names = " and ".join(dict.fromkeys(", ".join(sorted(side)) for side in sides if side))
+    return f"without {names}, where no value is defined" if names else ""
 
 
 def _between_blocks(result: Result, field: str) -> str:
