@@ -48,7 +48,8 @@ def layer_heatmap(
     values = drawn_values(result, field, axes)
     scale = matrix_scale(result, field, axes, values)
     left_out = axes[0] == "row_block" and len(rows) > 1
-    shown = (slice(None), slice(None)) if left_out else (_known(values.T), _known(values))
+    whole = slice(0, len(rows)), slice(0, len(columns))
+    shown = whole if left_out or axes[0] == "skipped" else (_known(values.T), _known(values))
     note = _between_blocks(result, field) if left_out else "; ".join(filter(None, (scale.note, _unknown(rows, columns, shown))))
     rows, columns, values, ends = rows[shown[0]], columns[shown[1]], values[shown], ends and ends.at(shown)
     fig = go.Figure(
@@ -182,14 +183,19 @@ def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
 def _known(values: Any) -> slice:
     """The columns from the first to the last with a value; all if none has one."""
     known = np.flatnonzero(np.isfinite(values).any(axis=0))
-    return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(None)
+    return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(0, values.shape[1])
 
 
 def _unknown(rows: tuple[str, ...], columns: tuple[str, ...], shown: tuple[slice, slice]) -> str:
     """The rows and columns that are not shown, in words; empty if all are."""
-    sides = (set(short_names(names)) - set(short_names(names)[own]) for names, own in zip((rows, columns), shown, strict=True))
-    names = " and ".join(dict.fromkeys(", ".join(sorted(side)) for side in sides if side))
-    return f"without {names}, where no value is defined" if names else ""
+    labels = [(short_names(names), own) for names, own in zip((rows, columns), shown, strict=True)]
+    sides = [[*names[: own.start], *names[own.stop :]] for names, own in labels]
+    if sides[0] == sides[1]:
+        words = ", ".join(sides[0])
+    else:
+        named = [(side, "row" if n == 0 else "column") for n, side in enumerate(sides) if side]
+        words = " and ".join(f"{noun}{'s' if len(side) > 1 else ''} {', '.join(side)}" for side, noun in named)
+    return f"without {words}, where no value is defined" if words else ""
 
 
 def _between_blocks(result: Result, field: str) -> str:
