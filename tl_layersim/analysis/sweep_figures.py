@@ -78,14 +78,14 @@ def plot_sweep(
     if isinstance(first, BlockCouplingResult):
         same_coupling_options(list(own.values()))
         if field is None and over == "key":
-            return _described(_coupling(own, axis, title or f"Coupling of blocks{_by(axis)}", level), own, level)
+            return _with_models(_coupling(own, axis, title or f"Coupling of blocks{_by(axis)}", level), own, level)
     field = field or ("coupling" if isinstance(first, BlockCouplingResult) else "values")
     curves = [field_curve(result, field, select or {}, level) for result in own.values()]
     titles = (title or _title(first, field, curves[0].words) + _by(axis), quantity_of(first, field))
-    return _described(_figure(curves, axis, over, titles), own, level)
+    return _with_models(_figure(curves, axis, over, titles), own, level)
 
 
-def _described(fig: Figure, results: Mapping[Any, Result], level: float) -> Figure:
+def _with_models(fig: Figure, results: Mapping[Any, Result], level: float) -> Figure:
     """The figure with the number of models, of the tokens that each was measured on, and the level of its bands."""
     from ..reporting.style import with_subtitle
 

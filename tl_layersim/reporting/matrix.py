@@ -49,8 +49,12 @@ def layer_heatmap(
     scale = matrix_scale(result, field, axes, values)
     left_out = axes[0] == "row_block" and len(rows) > 1
     whole = slice(0, len(rows)), slice(0, len(columns))
-    shown = whole if left_out or axes[0] == "skipped" else (_known(values.T), _known(values))
-    note = _between_blocks(result, field) if left_out else "; ".join(filter(None, (scale.note, _unknown(rows, columns, shown))))
+    shown = whole if left_out or axes[0] == "skipped" else (_columns_with_values(values.T), _columns_with_values(values))
+    note = (
+        _between_blocks(result, field)
+        if left_out
+        else "; ".join(filter(None, (scale.note, _left_out_in_words(rows, columns, shown))))
+    )
     rows, columns, values, ends = rows[shown[0]], columns[shown[1]], values[shown], ends and ends.at(shown)
     fig = go.Figure(
         go.Heatmap(
@@ -180,13 +184,13 @@ def sides_of(result: Result, axes: tuple[str, ...]) -> tuple[str, str]:
     return (first, last) if len(models) > 1 else ("After block", "After block")
 
 
-def _known(values: Any) -> slice:
+def _columns_with_values(values: Any) -> slice:
     """The columns from the first to the last with a value; all if none has one."""
     known = np.flatnonzero(np.isfinite(values).any(axis=0))
     return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(0, values.shape[1])
 
 
-def _unknown(rows: tuple[str, ...], columns: tuple[str, ...], shown: tuple[slice, slice]) -> str:
+def _left_out_in_words(rows: tuple[str, ...], columns: tuple[str, ...], shown: tuple[slice, slice]) -> str:
     """The rows and columns that are not shown, in words; empty if all are."""
     labels = [(short_names(names), own) for names, own in zip((rows, columns), shown, strict=True)]
     sides = [[*names[: own.start], *names[own.stop :]] for names, own in labels]
