@@ -59,6 +59,36 @@
     return copy;
   }
 
+  // A figure of panels in rows, as `Report.plot` draws it, with its panels in one column.
+  function inOneColumn(data, layout) {
+    const { rows, columns } = layout.meta, count = layout.meta.panels;
+    const top = (panel) => 1 - Math.floor(panel / columns) / rows;
+    // The panel at a place, and a place in the whole after all panels moved.
+    const panelAt = (x, y) => Math.floor((1 - y) * rows) * columns + Math.floor(x * columns);
+    const across = (x, panel) => x * columns - (panel % columns);
+    const along = (y, panel) => 1 - panel / count - ((top(panel) - y) * rows) / count;
+    const middle = (axis) => (axis.domain[0] + axis.domain[1]) / 2;
+    const moved = { ...layout, width: layout.width / columns, height: (layout.height * count) / rows };
+    const panelOf = {};
+    for (const [key, axis] of Object.entries(layout)) {
+      if (!/^[xy]axis\d*$/.test(key)) continue;
+      const anchor = layout[`${axis.anchor[0]}axis${axis.anchor.slice(1)}`];
+      const [x, y] = key[0] === "x" ? [axis, anchor] : [anchor, axis];
+      const panel = panelAt(middle(x), middle(y));
+      panelOf[key.replace("axis", "")] = panel;
+      moved[key] = { ...axis, domain: axis.domain.map((end) => (key[0] === "x" ? across(end, panel) : along(end, panel))) };
+    }
+    const bar = (own, panel) => ({ ...own, x: across(own.x, panel), y: along(own.y, panel), len: (own.len * rows) / count });
+    const traces = data.map((trace) => (trace.colorbar ? { ...trace, colorbar: bar(trace.colorbar, panelOf[trace.xaxis || "x"]) } : trace));
+    // Notes at the upper left corner of a panel belong to it.
+    moved.annotations = (layout.annotations || []).map((note) => {
+      if (note.xref !== "paper" || note.yref !== "paper") return note;
+      const panel = panelAt(note.x + 1e-6, note.y - 1e-6);
+      return { ...note, x: across(note.x, panel), y: along(note.y, panel) };
+    });
+    return { data: traces, layout: moved };
+  }
+
   const place = (x, y) => `${x || "x"} ${y || "y"}`;
 
   function specification(element) {
@@ -91,6 +121,7 @@
     layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: "#9aa0aa", activecolor: TEXT[mode] };
     const room = element.clientWidth;
     let scale = 1;
+    if (layout.meta && layout.meta.panels > 1 && room < SMALLEST * layout.width) ({ data, layout } = inOneColumn(data, layout));
     if (layout.width > room && layout.xaxis2 && layout.width > 600) {
       // Panels side by side become smaller as a whole, since they would overlap; where letters would be too small, they are scrolled.
       scale = Math.max(SMALLEST, room / layout.width);

@@ -265,7 +265,12 @@ def test_the_result_is_a_file_a_table_and_figures(tmp_path):
     assert again.provenance == found.provenance
     table = found.to_frame()
     assert list(table.columns) == ["layer", "accuracy", "box_l1", "giou", "no_object", "cross_entropy", "loss"]
-    assert found.plot("box_l1").layout.yaxis.title.text == "Box L1 (fraction of the image)"
+    boxes = found.plot("box_l1").layout
+    assert boxes.yaxis.title.text == "Box L1 (fraction of the image)"
+    assert boxes.xaxis.title.text == "Decoder layer"
+    words = f"{found.images} images, {found.provenance.tokens} queries"
+    assert boxes.title.subtitle.text == f"DetrForObjectDetection · {words}"
+    assert found.provenance.tokens == found.images * tiny_detr().config.num_queries
     page = lsim.Report({"detection": found}).to_html(tmp_path / "page.html").read_text()
     assert "Box error of each layer" in page
     assert "class accuracy of the last layer" in repr(found)

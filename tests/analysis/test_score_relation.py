@@ -123,6 +123,13 @@ class TestRelate:
         assert lsim.relate(x, x**2).plot().data[-1].mode == "markers"
         assert lsim.relate(x[:24], x[:24] ** 2).plot().data[-1].mode == "markers+text"
 
+    def test_the_figure_says_what_band_and_labels_are(self):
+        x = np.arange(30.0)
+        words = lsim.relate(x, x**2, confidence=0.9).plot().layout.title.subtitle.text.replace("<br>", " ")
+        assert words.endswith("30 points · band: 90 % interval of the line")
+        few = lsim.relate(x[:24], np.exp(x[:24] / 9), shape="exponential").plot().layout.title.subtitle.text
+        assert few.replace("<br>", " ").endswith("band: 95 % interval of the curve · labels: names of the points")
+
 
 class TestCoupling:
     def test_the_graph_of_blocks(self):

@@ -38,10 +38,14 @@ def test_a_line_for_each_layer_over_steps(found):
     median = found[30]["cosine"].quantiles.index(0.5)
     assert lines[1].y[2] == found[30]["cosine"].to_last[median, 1]
     own = found[30]["cosine"].interval("to_last")
-    assert len(bands(figure)) == 4
-    assert bands(figure)[1].y[2] == own.high[median, 1]
-    assert bands(figure)[1].y[-3] == own.low[median, 1]
-    assert figure.layout.title.text == "Cosine similarity to the last layer (median over tokens)"
+    # Bands of four lines would hide one another: the intervals are where the pointer is.
+    assert bands(figure) == []
+    low, high = (float(end[median, 1]) for end in (own.low, own.high))
+    assert lines[1].customdata[2] == ["30", f" ({low:.4g} to {high:.4g})"]
+    assert "%{y:.4g}%{customdata[1]}" in lines[1].hovertemplate
+    tokens = found[30]["cosine"].provenance.tokens
+    assert figure.layout.title.subtitle.text == f"4 models · {tokens:,} tokens each"
+    assert figure.layout.title.text == "Cosine similarity to the last layer (median over tokens), by model"
     assert figure.layout.yaxis.title.text == "Cosine similarity"
     assert figure.layout.xaxis.title.text == "Model"
     assert list(figure.layout.xaxis.tickvals) == [-0.5, 0, 1, 2, 3]
@@ -59,6 +63,28 @@ def test_selected_labels_and_levels(found):
     narrow = lsim.plot_sweep(found, "trajectory", "lss_mean", level=0.5)
     own = found[0]["trajectory"].interval("lss_mean", 0.5)
     assert bands(narrow)[0].y[0] == float(own.high)
+    assert narrow.layout.title.subtitle.text.endswith(" · bands: 50 % intervals of each point")
+
+
+def test_titles_say_what_the_keys_are(found):
+    def title(words):
+        return lsim.plot_sweep(found, "trajectory", "growth", key_title=words, over="depth").layout.title.text.split(", by ")[1]
+
+    assert title("Parameters (millions)") == "parameters"
+    assert title("GPU hours") == "GPU hours"
+    assert title("a <b>") == "a &lt;b&gt;"
+    coupling = lsim.plot_sweep(found, "block_coupling", key_title="Training step")
+    assert coupling.layout.title.text == "Coupling of blocks, by training step"
+
+
+@pytest.mark.parametrize(("models", "count"), [(3, 3), (4, 0)])
+def test_up_to_three_lines_over_depth_have_bands(found, models, count):
+    some = {key: found[key]["trajectory"] for key in (0, 1, 30, 1000)[:models]}
+    figure = lsim.plot_sweep(some, field="growth", over="depth")
+    assert len(bands(figure)) == count
+    assert ("bands: 95 % intervals" in figure.layout.title.subtitle.text) is (count > 0)
+    own = some[1].interval("growth")
+    assert drawn(figure)[1].customdata[0][1] == f" ({float(own.low[0]):.4g} to {float(own.high[0]):.4g})"
 
 
 def test_one_number_for_each_model_is_one_line(found):
@@ -87,7 +113,7 @@ def test_coupling_has_neighbours_and_random_vectors(found):
     rows = lsim.plot_sweep(found, "block_coupling", "coupling")
     matrix = results[0].coupling.clone()
     assert drawn(rows)[0].y[0] == pytest.approx(float((matrix[0, 1] + matrix[0, 2]) / 2))
-    assert rows.layout.title.text == "Coupling of blocks (mean over the other blocks)"
+    assert rows.layout.title.text == "Coupling of blocks (mean over the other blocks), by model"
     means = results[0].interval(lambda one: (one.coupling[0, 1] + one.coupling[0, 2]) / 2)
     assert bands(rows)[0].y[0] == pytest.approx(float(means.high))
 

@@ -208,6 +208,17 @@ def test_texts_that_are_all_equal_have_cosines_and_no_cka_before_rounding():
     same = {name: data[name][:1].expand(9, -1) for name in ("input_ids", "attention_mask")}
     found = lsim.tower_similarity(clip_of(), {**data, **same})
     assert bool(found.cka[:, 0].isnan().all())
+    # A column without a value is left out of the figure, which says so.
+    figure, known = found.plot("cka"), found.cka.isfinite()
+    first = ", ".join(str(number) for number in range(int((~known.any(0)).sum()) - 1))
+    np.testing.assert_array_equal(figure.data[0].z, found.cka[known.any(1)][:, known.any(0)])
+    assert figure.layout.title.subtitle.text.startswith(f"without row embed and columns embed, {first}, where no value")
+    assert found.plot().layout.title.subtitle.text.endswith(" · 9 pairs")
+    assert found.plot("vision").layout.title.subtitle.text.endswith(" · 9 images")
+    assert found.plot("text").layout.title.subtitle.text.endswith(" · 9 texts")
+    curves = found.plot("text_to_last")
+    assert curves.layout.title.text == "Cosine of text layers to the last layers"
+    assert curves.data[-1].name == "other tower, mismatched pairs"
     torch.testing.assert_close(found.mismatched, found.values, atol=1e-12, rtol=0)
 
 

@@ -325,7 +325,12 @@ def test_the_figure_has_the_most_frequent_class_as_a_line_and_the_headline_says_
     curve, line = found.plot().data
     assert list(curve.y) == found.accuracy.tolist()
     assert set(line.y) == {float(found.majority)}
-    assert "most frequent class" in line.name
+    assert line.name == f"most frequent class in training: {float(found.majority):.3f}"
+    # The vertical axis names the curve.
+    assert curve.showlegend is False
+    train, test = int(found.samples.sum()), int(found.test_samples.sum())
+    words = f"{train} training and {test} held-out samples, 3 classes (chance:\u00a00.333)"
+    assert words in found.plot().layout.title.subtitle.text.replace("<br>", " ")
     assert len(found.plot("train_accuracy").data) == 1
     said = found.headline()
     assert said["probe accuracy at the embedding"] == float(found.accuracy[0])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 import pytest
 
+import tl_layersim as lsim
 from tl_layersim.reporting.style import (
     PALETTE,
     PRINT,
@@ -148,6 +150,21 @@ def test_a_subtitle_names_models_and_tokens_and_gets_room():
 )
 def test_what_a_figure_was_measured_on(model, tokens, sequences, words):
     assert on_what(provenance(model=model, tokens=tokens, sequences=sequences)) == words
+
+
+def test_rows_of_pixels_are_images_and_other_samples_have_their_own_words():
+    images = provenance(model="vit", tokens=500, sequences=500)
+    images = replace(images, options={"main_input": "pixel_values"})
+    assert on_what(images) == "vit · 500 images"
+    assert on_what(replace(images, tokens=1000)) == "vit · 1,000 tokens"
+    assert on_what(images, "500 pairs") == "vit · 500 pairs"
+    pixels = {"pixel_values": lsim.demo_images()["pixel_values"][:4]}
+    with pytest.warns(lsim.LayersimWarning, match="residual is the mean itself"):
+        found = lsim.analyze(lsim.demo_vision_model(), pixels, lsim.Cosine())["cosine"]
+    assert found.plot("to_last").layout.title.subtitle.text.endswith(" · 4 images")
+    # [CLS] before the first attention is the same in every image, and has no cosine.
+    assert found.plot().layout.title.subtitle.text.startswith("without embed, where no value is defined")
+    assert found.plot().data[0].z.shape == (len(found.layers) - 1,) * 2
 
 
 def test_names_of_models_are_no_markup():

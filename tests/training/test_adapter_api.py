@@ -155,7 +155,9 @@ def test_layers_learn_on_held_out_text():
     assert "aligned loss after" in repr(found)
     assert found.provenance.options["train_rows"] > found.provenance.sequences > 0
     assert len(found.plot().data) == 2
-    found.plot("curve")
+    words = [found.plot(field).layout.title.subtitle.text for field in ("losses", "curve")]
+    assert words[0].endswith(f" · {found.provenance.tokens} held-out tokens")
+    assert words[1].endswith(f" · {found.provenance.options['train_rows']} training rows")
     assert list(found.to_frame("losses").columns[:2]) == ["stage", "layer"]
 
 

@@ -78,3 +78,5 @@ def test_rows_without_a_label_are_no_class():
     data = {"pixel_values": torch.randn(12, 3, 8, 8), "labels": labels}
     result = lsim.finetune_aligned(vit(labels=4), data, lsim.AlignedTraining(steps=2), batch_size=4)
     assert result.provenance.options["train_rows"] == 7
+    assert result.plot("loss").layout.title.subtitle.text.endswith(" · 7 training rows")
+    assert result.plot().layout.title.subtitle.text.endswith(f" · {result.provenance.tokens} held-out row")

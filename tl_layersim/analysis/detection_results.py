@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.results import Picture, Result, axes
+from ..core.wording import amount
 
 DETR = "(DETR: Carion et al. 2020, section 3.1; by layer: Jiang, Zhou and Zhu 2024, appendix B.5)."
 
@@ -68,6 +69,9 @@ class DetectionResult(Result):
     def accuracy(self) -> Tensor:
         """Fraction of matched queries with the class of their object, `layer`; the same as `values`."""
         return self.values
+
+    def measured_on(self, field: str) -> str:
+        return f"{amount(self.images, 'image')}, {amount(self.provenance.tokens, 'query', 'queries')}"
 
     def headline(self) -> dict[str, float]:
         numbers = {

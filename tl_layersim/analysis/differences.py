@@ -18,6 +18,7 @@ R = TypeVar("R", bound=Result)
 OF_MODEL_OR_DATA = (
     "tokenizer",
     "processor",
+    "main_input",
     "layers",
     "unembed",
     "remote",

@@ -85,13 +85,16 @@ class Relation:
 
     def plot(self) -> plotly.graph_objects.Figure:
         """The scores over the values, the fit, and its confidence band (Aubry et al. 2025, figures 1 a and 8)."""
-        from ..reporting.scatter import regression
+        from ..reporting.scatter import MOST_NAMES, regression
 
         x, fit, low, high = self.band.T.numpy()
         words = [text.partition(" (")[0] for text in (self.score, self.quantity)]
         title = f"{words[0]} against {words[1][:1].lower()}{words[1][1:]}"
         found = f"R² = {self.r_squared:.2f}, p = {self.p_value:.2g}, {len(self.names)} points"
         line = {"x": x, "fit": fit, "low": low, "high": high}
+        found += f" · band: {100 * self.confidence:g} % interval of the {'line' if self.shape == 'line' else 'curve'}"
+        if len(self.names) <= MOST_NAMES:
+            found += f" · labels: {'models' if self.quantity == COUPLING else 'names of the points'}"
         titles = (title, found, self.quantity, self.score)
         return regression(self.values.numpy(), self.scores.numpy(), list(self.names), line, titles)
 

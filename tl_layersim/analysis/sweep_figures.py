@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,7 +10,7 @@ from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Result
-from ..core.wording import brief
+from ..core.wording import amount, brief
 from .score_relation import same_coupling_options
 from .sweep_curves import FieldCurve, field_curve, field_number
 from .sweep_results import Sweep, quantity_of, sweep_keys
@@ -35,7 +36,8 @@ def plot_sweep(
 ) -> Figure:
     """A figure of a field over training steps or model sizes, over depth, or over both.
 
-    Bands are confidence intervals, where the models were measured with `intervals=True`.
+    Bands of up to three lines are confidence intervals, where the models were measured with `intervals=True`; intervals of more
+    lines are shown where the pointer is.
 
     Args:
         results: a `Sweep`, or a mapping from training steps, sizes or names to results of one analyzer. Numbers that span two
@@ -47,7 +49,7 @@ def plot_sweep(
             different depths too; "both" a heat map of layers by keys.
         select: labels of further axes of the field by axis, as in `Sweep.numbers`.
         key_title: what the keys are, with their unit, such as "Training step" or "Parameters"; by default "Model".
-        title: of the figure; by default the quantity in words.
+        title: of the figure; by default the quantity in words, and what the keys are.
         level: of the bands.
 
     Returns:
@@ -67,7 +69,6 @@ def plot_sweep(
         >>> figure.layout.xaxis.title.text, figure.layout.yaxis.title.text
         ('Relative depth (0: first site, 1: last)', 'Cosine similarity')
     """
-    from ..reporting.style import with_subtitle
     from ..reporting.sweeps import KeyAxis
 
     own = _results_of(results, analyzer)
@@ -77,18 +78,29 @@ def plot_sweep(
     if isinstance(first, BlockCouplingResult):
         same_coupling_options(list(own.values()))
         if field is None and over == "key":
-            return with_subtitle(_coupling(own, axis, title or "Coupling of blocks", level), _on_what(own))
+            return _with_models(_coupling(own, axis, title or f"Coupling of blocks{_by(axis)}", level), own, level)
     field = field or ("coupling" if isinstance(first, BlockCouplingResult) else "values")
     curves = [field_curve(result, field, select or {}, level) for result in own.values()]
-    titles = (title or _title(first, field, curves[0].words), quantity_of(first, field))
-    return with_subtitle(_figure(curves, axis, over, titles), _on_what(own))
+    titles = (title or _title(first, field, curves[0].words) + _by(axis), quantity_of(first, field))
+    return _with_models(_figure(curves, axis, over, titles), own, level)
 
 
-def _on_what(results: Mapping[Any, Result]) -> str:
-    """The number of models, and of the tokens that each was measured on."""
+def _with_models(fig: Figure, results: Mapping[Any, Result], level: float) -> Figure:
+    """The figure with the number of models, of the tokens that each was measured on, and the level of its bands."""
+    from ..reporting.style import with_subtitle
+
     tokens = sorted({result.provenance.tokens for result in results.values()})
     each = " to ".join(f"{number:,}" for number in dict.fromkeys((tokens[0], tokens[-1])))
-    return f"{len(results)} model{'s' if len(results) != 1 else ''} · {each} tokens each"
+    parts = [amount(len(results), "model"), f"{each} tokens each"]
+    if any(trace.fill == "toself" for trace in fig.data if trace.type == "scatter"):
+        parts.append(f"bands: {100 * level:g} % intervals of each point")
+    return with_subtitle(fig, " · ".join(parts))
+
+
+def _by(axis: Any) -> str:
+    """What the keys are, at the end of a title, in small letters and without a unit."""
+    keys = html.escape(axis.title.partition(" (")[0])
+    return f", by {keys if keys[:2].isupper() else keys[:1].lower() + keys[1:]}"
 
 
 def _title(result: Result, field: str, words: str) -> str:

@@ -33,7 +33,7 @@ from .tower_similarity_result import TowerSimilarity
 from .validation import DataArgument, with_tokenizer
 
 OF_CKA = "cka "
-COMPARISONS = ("last layer of the same tower", "last layer of the other tower", "the same, other pairs")
+COMPARISONS = ("last layer of the same tower", "last layer of the other tower", "other tower, mismatched pairs")
 
 
 @dataclass(frozen=True)

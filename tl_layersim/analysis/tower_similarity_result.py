@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.results import Picture, Result, axes
+from ..core.wording import amount
 
 OF_FIGURE = "(Jiang, Zhou and Zhu 2024, appendix D, figure {})."
 
@@ -71,12 +72,12 @@ class TowerSimilarity(Result):
         Picture("text", "Cosine similarity within the text tower", "Mean over texts " + OF_FIGURE.format("23 b")),
         Picture(
             "vision_to_last",
-            "Vision layers and the last layers",
+            "Cosine of vision layers to the last layers",
             "Cosine of each vision layer with the last layer of either tower " + OF_FIGURE.format(22),
         ),
         Picture(
             "text_to_last",
-            "Text layers and the last layers",
+            "Cosine of text layers to the last layers",
             "Cosine of each text layer with the last layer of either tower " + OF_FIGURE.format(22),
         ),
         Picture(
@@ -90,6 +91,9 @@ class TowerSimilarity(Result):
     def coordinates(self, axis: str) -> tuple[Any, ...]:
         known = {"vision_layer": self.layers, "other_vision_layer": self.layers, "other_text_layer": self.text_layers}
         return known[axis] if axis in known else super().coordinates(axis)
+
+    def measured_on(self, field: str) -> str:
+        return amount(self.pairs, {"vision": "image", "text": "text"}.get(field, "pair"))
 
     def headline(self) -> dict[str, float]:
         return {

@@ -15,6 +15,7 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError, as_fraction, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
+from ..core.wording import amount
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..models.model_info import Model
@@ -74,7 +75,11 @@ class LinearProbeResult(Result):
         return self.labels
 
     def baseline(self, field: str) -> tuple[str, float] | None:
-        return ("most frequent class", float(self.majority)) if field == "accuracy" else None
+        return ("most frequent class in training", float(self.majority)) if field == "accuracy" else None
+
+    def measured_on(self, field: str) -> str:
+        train, test, classes = int(self.samples.sum()), int(self.test_samples.sum()), len(self.labels)
+        return f"{train:,} training and {amount(test, 'held-out sample')}, {classes} classes (chance:\u00a0{1 / classes:.3g})"
 
     def headline(self) -> dict[str, float]:
         best = int(self.values.argmax())

@@ -218,6 +218,10 @@ class Result(ABC):
         """Name and value of a reference line in the figure of a field; None for none."""
         return None
 
+    def measured_on(self, field: str) -> str:
+        """Number and kind of the samples of a field, as its figure names them; empty for the tokens or rows of the run."""
+        return ""
+
     def first_layer(self) -> str:
         """The first site in words: "embedding", the input of a later block or of a module, or the name of another site."""
         first = self.layers[0]

@@ -97,6 +97,21 @@ def counted(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
+def amount(number: int, noun: str, plural: str = "") -> str:
+    """A number, with a comma at each thousand, and its noun, as figures name what they were measured on.
+
+    Args:
+        number: how many.
+        noun: in the singular.
+        plural: of the noun; by default with an s.
+
+    Examples:
+        >>> amount(1, "image"), amount(4000, "query", "queries")
+        ('1 image', '4,000 queries')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def with_article(noun: str) -> str:
     """A noun with its indefinite article.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.argument_checks import named
 from ..core.errors import LayersimError
 from .chat import Chat, ChatEncoder
-from .inputs import collated
+from .inputs import TOKEN_IDS, collated
 from .labels import NO_LABEL
 from .model_properties import ModelInputs
 from .options import DataOptions
@@ -189,11 +189,12 @@ class Batches:
         return isinstance(self.data, Iterator)
 
     def record(self) -> dict[str, Any]:
-        """The options and the tokenizer, for a result's provenance."""
+        """The options, the tokenizer, and the main input of a model of other inputs than tokens, for a result's provenance."""
         tokenizer = self.model.tokenizer
         known = None if tokenizer is None else f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
         processor = self.model.processor
         more = {} if processor is None else {"processor": type(processor).__name__}
+        more |= {} if self.model.main_input == TOKEN_IDS else {"main_input": self.model.main_input}
         return self.options.record() | {"tokenizer": known} | more
 
     def row_counts(self) -> dict[str, int]:

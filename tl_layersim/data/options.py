@@ -14,7 +14,10 @@ Column = str | tuple[str, str]
 # Characters of a chat template that is recorded as it is.
 LONGEST_RECORDED = 80
 # Further keys in the provenance of a run: no analyzer may have an option of such a name.
-RECORDED = ("tokenizer", "processor", "layers", "unembed", "at", "per_head", "own_bos", "masked_by_pad_id", "cut_texts")
+RECORDED = (
+    *("tokenizer", "processor", "main_input", "layers", "unembed", "at", "per_head"),
+    *("own_bos", "masked_by_pad_id", "cut_texts"),
+)
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,8 @@ def with_baseline(fig: go.Figure, name: str, value: float, dash: str = "dash") -
         dash: of the line, as plotly names it.
     """
     places = list(fig.data[-1].x)
+    # The vertical axis names the curve: the legend is for the line alone.
+    fig.update_traces(showlegend=False)
     ends = {"x": [places[0], places[-1]], "y": [value, value]}
     fig.add_scatter(**ends, name=f"{name}: {value:.4g}", mode="lines", line={"color": GREY, "width": 1.5, "dash": dash})
     return fig.update_layout(showlegend=True)

@@ -59,7 +59,7 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     held = "values" if field == result.values_name else field
     bounds = bounds_of(result).get(held) or (-math.inf, math.inf)
     fig = from_lower_bound(with_least_span(_field_figure(result, field, axes), bounds), bounds[0])
-    return described(fig, result.provenance)
+    return described(fig, result.provenance, result.measured_on(field))
 
 
 def title_of(result: Result, field: str) -> str:

@@ -44,6 +44,8 @@ def layer_heatmap(
 ) -> go.Figure:
     """Heatmap of layers by layers, of one model or of two; between blocks the diagonal is left out.
 
+    First and last rows and columns without any value are left out, and named below the title.
+
     Args:
         result: whose field.
         field: its name.
@@ -56,8 +58,12 @@ def layer_heatmap(
     values = drawn_values(result, field, axes)
     scale = matrix_scale(result, field, axes, values)
     left_out = axes[0] == "row_block" and len(rows) > 1
-    note = _between_blocks(result, field) if left_out else "; ".join(filter(None, (null_note(result, field), scale.note)))
+    whole = slice(0, len(rows)), slice(0, len(columns))
+    shown = whole if left_out or axes[0] == "skipped" else (_columns_with_values(values.T), _columns_with_values(values))
+    notes = [null_note(result, field), scale.note, _left_out_in_words(rows, columns, shown)]
+    note = _between_blocks(result, field) if left_out else "; ".join(filter(None, notes))
     decimals = 3 if field == "p_values" else chance_decimals(values) if field in CHANCE else 2
+    rows, columns, values, ends = rows[shown[0]], columns[shown[1]], values[shown], ends and ends.at(shown)
     fig = go.Figure(
         go.Heatmap(
             z=values,
@@ -209,6 +215,24 @@ def null_note(result: Result, field: str) -> str:
 def _of_own_layers(result: Result, field: str) -> bool:
     """Whether a field holds p-values between the layers of one model."""
     return field == "p_values" and JOINT not in result.provenance.model
+
+
+def _columns_with_values(values: Any) -> slice:
+    """The columns from the first to the last with a value; all if none has one."""
+    known = np.flatnonzero(np.isfinite(values).any(axis=0))
+    return slice(int(known[0]), int(known[-1]) + 1) if len(known) else slice(0, values.shape[1])
+
+
+def _left_out_in_words(rows: tuple[str, ...], columns: tuple[str, ...], shown: tuple[slice, slice]) -> str:
+    """The rows and columns that are not shown, in words; empty if all are."""
+    labels = [(short_names(names), own) for names, own in zip((rows, columns), shown, strict=True)]
+    sides = [[*names[: own.start], *names[own.stop :]] for names, own in labels]
+    if sides[0] == sides[1]:
+        words = ", ".join(sides[0])
+    else:
+        named = [(side, "row" if n == 0 else "column") for n, side in enumerate(sides) if side]
+        words = " and ".join(f"{noun}{'s' if len(side) > 1 else ''} {', '.join(side)}" for side, noun in named)
+    return f"without {words}, where no value is defined" if words else ""
 
 
 def _between_blocks(result: Result, field: str) -> str:

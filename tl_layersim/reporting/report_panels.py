@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +12,14 @@ import plotly.graph_objects as go
 
 from ..core.errors import LayersimError
 from ..core.results import Result
-from .style import styled
+from .style import GREY, on_what, styled
 
 PANELS_IN_A_ROW = 2
 # Pixels of a panel with its title, axis labels and colour bar; fractions of it that these take.
 WIDTH, HEIGHT = 500, 420
 LEFT, RIGHT, TOP, BOTTOM = 0.15, 0.18, 0.12, 0.2
+# Fewest pixels from the tick of "embed" to the next one with a label.
+EMBED_ROOM = 36
 AXIS = re.compile(r"([xy])(?:axis)?(\d*)(?: domain)?")
 # Properties of an axis that name another axis.
 REFERENCES = ("anchor", "overlaying", "scaleanchor", "matches")
@@ -31,7 +34,8 @@ def report_figure(report: Mapping[str, Result]) -> go.Figure:
     Raises:
         LayersimError: no result of the report has a picture.
     """
-    figures = [(name, result.plot(result.pictures[0].field)) for name, result in report.items() if result.pictures]
+    results = {name: result for name, result in report.items() if result.pictures}
+    figures = [(name, result.plot(result.pictures[0].field)) for name, result in results.items()]
     if not figures:
         raise LayersimError(
             "No result of the report has a picture.",
@@ -39,23 +43,34 @@ def report_figure(report: Mapping[str, Result]) -> go.Figure:
             expected="a result with `pictures`",
             do="report[name].plot(field) with a field of the result",
         )
-    return panels(figures)
+    return panels(figures, [on_what(one.provenance, one.measured_on(one.pictures[0].field)) for one in results.values()])
 
 
-def panels(figures: list[tuple[str, go.Figure]]) -> go.Figure:
+def panels(figures: list[tuple[str, go.Figure]], samples: list[str]) -> go.Figure:
     """One figure with a panel for each of several.
 
     Args:
-        figures: names, which precede the titles of the panels, and figures.
+        figures: names and figures. A name follows the title of a panel where another panel has the same title.
+        samples: of each panel the model and what it was measured on, in words: above all panels where they are the same, else
+            below the title of each.
     """
     columns = min(PANELS_IN_A_ROW, len(figures))
     rows = -(-len(figures) // columns)
     whole = styled(go.Figure(), "", height=rows * HEIGHT, width=columns * WIDTH)
-    whole.update_layout(title=None, margin={"l": 10, "r": 10, "t": 30, "b": 10})
+    # Pages of the documentation that are narrow put the panels in one column.
+    whole.update_layout(meta={"panels": len(figures), "rows": rows, "columns": columns})
+    same = len(set(samples)) == 1
+    common = html.escape(samples[0]) if same else ""
+    title = {"text": common, "font": {"size": 13, "color": GREY}, "pad": {"t": 10, "l": 10}}
+    whole.update_layout(title=title, margin={"l": 10, "r": 10, "t": 44 if common else 30, "b": 10})
+    titles = [_panel_title(figure) for _, figure in figures]
     for number, (name, figure) in enumerate(figures):
         row, column = divmod(number, columns)
         cell = (column / columns, 1 - (row + 1) / rows, (column + 1) / columns, 1 - row / rows)
-        _add_panel(whole, f"{name}: {_panel_title(figure)}", figure, cell)
+        words = f"<b>{titles[number]}{f' ({html.escape(name)})' if titles.count(titles[number]) > 1 else ''}</b>"
+        if samples[number] and not same:
+            words += f'<br><span style="font-size: 12px; color: {GREY}">{html.escape(samples[number])}</span>'
+        _add_panel(whole, words, figure, cell)
     return whole
 
 
@@ -85,9 +100,8 @@ def _add_panel(whole: go.Figure, title: str, figure: go.Figure, cell: tuple[floa
             begin, end = axis.get("domain", (0, 1))
             axis["domain"] = [low + begin * (high - low), low + end * (high - low)]
             axis.setdefault("anchor", "y" if key[0] == "x" else "x")
-            if key[0] == "x" and "ticktext" in axis:
-                # Beside the label of block 0 there is no room for the whole word in a small panel.
-                axis["ticktext"] = ["emb" if text == "embed" else text for text in axis["ticktext"]]
+            if key[0] == "x":
+                _make_room_for_embed(axis)
             for name in REFERENCES:
                 if name in axis:
                     axis[name] = _renamed(axis[name], offset)
@@ -104,7 +118,8 @@ def _add_panel(whole: go.Figure, title: str, figure: go.Figure, cell: tuple[floa
         for drawn in layout.get(kind, ()):
             whole.layout[kind] = (*whole.layout[kind], _in_panel(drawn, inner, offset))
     whole.add_annotation(
-        text=f"<b>{title}</b>",
+        text=title,
+        align="left",
         font={"size": 14},
         x=left,
         y=top,
@@ -114,6 +129,18 @@ def _add_panel(whole: go.Figure, title: str, figure: go.Figure, cell: tuple[floa
         yanchor="top",
         showarrow=False,
     )
+
+
+def _make_room_for_embed(axis: dict[str, Any]) -> None:
+    """Leave out the label beside "embed" on the horizontal axis of a panel whose ticks are too close for both."""
+    texts, at = list(axis.get("ticktext", ())), axis.get("tickvals", ())
+    if len(texts) < 2 or texts[0] != "embed":
+        return
+    # The cells of a heat map are square, and its axis may be shorter than the panel is wide.
+    wide, high = WIDTH * (1 - LEFT - RIGHT), HEIGHT * (1 - TOP - BOTTOM)
+    room = min(wide, high) if axis.get("constrain") == "domain" else wide
+    if room * (at[1] - at[0]) / (at[-1] - at[0] + 1) < EMBED_ROOM:
+        axis["ticktext"] = [texts[0], "", *texts[2:]]
 
 
 def _renamed(axis: str, offset: tuple[int, int]) -> str:

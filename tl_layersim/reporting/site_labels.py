@@ -27,6 +27,12 @@ HEAD_TITLES = {
     "attn.hook_k": "Head (keys)",
     "attn.hook_v": "Head (values)",
 }
+# Titles of an axis of residual layers, by the stack to which all of them belong and the title for a model of one stack.
+STACK_TITLES = {
+    (stack, title): title.replace("Block", f"{stack.capitalize()} layer").replace("block", f"{stack} layer")
+    for stack in ("encoder", "decoder")
+    for title in ("Block", "After block")
+}
 STREAM = ("hook_resid_pre", "hook_resid_post")
 FINAL_NORM = "ln_final.hook_normalized"
 _SITE = re.compile(
@@ -100,6 +106,8 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
     Examples:
         >>> site_axis_title(("blocks.0.hook_attn_out", "blocks.1.hook_attn_out"), "After block of gpt2")
         'Attention output of block of gpt2'
+        >>> site_axis_title(("decoder.blocks.0.hook_resid_post", "decoder.blocks.1.hook_resid_post"), "Block")
+        'Decoder layer'
     """
     sites = [parse_site(name) for name in names]
     if not sites or any(site is None for site in sites):
@@ -107,7 +115,8 @@ def site_axis_title(names: tuple[str, ...], title: str) -> str:
     known = [site for site in sites if site is not None]
     families = {_family(site) for site in known}
     if families <= {"stream"}:
-        return title
+        stack = known[0].stack if len({site.stack for site in known}) == 1 else ""
+        return STACK_TITLES.get((stack, title), title)
     of_model = (title.partition(" of ")[2] and f" of {title.partition(' of ')[2]}") or ""
     [family, *others] = families
     if others:

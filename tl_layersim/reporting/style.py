@@ -13,6 +13,7 @@ import plotly.io
 from plotly.colors import sample_colorscale
 
 from ..core.provenance import JOINT, Provenance
+from ..core.wording import amount
 from .interval_bands import intervals_in_words
 from .site_labels import heads_in_block, short_names, site_axis_title
 
@@ -155,14 +156,15 @@ def styled(fig: go.Figure, title: str, height: int = HEIGHT, width: int = WIDTH)
     )
 
 
-def described(fig: go.Figure, provenance: Provenance) -> go.Figure:
+def described(fig: go.Figure, provenance: Provenance, samples: str = "") -> go.Figure:
     """The figure with the model and the number of tokens below its title, where they are known, and what shows intervals.
 
     Args:
         fig: with a title, as `styled` leaves it.
         provenance: of the result that it shows.
+        samples: their number and kind in words, for a figure of others than the tokens or rows of the run.
     """
-    return with_subtitle(fig, html.escape(" · ".join(filter(None, (on_what(provenance), intervals_in_words(fig))))))
+    return with_subtitle(fig, html.escape(" · ".join(filter(None, (on_what(provenance, samples), intervals_in_words(fig))))))
 
 
 def with_subtitle(fig: go.Figure, text: str) -> go.Figure:
@@ -202,11 +204,12 @@ def with_room_for_legend(fig: go.Figure, title: str = "") -> go.Figure:
     return fig.update_layout(height=fig.layout.height + extra, legend_title=words)
 
 
-def on_what(provenance: Provenance) -> str:
+def on_what(provenance: Provenance, samples: str = "") -> str:
     """The model and the number of positions of a run in words.
 
     Args:
         provenance: of the run.
+        samples: in place of the number of positions; "" for these.
 
     Examples:
         >>> from dataclasses import fields
@@ -218,9 +221,11 @@ def on_what(provenance: Provenance) -> str:
     models = list(dict.fromkeys(part for part in provenance.model.split(JOINT) if part))
     names = " and ".join(model_name(model) for model in models[:2]) + (f" and {len(models) - 2} more" if models[2:] else "")
     # One position of each row: images, sentences.
-    unit = "row" if provenance.tokens == provenance.sequences else "token"
-    count = f"{provenance.tokens:,} {unit}{'s' if provenance.tokens != 1 else ''}" if provenance.tokens else ""
-    return " · ".join(part for part in (names, count) if part)
+    row = "image" if provenance.options.get("main_input") == "pixel_values" else "row"
+    count = (
+        amount(provenance.tokens, row if provenance.tokens == provenance.sequences else "token") if provenance.tokens else ""
+    )
+    return " · ".join(part for part in (names, samples or count) if part)
 
 
 def model_name(model: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from .interval_bands import Ends, hover_texts
 from .site_labels import short_names, site_axis_title
 from .style import (
     BLUE,
@@ -31,6 +32,8 @@ from .style import (
 WIDE = 100
 # Most lines with a legend; more have a colour bar.
 MOST_LABELS = 10
+# Most lines with bands; more bands hide one another.
+MOST_BANDS = 3
 # Most keys whose ticks stand on a heat map.
 MOST_KEYS = 24
 DEPTH_TITLE = "Relative depth (0: first site, 1: last)"
@@ -110,7 +113,7 @@ def short_number(value: float) -> str:
 
 
 def lines_over_keys(lines: list[Line], axis: KeyAxis, titles: tuple[str, str], by_depth: bool) -> go.Figure:
-    """Line plot over training steps, model sizes or names.
+    """Line plot over training steps, model sizes or names. Few lines have bands; intervals of more are where the pointer is.
 
     Args:
         lines: to draw.
@@ -124,10 +127,11 @@ def lines_over_keys(lines: list[Line], axis: KeyAxis, titles: tuple[str, str], b
     else:
         labels = {line.name: line.name for line in lines}
     hover = [str(key) for key in axis.keys]
+    if len(lines) <= MOST_BANDS:
+        for line in lines:
+            _band(fig, axis.positions, line.low, line.high, line.colour)
     for line in lines:
-        _band(fig, axis.positions, line.low, line.high, line.colour)
-    for line in lines:
-        _draw_line(fig, axis.positions, line.values, html.escape(labels[line.name]), line.colour, line.dash, hover)
+        _draw_line(fig, axis.positions, replace(line, name=html.escape(labels[line.name])), hover)
     fig.update_xaxes(title=axis.title, **axis.ticks())
     fig.update_yaxes(title=titles[1])
     sites = tuple(line.name for line in lines)
@@ -136,7 +140,7 @@ def lines_over_keys(lines: list[Line], axis: KeyAxis, titles: tuple[str, str], b
 
 
 def lines_over_depth(curves: list[tuple[Any, ...]], axis: KeyAxis, titles: tuple[str, str]) -> go.Figure:
-    """Line plot over relative depth, with a line for each model.
+    """Line plot over relative depth, with a line for each model. Few lines have bands.
 
     Args:
         curves: of each model the relative depths, the names of the sites, values, and lower and upper ends of the band or None.
@@ -149,10 +153,11 @@ def lines_over_depth(curves: list[tuple[Any, ...]], axis: KeyAxis, titles: tuple
     distinct = not axis.numeric and len(curves) <= MOST_LABELS
     colours = [PALETTE[n % len(PALETTE)] if distinct else ordered_colour(float(place)) for n, place in enumerate(scaled)]
     dashes = [DASHES[n // len(PALETTE)] if distinct else DASHES[0] for n in range(len(curves))]
-    for (depth, _, _, low, high), colour in zip(curves, colours, strict=True):
-        _band(fig, list(depth), low, high, colour)
-    for key, (depth, sites, values, _, _), colour, dash in zip(axis.keys, curves, colours, dashes, strict=True):
-        _draw_line(fig, list(depth), values, html.escape(_key_text(key)), colour, dash, list(sites))
+    if len(curves) <= MOST_BANDS:
+        for (depth, _, _, low, high), colour in zip(curves, colours, strict=True):
+            _band(fig, list(depth), low, high, colour)
+    for key, (depth, sites, values, low, high), colour, dash in zip(axis.keys, curves, colours, dashes, strict=True):
+        _draw_line(fig, list(depth), Line(html.escape(_key_text(key)), values, low, high, colour, dash), list(sites))
     fig.update_xaxes(title=DEPTH_TITLE)
     fig.update_yaxes(title=titles[1])
     ticks = axis.ticks()
@@ -244,16 +249,20 @@ def fitted_curve(
     return with_subtitle(styled(fig, titles[0]), html.escape(titles[1]))
 
 
-def _draw_line(fig: go.Figure, x: list[float], y: list[float], name: str, colour: str, dash: str, hover: list[str]) -> None:
+def _draw_line(fig: go.Figure, x: list[float], line: Line, hover: list[str]) -> None:
+    """A line with markers, and its intervals where the pointer is."""
+    margins = [""] * len(hover)
+    if line.low is not None and line.high is not None:
+        margins = list(hover_texts(Ends(np.array(line.low), np.array(line.high)), ".4g"))
     fig.add_scatter(
         x=x,
-        y=y,
-        name=name,
+        y=line.values,
+        name=line.name,
         mode="lines+markers",
-        line={"color": colour, "dash": dash},
-        marker={"color": colour},
-        customdata=hover,
-        hovertemplate="%{customdata}<br>%{y:.4g}<extra>" + name + "</extra>",
+        line={"color": line.colour, "dash": line.dash},
+        marker={"color": line.colour},
+        customdata=list(zip(hover, margins, strict=True)),
+        hovertemplate="%{customdata[0]}<br>%{y:.4g}%{customdata[1]}<extra>" + line.name + "</extra>",
     )
 
 

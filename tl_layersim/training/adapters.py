@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.results import Picture, Result, axes
 from ..remote.adapter_training import Patch
+from .results import rows_in_words
 
 STAGES = ("before", "after")
 
@@ -56,6 +57,9 @@ class AlignedAdapters(Result):
         ),
         Picture("curve", "Aligned loss while training", "The aligned loss of each step's batch."),
     )
+
+    def measured_on(self, field: str) -> str:
+        return rows_in_words(self.provenance, field in ("curve", "curves"))
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -13,8 +13,22 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.provenance import Provenance
 from ..core.results import Picture, Result, axes
+from ..core.wording import amount
 from ..models.exit_heads import ExitHeads
 from .state import State
+
+
+def rows_in_words(run: Provenance, training: bool) -> str:
+    """Number of the rows that were trained on, or of the held-out targets, as a figure names them.
+
+    Args:
+        run: of the training.
+        training: whether the figure shows the training, not the evaluations.
+    """
+    if training:
+        rows = run.options.get("train_rows")
+        return amount(rows, "training row") if rows else "training rows"
+    return amount(run.tokens, f"held-out {'row' if run.tokens == run.sequences else 'token'}") if run.tokens else ""
 
 
 @typed
@@ -100,6 +114,9 @@ class AlignedResult(Result):
             provenance=run,
             exit_heads=heads,
         )
+
+    def measured_on(self, field: str) -> str:
+        return rows_in_words(self.provenance, field == "loss")
 
     def headline(self) -> dict[str, float]:
         numbers = {
