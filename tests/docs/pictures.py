@@ -24,8 +24,6 @@ from .tables import Picture, pictures_of_tables, read_table, side_by_side
 
 IMAGES = ROOT / "docs" / "images"
 HOME, HOME_HEIGHT = 590, 440
-# Colours of a picture: more make the file larger, and no difference that is seen.
-COLOURS = 255
 
 
 def executed(page: Path) -> dict[str, Any]:
@@ -38,7 +36,9 @@ def executed(page: Path) -> dict[str, Any]:
 def readme() -> dict[str, Picture]:
     """The figures of the first Python block of the README, side by side, with their widths."""
     names = executed(ROOT / "README.md")
-    return {"readme": Picture([(names["similarity"], 470), (names["predictions"], 730)])}
+    # Small in the README: colours alone, and room for them.
+    names["similarity"].update_traces(texttemplate="").update_xaxes(tickangle=0, tickfont_size=10)
+    return {"readme": Picture([(names["similarity"], 480), (names["predictions"], 720)])}
 
 
 def depth() -> dict[str, Picture]:
@@ -126,10 +126,10 @@ def render(path: Path, picture: Picture, browser: str) -> None:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
         options += ["--force-device-scale-factor=2", f"--user-data-dir={folder}/profile", size, f"--screenshot={path}"]
         subprocess.run([browser, *options, page.as_uri()], check=True, capture_output=True, timeout=120)
+    # Without transparency. Fewer colours would show as bands in colour bars.
     with Image.open(path) as taken:
-        # By coverage: colours by frequency leave few for a colour bar, which shows as bands.
-        few = taken.convert("RGB").quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(path, optimize=True)
+        opaque = taken.convert("RGB")
+    opaque.save(path, optimize=True)
 
 
 # Names of pictures, and the function that makes their figures.
