@@ -325,7 +325,7 @@ def test_the_figure_has_the_most_frequent_class_as_a_line_and_the_headline_says_
     curve, line = found.plot().data
     assert list(curve.y) == found.accuracy.tolist()
     assert set(line.y) == {float(found.majority)}
-    assert line.name == f"most frequent class in training: {float(found.majority):.3f}"
+    assert line.name == f"most frequent class in training: {float(found.majority):.4g}"
     # The vertical axis names the curve.
     assert curve.showlegend is False
     train, test = int(found.samples.sum()), int(found.test_samples.sum())
