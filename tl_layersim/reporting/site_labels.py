@@ -29,9 +29,10 @@ HEAD_TITLES = {
 }
 # Titles of an axis of residual layers, by the stack to which all of them belong and the title for a model of one stack.
 STACK_TITLES = {
-    (stack, title): title.replace("Block", f"{stack.capitalize()} layer").replace("block", f"{stack} layer")
-    for stack in ("encoder", "decoder")
-    for title in ("Block", "After block")
+    ("encoder", "Block"): "Encoder layer",
+    ("encoder", "After block"): "After encoder layer",
+    ("decoder", "Block"): "Decoder layer",
+    ("decoder", "After block"): "After decoder layer",
 }
 STREAM = ("hook_resid_pre", "hook_resid_post")
 FINAL_NORM = "ln_final.hook_normalized"
