@@ -173,6 +173,9 @@ def test_a_stitch_survives_save_and_load_exactly(name, tmp_path):
         assert torch.equal(getattr(loaded, field), getattr(result, field)), field
     assert (loaded.kind, loaded.fit, loaded.provenance) == (name, result.fit, result.provenance)
     assert loaded.adapter.digest() == result.adapter.digest()
+    if result.adapter.weight is not None:
+        # On several threads the last bits of a product depend on the order in memory.
+        assert loaded.adapter.weight.stride() == result.adapter.weight.stride()
     hidden = residuals(5, 32).float()
     assert torch.equal(loaded.adapter(hidden), result.adapter(hidden))
     again = lsim.stitch(tiny_llama(), tiny_llama(seed=1), rows(60)[48:], at=(2, 1), adapter=loaded.adapter)
