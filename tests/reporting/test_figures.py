@@ -235,6 +235,8 @@ def test_the_score_of_a_window_stands_beside_a_straight_path_and_independent_ste
         "independent steps (√2): 1.414": 2**0.5,
         "straight path: 1": 1.0,
     }
+    # The legend names both lines, and the vertical axis the curve.
+    assert [trace.showlegend for trace in fig.data] == [False, None, None]
     low, high = fig.layout.yaxis.range
     assert 0.9 < low < 1 < max(trace.y.max() for trace in fig.data[:1]) < high
     assert "Window of 2 steps" in fig.layout.title.subtitle.text

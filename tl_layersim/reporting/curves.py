@@ -35,6 +35,8 @@ MOST_MARKERS = 60
 # Most ticks along numbers of singular values, beside the first; and their distances.
 MOST_NUMBER_TICKS = 8
 STEPS = tuple(factor * 10**power for power in range(9) for factor in (1, 2, 5))
+# Marks the traces of reference lines.
+REFERENCE = "reference line"
 # Opacities of bands of quantiles, the outermost first.
 FAN = (0.16, 0.3, 0.4)
 
@@ -201,7 +203,7 @@ def on_log_axis(ends: Ends, values: Any) -> Ends:
 
 
 def with_baseline(fig: go.Figure, name: str, value: float, dash: str = "dash") -> go.Figure:
-    """The line plot with a dashed horizontal line.
+    """The line plot with one more horizontal reference line.
 
     Args:
         fig: of one series.
@@ -210,9 +212,9 @@ def with_baseline(fig: go.Figure, name: str, value: float, dash: str = "dash") -
         dash: of the line, as plotly names it.
     """
     places = list(fig.data[-1].x)
-    # The vertical axis names the curve: the legend is for the line alone.
-    fig.update_traces(showlegend=False)
-    ends = {"x": [places[0], places[-1]], "y": [value, value]}
+    # The vertical axis names the curve: the legend is for such lines alone.
+    fig.update_traces(showlegend=False, selector=lambda trace: trace.meta != REFERENCE)
+    ends = {"x": [places[0], places[-1]], "y": [value, value], "meta": REFERENCE}
     fig.add_scatter(**ends, name=f"{name}: {value:.4g}", mode="lines", line={"color": GREY, "width": 1.5, "dash": dash})
     return fig.update_layout(showlegend=True)
 
