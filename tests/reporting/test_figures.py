@@ -6,6 +6,7 @@ import importlib
 import re
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 import torch
 
@@ -242,6 +243,12 @@ def test_the_score_of_a_window_stands_beside_a_straight_path_and_independent_ste
     assert "Window of 2 steps" in fig.layout.title.subtitle.text
     assert fig.layout.xaxis.title.text == "After block"
     assert [str(tick) for tick in fig.layout.xaxis.ticktext] == [site.split(".")[1] for site in result.centres]
+
+
+@pytest.mark.parametrize(("high", "start"), [(3.0, 0.9), (120.0, 0.0)])
+def test_an_axis_from_a_bound_of_1_does_not_reach_below_0(high, start):
+    fig = go.Figure(go.Scatter(x=[0, 1], y=[2.0, high])).update_yaxes(rangemode="tozero")
+    assert from_lower_bound(fig, 1.0).layout.yaxis.range[0] == pytest.approx(start)
 
 
 def test_curvature_fills_the_figure_beside_its_reference():

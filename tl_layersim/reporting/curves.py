@@ -156,7 +156,8 @@ def from_lower_bound(fig: go.Figure, low: float) -> go.Figure:
     drawn = [np.asarray(trace.y, dtype=float) + np.nan_to_num(bar) for trace, bar in zip(fig.data, bars, strict=True)]
     high = max([float(y) for y in np.concatenate(drawn) if math.isfinite(y)], default=low)
     span = (high - low) or 1.0
-    return fig.update_yaxes(range=[low - 0.05 * span, high + 0.08 * span])
+    # Of values far above the bound, a twentieth of the axis would reach below 0.
+    return fig.update_yaxes(range=[max(0.0, low - 0.05 * span), high + 0.08 * span])
 
 
 def is_numeric_axis(names: tuple[Any, ...], axis: str) -> bool:
