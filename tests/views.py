@@ -30,7 +30,7 @@ def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more)
     """A view of given residuals `layer token d_model`, as one or more rows of equal length."""
     count = x.shape[1]
     ids = torch.as_tensor(oracles.tokens_of(count) if tokens is None else tokens)
-    per_row = -(-count // rows)
+    per_row = max(1, -(-count // rows))
     x = torch.as_tensor(x)
     more = {"unembed": own_head(dtype=x.dtype), "calls": own_calls(x) if rows == 1 else None} | more
     return View(x, ids, torch.arange(count) // per_row, torch.arange(count) % per_row, **more)
@@ -38,8 +38,21 @@ def view(x: np.ndarray, tokens: np.ndarray | None = None, rows: int = 1, **more)
 
 def view_for(analyzer: Analyzer | type[Analyzer], x: np.ndarray, **more) -> View:
     """A view of given residuals with the sites that the analyzer reads, of several rows of the data."""
-    more = {"row": torch.arange(x.shape[1]) // oracles.ROWS_OF} | more
+    count = x.shape[1]
+    more = {"row": torch.arange(count) // oracles.ROWS_OF} | more
+    if in_pools(analyzer):
+        more = {"rows": -(-count // oracles.ROWS_OF)} | more
     return with_sublayers(view(x, **more), x) if analyzer.families else view(x, **more)
+
+
+def in_pools(analyzer: Analyzer | type[Analyzer]) -> bool:
+    """Whether a measure draws its samples from several rows."""
+    return (analyzer() if isinstance(analyzer, type) else analyzer).pool_need(1.0) > 0
+
+
+def samples(x: np.ndarray, tokens: np.ndarray | None = None, **more) -> View:
+    """A view of given residuals in which each sample is a row of its own."""
+    return view(x, tokens, rows=x.shape[1], **more)
 
 
 def with_sublayers(one: View, x: np.ndarray, parallel: bool = False, stack: str = "") -> View:

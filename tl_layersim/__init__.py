@@ -104,6 +104,7 @@ _HOME = {
     "models.exit_heads": ("ExitHeads",),
     "models.hooks": ("eval_mode",),
     "models.site_table": ("sites",),
+    "models.untrained": ("untrained",),
     "stitching.adapter": ("Adapter",),
     "stitching.api": ("stitch", "stitch_grid"),
     "stitching.fitting": ("StitchTraining",),
@@ -189,6 +190,7 @@ __all__ = [
     "train_adapters",
     "trajectory_pca",
     "truncate",
+    "untrained",
     "zero_shot",
     "zero_shot_classifier",
 ]

@@ -9,7 +9,6 @@ from sklearn.cross_decomposition import CCA as SklearnCCA
 from statsmodels.multivariate.cancorr import CanCorr
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._permutation_null import draw_permutations, sample_key
 
 from .. import oracles
 from ..views import from_views, residuals, view
@@ -151,20 +150,6 @@ def test_few_samples_are_spoken_of():
 @pytest.mark.filterwarnings("error:CCA rests on:UserWarning")
 def test_enough_samples_are_not_spoken_of():
     from_views(lsim.CCA(), [view(residuals(0, tokens=81))])
-
-
-@pytest.mark.parametrize("two", [False, True])
-def test_the_null_is_the_mean_correlation_of_permuted_samples(two):
-    x, y = residuals(0, tokens=40), residuals(0, tokens=40) + residuals(1, tokens=40)
-    analyzer = lsim.CCA(permutations=20, seed=4)
-    found = between(analyzer, [x], [y]) if two else from_views(analyzer, [view(x)])
-    z = y if two else x
-    orders = draw_permutations(20, 40, sample_key(view(x).tokens, 4)).numpy()
-    null = np.array([oracles.oracle_cca([x], [z[:, order]])["values"] for order in orders])
-    upper = np.triu(np.ones((4, 4), dtype=bool)) if not two else np.ones((4, 4), dtype=bool)
-    np.testing.assert_allclose(found.null_mean.numpy()[upper], null.mean(0)[upper], atol=1e-9)
-    if not two:
-        np.testing.assert_allclose(found.null_mean, found.null_mean.T, atol=0)
 
 
 @pytest.mark.parametrize("variance", [0, -0.1, 1.01, 99, float("nan")])

@@ -15,24 +15,27 @@ from tl_layersim.models.view import reduce
 
 from .. import oracles
 from ..tiny_models import hidden_states, random_tokens, tiny_llama
-from ..views import from_views, layer_run, residuals, view
+from ..views import from_views, layer_run, residuals, samples, view
 
 
-def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray]) -> lsim.Result:
-    kernel = analyzer.kernel(Sums())
-    sums = Sums()
-    for x, y in zip(xs, ys, strict=True):
-        sums = sums + Sums.of(reduce({"k": kernel}, view(x), view(y))[1]["k"])
-    run = layer_run(len(xs[0]))
+def between(analyzer: lsim.CKA, xs: list[np.ndarray], ys: list[np.ndarray], rows: int = 1) -> lsim.Result:
+    """CKA of two models whose samples are rows of so many tokens."""
+    pairs = [[view(z, rows=z.shape[1] // rows) for z in both] for both in zip(xs, ys, strict=True)]
+
+    def total(kernel) -> Sums:
+        return sum((Sums.of(reduce({"k": kernel}, *both)[1]["k"]) for both in pairs), Sums())
+
+    first_kernel = analyzer.first_kernel()
+    first = Sums() if first_kernel is None else total(first_kernel)
     columns = layer_run(len(ys[0])).layers
-    return analyzer.compute(sums, dataclasses.replace(run, column_layers=columns))
+    return analyzer.compute(total(analyzer.kernel(first)), dataclasses.replace(layer_run(len(xs[0])), column_layers=columns))
 
 
 @pytest.mark.parametrize("estimator", ["minibatch", "exact", "biased"])
 def test_each_estimator_equals_its_oracle(estimator):
     data = [residuals(seed, tokens=n) for seed, n in enumerate((12, 30, 7))]
     expected = oracles.oracle_cka(data, biased=estimator == "biased", exact=estimator == "exact")
-    found = from_views(lsim.CKA(estimator=estimator), [view(x) for x in data])
+    found = from_views(lsim.CKA(estimator=estimator), [samples(x) for x in data])
     for field, value in expected.items():
         np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
     np.testing.assert_allclose(found.values, found.values.T, atol=1e-12)
@@ -48,6 +51,30 @@ def test_between_two_models_of_other_width_and_depth(estimator):
     assert found.values.shape == (4, 3)
     for field, value in expected.items():
         np.testing.assert_allclose(getattr(found, field), value, atol=1e-9, err_msg=field)
+
+
+@pytest.mark.parametrize("estimator", ["minibatch", "exact"])
+def test_pairs_of_one_row_are_left_out(estimator):
+    xs = [residuals(seed, tokens=18) for seed in range(2)]
+    ys = [residuals(seed + 9, layers=3, tokens=18, width=5) + x[:3, :, :5] for seed, x in enumerate(xs)]
+    expected = oracles.oracle_cka(xs, ys, exact=estimator == "exact", rows=3)
+    found = between(lsim.CKA(estimator=estimator), xs, ys, rows=3)
+    np.testing.assert_allclose(found.values, expected["values"], atol=1e-9)
+    independent = between(lsim.CKA(estimator=estimator, unit="token"), xs, ys, rows=3)
+    np.testing.assert_allclose(independent.values, oracles.oracle_cka(xs, ys, exact=estimator == "exact")["values"], atol=1e-9)
+    assert (found.values - independent.values).abs().max() > 1e-3
+
+
+def test_exact_cka_of_rows_of_unequal_lengths():
+    model = tiny_llama()
+    rows = [random_tokens(1, n, seed=n)[0] for n in (3, 9, 4, 6, 5)]
+    x = np.concatenate([hidden_states(model, row) for row in rows], axis=1).astype(np.float64)
+    row = np.repeat(np.arange(5), [len(one) for one in rows])
+    grams = [(z - z.mean(0)) @ (z - z.mean(0)).T for z in x]
+    hsic = np.array([[oracles.hsic_of_rows(a, b, row)[0] for b in grams] for a in grams])
+    expected = hsic / np.sqrt(np.outer(hsic.diagonal(), hsic.diagonal()))
+    found = lsim.analyze(model, rows, lsim.CKA(estimator="exact"), batch_size=2)["cka"]
+    np.testing.assert_allclose(found.values, expected, atol=1e-5)
 
 
 def test_invariant_to_rotation_scale_and_translation():
@@ -81,7 +108,7 @@ def test_unbiased_values_are_not_clipped():
 
 def test_ratio_of_means_is_not_the_mean_of_ratios():
     data = [residuals(0, tokens=8), 30 * residuals(1, tokens=8)]
-    found = from_views(lsim.CKA(), [view(x) for x in data]).values
+    found = from_views(lsim.CKA(), [samples(x) for x in data]).values
     ratios = np.mean([oracles.oracle_cka([x])["values"] for x in data], axis=0)
     assert np.abs(found.numpy() - ratios).max() > 1e-3
 
@@ -92,39 +119,21 @@ def test_float32_survives_a_large_common_vector():
     # Translation changes nothing; the naive formula itself loses digits on so large a common vector.
     wide = shifted.astype(np.float64)
     expected = oracles.oracle_cka([wide - wide.mean(axis=1, keepdims=True)])["values"]
-    found = from_views(lsim.CKA(), [view(shifted)])
+    found = from_views(lsim.CKA(), [samples(shifted)])
     np.testing.assert_allclose(found.values, expected, atol=1e-4)
-    exact = from_views(lsim.CKA(estimator="exact"), [view(shifted)])
+    exact = from_views(lsim.CKA(estimator="exact"), [samples(shifted)])
     np.testing.assert_allclose(exact.values, expected, atol=1e-6)
-
-
-def test_exact_refuses_where_its_digits_are_gone():
-    x = residuals(0, tokens=40) + 1e5
-    with pytest.raises(lsim.LayersimError, match=r"rounding(.|\n)*estimator=\"minibatch\""):
-        from_views(lsim.CKA(estimator="exact"), [view(x)])
 
 
 def test_minibatches_are_of_n_shuffled_seeded_and_counted():
     x = residuals(0, tokens=110)
     tokens = np.arange(110)
-    one = from_views(lsim.CKA(minibatch=25), [view(x, tokens)])
+    one = from_views(lsim.CKA(minibatch=25), [samples(x, tokens)])
     assert (one.minibatches, one.samples) == (4, 100)
-    again = from_views(lsim.CKA(minibatch=25), [view(x, tokens)])
+    again = from_views(lsim.CKA(minibatch=25), [samples(x, tokens)])
     assert torch.equal(one.values, again.values)
     for other in (lsim.CKA(minibatch=25, seed=1), lsim.CKA(minibatch=24)):
-        assert not torch.allclose(from_views(other, [view(x, tokens)]).values, one.values, atol=1e-6)
-
-
-def test_contiguous_tokens_of_one_text_are_spread_over_minibatches():
-    """Tokens of a text share a topic vector. In minibatches of one text each it is centred away, shuffled it is seen."""
-    rng = np.random.default_rng(0)
-    topics = np.repeat(rng.normal(size=(8, 6)) * 3, 32, axis=0)
-    x = np.stack([topics + rng.normal(size=(256, 6)), topics + rng.normal(size=(256, 6))])
-    contiguous = oracles.oracle_cka([x[:, i : i + 32] for i in range(0, 256, 32)])["values"][0, 1]
-    exact = oracles.oracle_cka([x], exact=True)["values"][0, 1]
-    shuffled = from_views(lsim.CKA(minibatch=32), [view(x)]).values[0, 1].item()
-    assert contiguous < 0.3
-    assert abs(shuffled - exact) < 0.1
+        assert not torch.allclose(from_views(other, [samples(x, tokens)]).values, one.values, atol=1e-6)
 
 
 def test_distance_is_over_the_outputs_of_blocks():
@@ -158,8 +167,9 @@ def test_sequences_as_samples(pool):
 
 def test_compare_runs_two_models_on_the_same_tokens():
     a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
-    rows = list(random_tokens(3, 20))
-    expected = oracles.oracle_cka([hidden_states(a, r) for r in rows], [hidden_states(b, r) for r in rows])
+    rows = list(random_tokens(5, 20))
+    states = ([np.concatenate([hidden_states(model, row) for row in rows], axis=1)] for model in (a, b))
+    expected = oracles.oracle_cka(*states, rows=20)
     found = lsim.compare(a, b, rows, lsim.CKA(), batch_size=1)
     np.testing.assert_allclose(found.values, expected["values"], atol=1e-5)
     assert (len(found.layers), len(found.column_layers)) == (4, 3)
@@ -170,16 +180,24 @@ def test_compare_runs_two_models_on_the_same_tokens():
 
 
 def test_four_samples_are_needed():
-    with pytest.raises(lsim.LayersimError, match=r"no batch had that many(.|\n)*at least 4 tokens in one batch"):
-        from_views(lsim.CKA(), [view(residuals(0, tokens=3))] * 5)
-    assert from_views(lsim.CKA(estimator="exact"), [view(residuals(i, tokens=3)) for i in range(5)]).samples == 15
+    for unit in ("row", "token"):
+        with pytest.raises(lsim.LayersimError, match=r"CKA needs(.|\n)*4 tokens"):
+            from_views(lsim.CKA(unit=unit), [samples(residuals(0, tokens=3))] * 5)
+    assert from_views(lsim.CKA(estimator="exact"), [samples(residuals(i, tokens=3)) for i in range(5)]).samples == 15
+
+
+def test_four_rows_are_needed_unless_tokens_are_independent():
+    one = [view(residuals(0, tokens=30), rows=3)]
+    with pytest.raises(lsim.LayersimError, match=r"4 rows(.|\n)*unit=\"token\""):
+        from_views(lsim.CKA(), one)
+    assert from_views(lsim.CKA(unit="token"), one).samples == 30
 
 
 def test_constant_activations_have_no_cka():
     x = residuals(0)
     x[:] = 1.0
     with pytest.raises(lsim.LayersimError, match=r"not defined at any layer(.|\n)*hook_resid_pre"):
-        from_views(lsim.CKA(), [view(x)])
+        from_views(lsim.CKA(), [samples(x)])
 
 
 def test_exact_says_what_memory_it_needs():
@@ -207,7 +225,7 @@ def test_wrong_options_are_refused(options, text):
 def test_a_batch_too_small_for_a_minibatch_hardly_counts():
     model, rows = tiny_llama(), list(random_tokens(16, 20))
     whole = lsim.analyze(model, rows, lsim.CKA(minibatch=64))["cka"]
-    tail = lsim.analyze(model, [*rows, random_tokens(1, 5, seed=9)[0]], lsim.CKA(minibatch=64))["cka"]
+    tail = lsim.analyze(model, [*rows, *random_tokens(4, 3, seed=9)], lsim.CKA(minibatch=64))["cka"]
     assert tail.minibatches == whole.minibatches + 1
     assert (tail.values - whole.values).abs().max() < 0.01
     assert whole.mean_minibatch == 64 > tail.mean_minibatch
@@ -216,7 +234,7 @@ def test_a_batch_too_small_for_a_minibatch_hardly_counts():
 def test_each_minibatch_weighs_its_pairs():
     data = [residuals(0, tokens=40), residuals(1, tokens=6)]
     for biased in (False, True):
-        found = from_views(lsim.CKA(estimator="biased" if biased else "minibatch"), [view(x) for x in data])
+        found = from_views(lsim.CKA(estimator="biased" if biased else "minibatch"), [samples(x) for x in data])
         np.testing.assert_allclose(found.values, oracles.oracle_cka(data, biased=biased)["values"], atol=1e-10)
         alone = oracles.oracle_cka(data[:1], biased=biased)["values"]
         assert 1e-6 < np.abs(found.values.numpy() - alone).max() < 0.1
@@ -225,18 +243,18 @@ def test_each_minibatch_weighs_its_pairs():
 @pytest.mark.parametrize("estimator", ["minibatch", "exact"])
 def test_a_few_massive_tokens_are_spoken_of(estimator):
     x = residuals(0, tokens=512)
-    plain = from_views(lsim.CKA(estimator=estimator), [view(x)])
+    plain = from_views(lsim.CKA(estimator=estimator), [samples(x)])
     assert plain.effective_samples.min() > 150
     x[2, 17] *= 300
     with pytest.warns(lsim.LayersimWarning, match=r"massive activations at 1 layers, blocks\.1\.hook_resid_post"):
-        found = from_views(lsim.CKA(estimator=estimator), [view(x)])
+        found = from_views(lsim.CKA(estimator=estimator), [samples(x)])
     assert found.effective_samples[2] < 1.1
     assert found.effective_samples[3] > 150
 
 
 def test_few_samples_are_spoken_of():
     with pytest.warns(lsim.LayersimWarning, match="CKA rests on 40 samples here"):
-        from_views(lsim.CKA(), [view(residuals(0, tokens=40))])
+        from_views(lsim.CKA(), [samples(residuals(0, tokens=40))])
 
 
 def test_a_layer_of_equal_samples_in_the_second_model_is_named_and_nan():

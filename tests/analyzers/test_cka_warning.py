@@ -11,7 +11,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers import Run
 from tl_layersim.core import Sums
 
-from ..views import from_views, layer_run, provenance, residuals, view
+from ..views import from_views, layer_run, provenance, residuals, samples
 
 
 def with_share(share: float, samples: int = 1000, seed: int = 0) -> np.ndarray:
@@ -33,21 +33,21 @@ def with_share(share: float, samples: int = 1000, seed: int = 0) -> np.ndarray:
 def test_below_a_fifth_of_effective_samples_there_is_a_warning_with_the_remedy(estimator, share):
     match = r"massive activations at 1 layers, blocks\.1\.hook_resid_post(.|\n)*of 1000 \(.*%\)(.|\n)*skip_first=2"
     with pytest.warns(lsim.LayersimWarning, match=match):
-        found = from_views(lsim.CKA(estimator=estimator, minibatch=1000), [view(with_share(share))])
+        found = from_views(lsim.CKA(estimator=estimator, minibatch=1000), [samples(with_share(share))])
     assert float(found.effective_samples[2]) / 1000 == pytest.approx(share, rel=0.05)
 
 
 def test_above_a_fifth_there_is_none():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        from_views(lsim.CKA(minibatch=1000), [view(with_share(0.25))])
+        from_views(lsim.CKA(minibatch=1000), [samples(with_share(0.25))])
 
 
 def test_where_first_tokens_are_left_out_already_more_are_proposed():
     from tl_layersim.models.view import reduce
 
     analyzer = lsim.CKA()
-    sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, view(with_share(0.05)))[1]["k"])
+    sums = Sums.of(reduce({"k": analyzer.kernel(Sums())}, samples(with_share(0.05)))[1]["k"])
     run = layer_run(4)
     run = Run(run.layers, run.layers, provenance(options={"skip_first": 2}), Sums())
     with pytest.warns(lsim.LayersimWarning, match="skip_first=4"):

@@ -10,7 +10,6 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers._covariances import Covariances, are_defined
-from tl_layersim.analyzers._permutation_null import draw_permutations, sample_key
 from tl_layersim.core import Sums
 from tl_layersim.models.view import reduce
 
@@ -65,27 +64,6 @@ def test_pairs_of_one_model_are_computed_once():
     assert two.pairs() == two.pairs(itself=True) == [(0, [0, 1, 2]), (1, [0, 1, 2])]
     # A triangle of pairs is kept, not a square.
     assert summed(lsim.Procrustes(), [residuals(0, layers=3)])["cross"].shape == (6, 8, 8)
-
-
-def test_permutations_pair_the_samples_of_a_batch_at_random():
-    xs, ys = [residuals(0, tokens=9), residuals(1, tokens=12)], [residuals(2, tokens=9), residuals(3, tokens=12)]
-    for others in (None, ys):
-        found = Covariances(summed(lsim.Procrustes(permutations=19, seed=3), xs, others))
-        assert found.permutations == 19
-        for number in (0, 18):
-            shuffled = []
-            for z in xs if others is None else others:
-                order = draw_permutations(19, z.shape[1], sample_key(view(z).tokens, 3))[number]
-                shuffled.append(z[:, order.numpy()])
-            x, y = np.concatenate(xs, axis=1), np.concatenate(shuffled, axis=1)
-            permuted = found.permuted(number)
-            for a in range(4):
-                for b in range(a if others is None else 0, 4):
-                    np.testing.assert_allclose(permuted.between(a, [b])[0], covariance(x[a], y[b]), atol=1e-10)
-            # A site and itself are not permuted.
-            np.testing.assert_allclose(permuted.of_row(2), covariance(x[2], x[2]), atol=1e-10)
-            np.testing.assert_allclose(permuted.of_column(2), covariance(y[2], y[2]), atol=1e-10)
-        assert not torch.allclose(found.permuted(0).between(0, [1]), found.between(0, [1]))
 
 
 def test_no_null_is_summed_without_permutations():

@@ -9,7 +9,6 @@ from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._permutation_null import draw_permutations, sample_key
 
 from .. import oracles
 from ..tiny_models import tiny_llama
@@ -142,29 +141,6 @@ def test_a_ridge_within_rounding_is_refused():
         one(x, ridge=1e-12)
     proposed = float(str(error.value).rsplit("ridge=", 1)[1])
     one(x, ridge=proposed)
-
-
-@pytest.mark.parametrize("two", [False, True])
-def test_the_null_is_the_r2_of_permuted_samples(two):
-    x, y = residuals(0, tokens=60), residuals(0, tokens=60) + residuals(1, tokens=60)
-    z = y if two else x
-    analyzer = lsim.LinearPredictivity(permutations=20, seed=4)
-    rows = torch.arange(60)
-    found = between(analyzer, [x], [y]) if two else from_views(analyzer, [view(x, row=rows)])
-    test = np.array(oracles.held_out_rows(60, seed=4))
-    null = []
-    for i in range(20):
-        mixed = z.copy()
-        for chosen in (~test, test):
-            order = draw_permutations(20, int(chosen.sum()), sample_key(view(x).tokens, 4))[i].numpy()
-            mixed[:, chosen] = z[:, chosen][:, order]
-        null.append(
-            oracles.cross_products.of_all_pairs(x, mixed, lambda a, b: oracles.cross_products.ridge_r2(a, b, test, 0.01))
-        )
-    upper = np.triu(np.ones((4, 4), dtype=bool)) if not two else np.ones((4, 4), dtype=bool)
-    np.testing.assert_allclose(found.null_mean.numpy()[upper], np.mean(null, axis=0)[upper], atol=1e-9)
-    with pytest.raises(lsim.LayersimError, match=r"null of linear predictivity is that of one direction"):
-        found.transposed()
 
 
 @pytest.mark.parametrize(

@@ -10,23 +10,20 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._minibatch_pairs import draw_minibatches
 from tl_layersim.analyzers._permutation_null import (
     CalibratedMatrix,
     calibrated_values,
     check_null_memory,
     check_permutations,
-    draw_permutations,
     is_one_model,
     null_fields,
     null_pictures,
     null_threshold,
     p_values,
-    sample_key,
 )
 from tl_layersim.models.model_info import layer_names
 
-from ..views import from_views, provenance, view
+from ..views import from_views, provenance, samples
 from .helpers import _described
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -160,7 +157,7 @@ class TestWithoutPermutations:
 def test_tables_headlines_files_and_figures(tmp_path):
     values, null = similarities()
     found = result(values, null)
-    assert list(found.to_frame())[2:] == ["values", "calibrated", "p_values", "null_mean", "null_threshold"]
+    assert list(found.to_frame())[2:] == ["values", "observed", "calibrated", "p_values", "null_mean", "null_threshold"]
     assert found.null_headline() == {
         "calibrated maximum over pairs of layers": float(found.max_calibrated),
         "p-value of the maximum over pairs of layers": float(found.max_p_value),
@@ -187,24 +184,6 @@ def test_rows_and_columns_are_exchanged_in_every_field():
     expected = result(values.T.contiguous(), null.transpose(1, 2).contiguous(), one_model=False)
     for name in found.tensor_fields():
         assert torch.equal(getattr(other, name), getattr(expected, name)), name
-
-
-def test_permutations_follow_their_key_and_grow_by_more():
-    few, more = draw_permutations(3, 8, 5), draw_permutations(6, 8, 5)
-    assert torch.equal(few, more[:3])
-    assert all(sorted(one.tolist()) == list(range(8)) for one in more)
-    assert len({tuple(one.tolist()) for one in more}) == 6
-    assert not torch.equal(few, draw_permutations(3, 8, 6))
-    assert draw_permutations(0, 8, 5).shape == (0, 8)
-    draw_permutations(1, 4, 2**63 + 2**64)
-
-
-def test_a_key_depends_on_the_tokens_their_order_and_the_seed():
-    tokens = torch.tensor([3, 1, 4, 1, 5])
-    keys = [sample_key(tokens, 0), sample_key(tokens, 1), sample_key(tokens.flip(0), 0), sample_key(tokens[:4], 0)]
-    assert len(set(keys)) == 4
-    assert keys[0] == sample_key(tokens.clone(), 0)
-    assert all(0 <= key < 2**63 for key in keys)
 
 
 @pytest.mark.parametrize("given", [-1, 1, 18])
@@ -252,25 +231,3 @@ def test_null_values_below_the_observed_one_by_rounding_count_as_equal(value):
     assert float(p_values(observed, observed - torch.full((19,), 9e-11 * size, dtype=torch.float64))) == 1
     assert float(p_values(observed, observed - torch.full((19,), 2e-10 * size, dtype=torch.float64))) == 1 / 20
     assert float(calibrated_values(observed, observed - 1e-15)) == 0
-
-
-def test_equal_overlaps_of_few_neighbours_are_equal():
-    """The graphs of few samples share whole numbers of neighbours, so many permutations give the observed number again."""
-    analyzer = lsim.MutualKNN(k=2, minibatch=8, permutations=300)
-    for seed in range(4):
-        x = np.random.default_rng(seed).normal(size=(2, 8, 4))
-        found = from_views(analyzer, [view(x, np.arange(8))])
-        near = [[{*np.argsort(-row)[:2]} for row in _cosines(layer)] for layer in x]
-        [chosen] = draw_minibatches(torch.arange(8), 8, 8, 0)
-        shared = sum(len(a & b) for a, b in zip(*near, strict=True))
-        reached = 0
-        for order in draw_permutations(300, 8, sample_key(torch.arange(8), 0) + 1):
-            # Sample `chosen[i]` of the rows is paired with sample `chosen[order[i]]` of the columns.
-            partner = dict(zip(chosen.tolist(), chosen[order].tolist(), strict=True))
-            reached += shared <= sum(len({partner[j] for j in near[0][i]} & near[1][partner[i]]) for i in range(8))
-        assert found.p_values[0, 1] == (1 + reached) / 301
-
-
-def _cosines(x: np.ndarray) -> np.ndarray:
-    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
-    return unit @ unit.T - 9 * np.eye(len(x))

@@ -12,7 +12,6 @@ import scipy.spatial
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._permutation_null import draw_permutations, sample_key
 
 from .. import oracles
 from ..views import from_views, residuals, view
@@ -102,23 +101,6 @@ def test_distance_needs_equal_depth():
     found = between(lsim.Procrustes(), [residuals(0)], [residuals(1, layers=3)])
     with pytest.raises(lsim.LayersimError, match=r"models of equal depth(.|\n)*3 and 2 blocks"):
         found.distance()
-
-
-@pytest.mark.parametrize("two", [False, True])
-def test_the_null_is_the_similarity_of_permuted_samples(two):
-    x, y = residuals(0, tokens=40), residuals(0, tokens=40) + residuals(1, tokens=40)
-    analyzer = lsim.Procrustes(permutations=20, seed=4)
-    found = between(analyzer, [x], [y]) if two else from_views(analyzer, [view(x)])
-    z = y if two else x
-    orders = draw_permutations(20, 40, sample_key(view(x).tokens, 4)).numpy()
-    null = np.array([oracles.oracle_procrustes([x], [z[:, order]])["values"] for order in orders])
-    assert found.permutations == 20
-    upper = np.triu(np.ones((4, 4), dtype=bool)) if not two else np.ones((4, 4), dtype=bool)
-    np.testing.assert_allclose(found.null_mean.numpy()[upper], null.mean(0)[upper], atol=1e-9)
-    p = (1 + (null >= found.values.numpy()).sum(0)) / 21
-    np.testing.assert_allclose(found.p_values.numpy()[upper], p[upper])
-    if not two:
-        np.testing.assert_allclose(found.null_mean, found.null_mean.T, atol=0)
 
 
 def test_the_headline():

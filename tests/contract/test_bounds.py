@@ -19,7 +19,7 @@ ANALYZERS = sorted(find_analyzers().items())
 # Random walks; a few samples of large norm; layers that are multiples of each other, so that paths are straight and cosines 1.
 DATA = {
     "walk": lambda seed: residuals(seed, tokens=30),
-    "few": lambda seed: residuals(seed, tokens=12) * 1e4,
+    "few": lambda seed: residuals(seed, tokens=18) * 1e4,
     "straight": lambda seed: residuals(seed, layers=1, tokens=30).repeat(4, axis=0) * [[[1]], [[2]], [[4]], [[9]]],
 }
 

@@ -30,24 +30,56 @@ def hsic_0(k: np.ndarray, m: np.ndarray) -> float:
     return float(np.trace(k @ h @ m @ h)) / (n - 1) ** 2
 
 
+def hsic_of_rows(k: np.ndarray, m: np.ndarray, row: np.ndarray) -> tuple[float, int]:
+    """HSIC as means over pairs, triples and quadruples of samples of distinct rows, and the number of pairs."""
+    apart = (row[:, None] != row).astype(float)
+    k, m = k * apart, m * apart
+    pairs = apart.sum()
+    first = np.sum(k * m) / pairs
+    triples = np.einsum("ij,ir,jr->", apart, apart, apart)
+    third = np.einsum("ij,ir,jr->", k, m, apart) / triples
+    # i, j, q, u of four distinct rows.
+    second, quadruples = 0.0, 0.0
+    for i in range(len(k)):
+        for j in range(len(k)):
+            if apart[i, j]:
+                others = apart[i] * apart[j]
+                second += k[i, j] * (others @ m @ others)
+                quadruples += others @ apart @ others
+    return float(first + second / quadruples - 2 * third), int(pairs)
+
+
 def oracle_cka(
-    batches: list[np.ndarray], others: list[np.ndarray] | None = None, biased: bool = False, exact: bool = False
+    batches: list[np.ndarray],
+    others: list[np.ndarray] | None = None,
+    biased: bool = False,
+    exact: bool = False,
+    rows: int = 1,
 ) -> dict[str, np.ndarray]:
-    """Each batch is one minibatch; exact takes all of them together as one."""
+    """Each batch is one minibatch; exact takes all of them together as one. `rows` tokens are of one row."""
     others = batches if others is None else others
+    row = [np.arange(batch.shape[1]) // rows + 1000 * number for number, batch in enumerate(batches)]
     if exact:
-        batches, others = [np.concatenate(batches, axis=1)], [np.concatenate(others, axis=1)]
-    hsic = hsic_0 if biased else hsic_1
+        batches, others, row = [np.concatenate(batches, axis=1)], [np.concatenate(others, axis=1)], [np.concatenate(row)]
+    elif rows > 1 and not biased:
+        kept = [number for number, own in enumerate(row) if len(set(own)) >= 4]
+        batches, others, row = ([side[number] for number in kept] for side in (batches, others, row))
+
+    def weighted(x: np.ndarray, y: np.ndarray, of: np.ndarray) -> tuple[float, float]:
+        x, y = x - x.mean(0), y - y.mean(0)
+        if biased:
+            return hsic_0(x @ x.T, y @ y.T), (len(x) - 1) ** 2
+        return (hsic_1(x @ x.T, y @ y.T), len(x) * (len(x) - 3)) if rows == 1 else hsic_of_rows(x @ x.T, y @ y.T, of)
 
     def mean_hsic(xs: list[np.ndarray], ys: list[np.ndarray]) -> float:
         """The mean over minibatches; where they differ in size, each weighs as many pairs of samples as it has."""
-        weight = [(len(x) - 1) ** 2 if biased else len(x) * (len(x) - 3) for x in xs]
-        return sum(w * hsic(x @ x.T, y @ y.T) for w, x, y in zip(weight, xs, ys, strict=True)) / sum(weight)
+        each = [weighted(x, y, of) for x, y, of in zip(xs, ys, row, strict=True)]
+        return sum(weight * hsic for hsic, weight in each) / sum(weight for _, weight in each)
 
-    rows, columns = len(batches[0]), len(others[0])
-    values = np.zeros((rows, columns))
-    for a in range(rows):
-        for b in range(columns):
+    height, width = len(batches[0]), len(others[0])
+    values = np.zeros((height, width))
+    for a in range(height):
+        for b in range(width):
             x, y = [batch[a] for batch in batches], [batch[b] for batch in others]
             values[a, b] = mean_hsic(x, y) / np.sqrt(mean_hsic(x, x) * mean_hsic(y, y))
 
@@ -57,9 +89,9 @@ def oracle_cka(
 
     return {
         "values": values,
-        "effective_samples": np.array([effective(batches, a) for a in range(rows)]),
-        "column_effective_samples": np.array([effective(others, b) for b in range(columns)]),
-    } | no_null(rows, columns)
+        "effective_samples": np.array([effective(batches, a) for a in range(height)]),
+        "column_effective_samples": np.array([effective(others, b) for b in range(width)]),
+    } | no_null(height, width)
 
 
 def arccos_distance(values: np.ndarray) -> float:

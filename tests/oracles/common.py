@@ -82,7 +82,7 @@ def lens_by_token(
 def no_null(rows: int, columns: int | None = None) -> dict[str, np.ndarray]:
     """The fields of the null of a similarity between layers, of a run without permutations."""
     shape = (rows, rows if columns is None else columns)
-    pairs = ("calibrated", "p_values", "null_mean", "null_threshold")
+    pairs = ("observed", "calibrated", "p_values", "null_mean", "null_threshold")
     maxima = ("max_value", "max_p_value", "max_threshold", "max_calibrated")
     out = {name: np.full(shape, np.nan) for name in pairs} | {name: np.array(np.nan) for name in maxima}
     return out | {"null_quantiles": np.full((len(LEVELS), *shape), np.nan), "max_null": np.zeros(0)}

@@ -35,12 +35,17 @@ def oracle_rsa(
     others: list[np.ndarray] | None = None,
     kind: str = "correlation",
     ranked: bool = True,
+    rows: int = 1,
 ) -> dict[str, np.ndarray]:
-    """Each batch is one minibatch; correlations are averaged with the number of pairs as weight."""
+    """Each batch is one minibatch; correlations are averaged with the number of pairs as weight. `rows` tokens are of one row."""
     others = batches if others is None else others
     values, weights = 0.0, 0.0
     for one, other in zip(batches, others, strict=True):
-        both = [[condensed(layer, kind) for layer in x] for x in (one, other)]
+        row = np.arange(one.shape[1]) // rows
+        if rows > 1 and row[-1] < 3:
+            continue
+        apart_rows = [row[i] != row[j] for i in range(len(row)) for j in range(i + 1, len(row))]
+        both = [[condensed(layer, kind)[apart_rows] for layer in x] for x in (one, other)]
         if ranked:
             both = [[ranks(layer) for layer in layers] for layers in both]
         weight = len(both[0][0])
@@ -49,30 +54,30 @@ def oracle_rsa(
     return {"values": values / weights} | no_null(len(batches[0]), len(others[0]))
 
 
-def neighbours(x: np.ndarray, k: int, kind: str) -> list[set[int]]:
-    """The k nearest other samples of each sample."""
+def neighbours(x: np.ndarray, k: int, kind: str, rows: int) -> list[set[int]]:
+    """The k nearest samples of other rows of each sample."""
     found = []
     for i in range(len(x)):
-        order = sorted((apart(x[i], x[j], kind), j) for j in range(len(x)) if j != i)
+        order = sorted((apart(x[i], x[j], kind), j) for j in range(len(x)) if j // rows != i // rows)
         found.append({j for _, j in order[:k]})
     return found
 
 
 def oracle_mutual_knn(
-    batches: list[np.ndarray], others: list[np.ndarray] | None = None, k: int = 10, kind: str = "cosine"
+    batches: list[np.ndarray], others: list[np.ndarray] | None = None, k: int = 10, kind: str = "cosine", rows: int = 1
 ) -> dict[str, np.ndarray]:
-    """Each batch of at least k + 2 samples is one minibatch."""
+    """Each batch in which all samples have k + 1 others of other rows is one minibatch. `rows` tokens are of one row."""
     others = batches if others is None else others
-    rows, columns = len(batches[0]), len(others[0])
-    shared, samples, chance = np.zeros((rows, columns)), 0, 0.0
+    height, width = len(batches[0]), len(others[0])
+    shared, samples, chance = np.zeros((height, width)), 0, 0.0
     for one, other in zip(batches, others, strict=True):
         n = one.shape[1]
-        if n < k + 2:
+        if n - rows < k + 1 or (rows > 1 and n <= 3 * rows):
             continue
-        of_x, of_y = ([neighbours(layer, k, kind) for layer in x] for x in (one, other))
-        for a in range(rows):
-            for b in range(columns):
+        of_x, of_y = ([neighbours(layer, k, kind, rows) for layer in x] for x in (one, other))
+        for a in range(height):
+            for b in range(width):
                 shared[a, b] += sum(len(of_x[a][i] & of_y[b][i]) / k for i in range(n))
         samples += n
-        chance += n * k / (n - 1)
-    return {"values": shared / samples, "chance": np.array(chance / samples)} | no_null(rows, columns)
+        chance += sum(k / sum(j // rows != i // rows for j in range(n)) for i in range(n))
+    return {"values": shared / samples, "chance": np.array(chance / samples)} | no_null(height, width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.results import Report, Result
 from ..core.sums import Sums
 from ..models.model_info import Model
+from ..models.pools import AnyKernel, PoolKernel
 from ..models.view import Kernel, View
 from .model_grid import ModelGrid, either_order
 from .report_assembly import record_of_models
@@ -129,9 +130,16 @@ class AllPairs(Analyzer):
             return kernel
         return partial(all_pairs_kernel, kernels=dict.fromkeys(self.pairs, kernel))
 
-    def kernel(self, first: Sums) -> Kernel:
-        kernels = {pair: self.measure.kernel(self._first(first, pair)) for pair in self.pairs}
+    def kernel(self, first: Sums) -> AnyKernel:
+        kernels: Any = {pair: self.measure.kernel(self._first(first, pair)) for pair in self.pairs}
         return partial(all_pairs_kernel, kernels=kernels)
+
+    def pool_kernel(self, first: Sums) -> PoolKernel | None:
+        own = self.measure.pool_kernel(first)
+        return None if own is None else replace(own, sums=partial(all_pairs_of_pools, pairs=self.pairs, sums=own.sums))
+
+    def pool_need(self, density: float) -> int:
+        return self.measure.pool_need(density)
 
     def exchange(self) -> Exchange | None:
         own = self.measure.exchange()
@@ -206,9 +214,26 @@ def all_pairs_kernel(*views: View, kernels: Mapping[tuple[int, int], Kernel]) ->
     return _named_by_pair(outputs)
 
 
-def join_all_pairs(
-    *statistics: Mapping[str, Tensor], pairs: list[tuple[int, int]], join: Callable[..., dict[str, Tensor]]
+def all_pairs_of_pools(
+    sides: Sequence[Tensor],
+    widths: Sequence[tuple[int, ...]],
+    *about: Any,
+    pairs: list[tuple[int, int]],
+    sums: Callable[..., dict[str, Tensor]],
 ) -> dict[str, Tensor]:
+    """The sums over a pool for pairs of many models, see `all_pairs_kernel`.
+
+    Args:
+        sides: samples of each model.
+        widths: of the sites of each.
+        *about: samples and draws, see `PoolKernel`.
+        pairs: numbers of the models.
+        sums: see `PoolKernel`.
+    """
+    return _named_by_pair({(a, b): sums([sides[a], sides[b]], [widths[a], widths[b]], *about) for a, b in pairs})
+
+
+def join_all_pairs(*statistics: Any, pairs: list[tuple[int, int]], join: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join the prepared statistics of many models pair by pair.
 
     Args:

@@ -20,7 +20,9 @@ from ..data.batches import Batches
 from ..data.options import Column, DataOptions
 from ..models.hugging_face_check import verify_on_first_row
 from ..models.model_inputs import shared_positions
+from ..models.untrained import untrained
 from ..remote.open import open_source
+from .baselines import BaselineArgument, refuse_no_twin, seeds_of, with_untrained
 from .position_rules import chosen_rule
 from .run_analysis import run_analysis
 from .shard_run import run_shard
@@ -67,6 +69,7 @@ class SharedKeywords(TypedDict, total=False):
     chat_template: str | None
     add_generation_prompt: bool
     intervals: bool
+    baseline: BaselineArgument
 
 
 class OneModelOptions(SharedKeywords, total=False):
@@ -142,6 +145,7 @@ def analyze(
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
     intervals: bool = False,
+    baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
     tokens_per_request: int | None = None,
     blocking: bool = True,
@@ -180,7 +184,7 @@ def analyze(
         remote: for nnsight models: True for the NDIF server that nnsight is set to, the address of another one, or "local"
             for nnsight's simulation of a server. Only sums return from the server.
         tokenizer: used in place of the model's own; for images their processor.
-        batch_size: rows in a forward pass.
+        batch_size: rows in a forward pass at most; above 16 the next lower power of two. Results do not depend on it.
         seq_len: longest row of tokens; longer texts and rows continue in further rows. A head that reads a row as one, as that
             of a classifier of texts, reads one row of each text, which the tokenizer cuts. Default: 256 for texts or the
             model's context if that is shorter; token rows as they are.
@@ -197,8 +201,10 @@ def analyze(
         column: the column of a data set that holds texts, tokens, images or chat messages; two names for pairs of texts.
         chat_template: renders chat messages in place of the tokenizer's own template.
         add_generation_prompt: end each chat with the tokens that begin an answer of the assistant.
-        intervals: keep the sums of 16 to 32 contiguous blocks of batches, from which every result gets confidence intervals:
-            `result.interval("values")`. Memory holds up to 32 times the sums.
+        intervals: keep the sums of 16 to 32 blocks of consecutive rows, from which every result gets confidence intervals:
+            `result.interval("values")`. Memory holds up to 48 times the sums.
+        baseline: "untrained" also measures three models of the same architecture with fresh weights (`lsim.untrained`) on the
+            same data. Figures and tables show them beside the trained model, `result.untrained` holds their results.
         checkpoint: a file for partial sums: written about every 30 s, after each request to a server, and on an interrupt; the
             same call resumes from it and ends with exactly the numbers of an uninterrupted run.
         tokens_per_request: on a server, the most positions, padding included, in one request. Default: as many forward passes
@@ -224,7 +230,14 @@ def analyze(
         >>> list(report)
         ['cosine']
     """
+    given = locals()
     chosen = choose_analyzers(analyzers)
+    if baseline is not None:
+        refuse_no_twin(remote, blocking, shard)
+        report = analyze(**given | {"baseline": None})
+        more = {"baseline": None, "intervals": False, "verify": None, "checkpoint": None}
+        joined: Report = with_untrained(report, data, lambda seed: analyze(**given | more | {"model": untrained(model, seed)}))
+        return joined
     part = chosen_shard(shard, save_to, first, checkpoint, blocking)
     refuse_idle_options(remote, blocking, checkpoint)
     opening: dict[str, Any] = {"unembed": unembed, "tokens_per_request": tokens_per_request, "either_stack": True, "at": at}
@@ -278,6 +291,7 @@ def compare(
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
     intervals: bool = False,
+    baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Report | Result:
     """Relate the layers of two models that read the same tokens; widths and depths may differ.
@@ -306,6 +320,8 @@ def compare(
         chat_template: see `analyze`.
         add_generation_prompt: see `analyze`.
         intervals: see `analyze`.
+        baseline: "untrained" also compares three pairs of models with fresh weights, see `analyze`: how similar two models are
+            because both read the same tokens.
         checkpoint: see `analyze`.
 
     Returns:
@@ -320,7 +336,18 @@ def compare(
         >>> lsim.compare(model, model, lsim.demo_text()[:4], lsim.CKA(minibatch=64)).distance() < 1e-3
         True
     """
+    given = locals()
     chosen = choose_analyzers(analyzers)
+    if baseline is not None:
+        refuse_no_twin(remote if isinstance(remote, tuple) else (remote,), True, None)
+
+        def twins(seed: int) -> Any:
+            a, b = (untrained(m, own) for m, own in zip((model_a, model_b), seeds_of(seed, 2), strict=True))
+            more = {"model_a": a, "model_b": b, "baseline": None, "intervals": False, "verify": None, "checkpoint": None}
+            return compare(**given | more)
+
+        joined: Report | Result = with_untrained(compare(**given | {"baseline": None}), data, twins)
+        return joined
     refuse_no_comparison(chosen, "compare(model_a, model_b, data, {})")
     places = remote if isinstance(remote, tuple) else (remote, remote)
     for place in places:

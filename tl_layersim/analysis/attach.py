@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -27,11 +27,12 @@ from ..data.positions import Positions
 from ..models.activation_checks import refuse_not_finite, refuse_other_logits
 from ..models.hooked import HookedSource
 from ..models.hooks import kernels_alone
+from ..models.pools import ROWS, SAMPLES_OF_ROW, PoolKernel
 from ..models.reading import Call, Choice
-from ..models.view import Kernel, View, reduce
+from ..models.view import View, reduce
 from ..remote.open import open_source
 from .attach_checks import refuse_unattachable
-from .data_pass import add_sums
+from .data_pass import sums_of, sums_so_far
 from .forward_pass_positions import ForwardPassPositions
 from .memory_of_sums import refuse_large_blocks
 from .position_rules import attached_rule
@@ -59,10 +60,12 @@ class Probe:
         self._masks: WeakKeyDictionary[threading.Thread, Tensor] = WeakKeyDictionary()
         self._lock = threading.RLock()
         self._hooks: ExitStack | None = None
-        kernels = {name: plan.kernel(name, analyzer.kernel(Sums())) for name, analyzer in analyzers.items()}
+        kernels = plan.kernels(analyzers, {})
+        self._pooled = {name: kernel for name, kernel in kernels.items() if isinstance(kernel, PoolKernel)}
         # Kernels that use the head run during the forward pass: in training, its weights change afterwards.
-        self._immediate = {name: kernel for name, kernel in kernels.items() if analyzers[name].needs_unembed}
-        self._deferred = {name: kernel for name, kernel in kernels.items() if name not in self._immediate}
+        needing_head = [name for name in kernels if name in analyzers and analyzers[name].needs_unembed]
+        self._immediate = {name: kernels[name] for name in needing_head}
+        self._deferred = {name: kernel for name, kernel in kernels.items() if name not in (self._immediate | self._pooled)}
         self._checked = not self._immediate
         self._intervals = intervals
         self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
@@ -71,10 +74,10 @@ class Probe:
 
     def _begin(self) -> None:
         """Begin with empty sums."""
-        self._sums = {name: Sums() for name in self._analyzers}
-        # By analyzer; forward passes are the batches of their blocks. Empty without intervals.
-        self._blocks = dict.fromkeys(self._analyzers, SumTree(1)) if self._intervals else {}
-        self._buffered: list[View] = []
+        # Forward passes stand in the place of rows.
+        self._tree = SumTree(1 if self._intervals else None)
+        # By kernel, the views that wait until they are enough for one call.
+        self._waiting: dict[str, list[View]] = {name: [] for name in self._deferred | self._pooled}
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
         self._dtypes = self._dtypes[-1:]
 
@@ -164,20 +167,20 @@ class Probe:
                 expected="at least one forward pass up to the logits",
                 do="run the whole model once inside the with block, or lsim.analyze(model, data, analyzers)",
             )
-        # Buffered views are reduced for this report and stay buffered: calling results() must not change the minibatches.
-        sums, blocks = self._with_buffered()
+        # Views that wait are reduced for this report and wait on: calling results() must not change the minibatches.
+        pending = {name: self._reduced(name, views) for name, views in self._waiting.items() if views}
         if self._error:
             raise self._error
         # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
         self._plan.check_sites(self._analyzers, [self._source])
+        tree = self._tree.add(self._block(0, pending)) if pending else self._tree
         tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
         model = replace(self._source.model, dtype=", then ".join(self._dtypes))
         models = self._plan.models_by_analyzer([model], [self._source])
         how = {"attached": True, "positions": self._positions.rule.record()} | self._plan.record()
-        if not blocks:
-            return make_report(self._analyzers, models, tally, sums, {}, how)
-        each = {name: own.blocks() for name, own in blocks.items()}
-        return make_report(self._analyzers, models, tally, sums, {}, how | {"intervals": True}, each)
+        how |= {"intervals": True} if self._intervals else {}
+        blocks = tree.blocks() if self._intervals else None
+        return make_report(self._analyzers, models, tally, tree.total().sums, {}, how, blocks)
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""
@@ -223,39 +226,45 @@ class Probe:
         self._tokens += count
         self._sequences += torch.unique_consecutive(view.sequence).numel()
         self._digest.update(view.tokens.cpu().numpy().tobytes())
-        if self._immediate:
-            self._sums, self._blocks = self._reduced(self._immediate, view)
-        if not self._deferred:
-            return
-        # Cached generation gives one position at a time: buffered, positions form minibatches and need fewer kernel calls.
-        self._buffered.append(view)
-        if sum(v.tokens.numel() for v in self._buffered) >= BUFFERED_TOKENS:
-            (self._sums, self._blocks), self._buffered = self._with_buffered(), []
+        own = {name: self._reduced(name, [view]) for name in self._immediate}
+        for name, views in self._waiting.items():
+            views.append(view)
+            if self._is_enough(name, views):
+                own[name] = self._reduced(name, views)
+                self._waiting[name] = []
+        if self._intervals and self._forwards == 1:
+            refuse_large_blocks(own)
+        self._tree = self._tree.add(self._block(count, own))
 
-    def _with_buffered(self) -> tuple[dict[str, Sums], dict[str, SumTree]]:
-        """The sums so far and their blocks, with the buffered views included."""
-        if not self._buffered:
-            return self._sums, self._blocks
-        return self._reduced(self._deferred, _joined(self._buffered))
+    def _is_enough(self, name: str, views: list[View]) -> bool:
+        """Whether views are enough for a call of a kernel: many tokens, or a pool of rows.
 
-    def _reduced(self, kernels: dict[str, Kernel], view: View) -> tuple[dict[str, Sums], dict[str, SumTree]]:
-        """The sums so far and their blocks, with one more view included."""
+        Cached generation gives one position at a time, and few calls are faster than many.
+        """
+        kernel = self._pooled.get(name)
+        if kernel is None:
+            return sum(view.tokens.numel() for view in views) >= BUFFERED_TOKENS
+        counts = [torch.unique_consecutive(view.sequence, return_counts=True)[1] for view in views]
+        rows = sum(map(len, counts))
+        samples = rows if kernel.whole_rows else sum(int(own.clamp(max=SAMPLES_OF_ROW).sum()) for own in counts)
+        return rows >= ROWS and samples >= kernel.size
+
+    def _block(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
+        """The sums of one forward pass."""
+        names = (*self._immediate, *self._waiting)
+        return DataBlock(1, tokens, {name: sums.get(name, Sums()) for name in names})
+
+    def _reduced(self, name: str, views: list[View]) -> Sums:
+        """What a kernel returns for some views; nothing if it fails."""
+        kernel = (self._immediate | self._deferred | self._pooled)[name]
         try:
             with kernels_alone():
-                not_finite, out = reduce(kernels, view)
+                not_finite, out = reduce({name: kernel}, _joined(views))
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
-            own = add_sums({name: Sums() for name in kernels}, out)
-            sums = self._sums | add_sums({name: self._sums[name] for name in kernels}, own)
-            if not self._blocks:
-                return sums, {}
-            if self._forwards == 1:
-                refuse_large_blocks(own)
-            tokens = view.tokens.numel()
-            blocks = {name: self._blocks[name].add(DataBlock(1, tokens, {name: one})) for name, one in own.items()}
-            return sums, self._blocks | blocks
+            return sums_of((name,), out, sums_so_far(self._tree))[name]
         except Exception as error:
             self._fail(error)
-            return self._sums, self._blocks
+            return Sums()
 
 
 def _dtype_of(source: HookedSource) -> str:

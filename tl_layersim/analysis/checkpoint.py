@@ -52,7 +52,7 @@ def tallies_snapshot(tallies: Mapping[str, Tally]) -> Snapshot:
         passes[label]["tree"] = {
             "size": tree.size,
             "start": tree.start,
-            "nodes": [[node.batches, node.tokens] for node in tree.nodes],
+            "nodes": [[node.rows, node.tokens] for node in tree.nodes],
             "names": list(tree.nodes[0].sums) if tree.nodes else [],
         }
         for number, node in enumerate(tree.nodes):
@@ -69,23 +69,15 @@ def tallies_of(notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[
 def _tally(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
     plain = {name: kept[name] for name in PLAIN}
     refuse_other_types(Tally, plain)
-    tree = _tree(label, kept["tree"], tensors) if "tree" in kept else _tree_of_0_1(label, kept, tensors)
-    return Tally(**plain, tree=tree)
-
-
-def _tree_of_0_1(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SumTree:
-    """The sums in a file of version 0.1, a total and up to 63 batches that had not joined it."""
-    counts = [kept["measured"] - sum(kept["pending"]), *kept["pending"]]
-    held = [_sums_of(f"{label}{number or ''}", kept["names"], tensors) for number in range(len(counts))]
-    return SumTree(nodes=tuple(DataBlock(count, 0, sums) for count, sums in zip(counts, held, strict=True)))
+    return Tally(**plain, tree=_tree(label, kept["tree"], tensors))
 
 
 def _tree(label: str, kept: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SumTree:
     shape = {"size": kept["size"], "start": kept["start"]}
     refuse_other_types(SumTree, shape)
     nodes = list[DataBlock]()
-    for number, (batches, tokens) in enumerate(kept["nodes"]):
-        counts = {"batches": batches, "tokens": tokens}
+    for number, (rows, tokens) in enumerate(kept["nodes"]):
+        counts = {"rows": rows, "tokens": tokens}
         refuse_other_types(DataBlock, counts)
         nodes.append(DataBlock(**counts, sums=_sums_of(f"{label} {number}", kept["names"], tensors)))
     return SumTree(**shape, nodes=tuple(nodes))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..analyzers.base import Analyzer, Exchange
 from ..core.errors import LayersimError, in_words
-from ..data.batches import Batch
+from ..data.batches import Batch, BatchSize
 from ..models.source import PartialSums, Source
+from ..models.view import Reduced
 from .site_plan import SitePlan
 
 
@@ -55,39 +56,49 @@ def exchange(
         {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()} for number in range(len(sources))
     ]
     for batch in batches:
-        not_finite, sides = [], []
+        sides = []
         for number, source in enumerate(sources):
             show(f"model {number + 1} of {len(sources)}")
-            counts, out = source.run(batch, kernels[number])
-            not_finite += counts
-            sides.append({name: by_name[name].prepare(statistics) for name, statistics in out.items()})
-        finite = all(not bool(count.any()) for count in not_finite)
-        joined = {name: item.join(*(side[name] for side in sides)) for name, item in by_name.items()} if finite else {}
-        yield [PartialSums(1, not_finite, joined)]
+            sides.append(source.sums(batch, kernels[number]))
+        if any(len(leaves) != len(sides[0]) for leaves in sides):
+            # Of a model whose activations are not finite.
+            yield [PartialSums(batch.leaf, [count for leaves in sides for count in leaves[0][0]], {})]
+            continue
+        yield [PartialSums(batch.leaf, *_joined(by_name, leaves)) for leaves in zip(*sides, strict=True)]
 
 
-def crossing(
-    analyzers: Mapping[str, Analyzer], sources: Sequence[Source], plan: SitePlan, sizes: Sequence[tuple[int, int]]
-) -> str:
+def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduced:
+    """The sums of one leaf, from the statistics of each model; of an analyzer without a pool that ends there, none."""
+    not_finite = [count for counts, _ in leaves for count in counts]
+    if any(bool(count.any()) for count in not_finite):
+        return not_finite, {}
+    out = {}
+    for name, item in by_name.items():
+        statistics = [own[name] for _, own in leaves]
+        out[name] = item.join(*map(item.prepare, statistics)) if all(statistics) else {}
+    return not_finite, out
+
+
+def crossing(analyzers: Mapping[str, Analyzer], sources: Sequence[Source], plan: SitePlan, sizes: Sequence[BatchSize]) -> str:
     """A sentence on how many bytes the comparison of models transfers.
 
     Args:
         analyzers: by name.
         sources: the models; the size of activations is stated where the widths of all are known.
         plan: the sites that each analyzer reads.
-        sizes: samples and rows of each batch.
+        sizes: of each batch.
     """
     size = sum(
-        item.size(samples, rows, len(choice.numbers))
+        item.size(batch.rows, batch.density, len(choice.numbers))
         for name, item in exchanges(analyzers).items()
         for choice in plan.choices[name]
-        for samples, rows in sizes
+        for batch in sizes
     )
     how = "on one model and then on the other" if len(sources) == 2 else f"on {len(sources)} models in turn"
     words = f"{len(sizes)} batches, each run {how}; {in_words(size)} cross in all"
     numbers = [_numbers_per_sample(source) for source in sources]
     if all(numbers):
-        activations = 4 * sum(numbers) * sum(samples for samples, _ in sizes)
+        activations = 4 * sum(numbers) * sum(batch.samples for batch in sizes)
         words += f", where the activations would be {in_words(activations)} in float32"
     return words + "."
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer
-from ..core.blocks import DataBlock
+from ..core.blocks import DataBlock, rows_in_block
 from ..core.data_pass_progress import Tally
 from ..core.distributed import ALONE, Deal, rank_and_size
 from ..core.errors import LayersimError
@@ -25,17 +25,18 @@ from ..models.activation_checks import lens_gap, refuse_not_finite, refuse_other
 from ..models.hooks import kernels_alone
 from ..models.model_info import Model
 from ..models.out_of_memory import refusing_full_memory
+from ..models.pools import ROWS, AnyKernel, run_batch
 from ..models.source import PartialSums, Source
 from ..models.stream_sums_check import check_stream_sums
-from ..models.view import Kernel, reduce, tokens_alone
+from ..models.view import Kernel, Reduced, reduce, tokens_alone
 from .checkpoint import tallies_snapshot
 from .cross_model_statistics import exchange
 from .long_run_notice import LongRunNotice, rows_in_data
 from .memory_of_sums import refuse_large_blocks, warn_of_large_sums
 from .site_plan import SitePlan
 
-# Batches of a run whose number is not known, for the memory of its sums.
-TYPICAL_BATCHES = 1024
+# Leaves of a run whose number is not known, for the memory of its sums.
+TYPICAL_LEAVES = 1024
 TITLES = {"first": "first pass", "main": "layers"}
 
 
@@ -46,15 +47,17 @@ class Step(NamedTuple):
         measured: whether the model of this process runs on it.
         batches: number of batches read up to and including it.
         rows: number of its rows.
-        tokens: number of its counted positions.
+        tokens: number of the counted positions of each of its leaves; one number for a batch on which no model runs.
         digest: SHA-256 of all rows up to and including its own.
+        leaf: rows of a leaf.
     """
 
     measured: bool
     batches: int
     rows: int
-    tokens: int
+    tokens: tuple[int, ...]
     digest: str
+    leaf: int = 1
 
 
 @dataclass
@@ -72,14 +75,18 @@ class PassState:
     waiting: deque[Step] = field(default_factory=deque)
 
     def add(self, parts: Sequence[PartialSums], seconds: float = 0.0) -> None:
-        """Add the sums of the next batches to the tally, and count these batches."""
-        tree, steps = self.tally.tree, list[Step]()
+        """Add the sums of all leaves of the next batches to the tally, and count these batches."""
+        steps = take_steps(self.waiting, sum(part.count for part in parts))
+        leaves = iter([(step.leaf, tokens) for step in steps if step.measured for tokens in step.tokens])
+        tree, known = self.tally.tree, sums_so_far(self.tally.tree)
         for part in parts:
-            taken = take_steps(self.waiting, part.count)
-            tokens = sum(step.tokens for step in taken if step.measured)
-            own = sums_of(self.names, part.out, tree.nodes[0].sums if tree.nodes else {})
+            rows = tokens = 0
+            while rows < part.count:
+                leaf, counted = next(leaves)
+                rows, tokens = rows + leaf, tokens + counted
+            own = sums_of(self.names, part.out, known)
+            known = known | {name: sums for name, sums in own.items() if sums}
             tree = tree.add(DataBlock(part.count, tokens, own))
-            steps += taken
         # One assignment: an interrupt leaves a batch either counted with all its sums or not at all.
         self.tally = replace(_counted(self.tally, steps, seconds), tree=tree)
 
@@ -93,13 +100,18 @@ class PassState:
         self.tally = replace(self.tally, done=True)
 
 
-def take_steps(waiting: deque[Step], measured: int) -> list[Step]:
-    """Remove and return the first steps of `waiting`, up to the `measured`-th on which a model runs."""
+def take_steps(waiting: deque[Step], rows: int) -> list[Step]:
+    """Remove and return the first steps of `waiting`, up to so many rows of those on which a model runs."""
     taken: list[Step] = []
-    while measured and waiting:
+    while rows > 0 and waiting:
         taken.append(waiting.popleft())
-        measured -= taken[-1].measured
+        rows -= taken[-1].measured * len(taken[-1].tokens) * taken[-1].leaf
     return taken
+
+
+def sums_so_far(tree: SumTree) -> dict[str, Sums]:
+    """Sums of each analyzer that has any, to which further ones are added."""
+    return {name: sums for node in tree.nodes for name, sums in node.sums.items() if sums}
 
 
 def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
@@ -108,7 +120,7 @@ def _counted(tally: Tally, steps: Sequence[Step], seconds: float) -> Tally:
         tally,
         batches=steps[-1].batches if steps else tally.batches,
         sequences=tally.sequences + sum(step.rows for step in steps),
-        tokens=tally.tokens + sum(step.tokens for step in steps),
+        tokens=tally.tokens + sum(sum(step.tokens) for step in steps),
         digest=steps[-1].digest if steps else tally.digest,
         seconds=tally.seconds + seconds,
     )
@@ -129,6 +141,7 @@ class PassReader:
         sources: the models; the first batch shows what is not known of their sites before a forward pass.
         deal: which batches this process takes.
         within: numbers of the batches with a counted position that this process takes; None for all that it is dealt.
+        by_rows: whether blocks of rows are kept, so that the first batches have small leaves.
     """
 
     batches: Batches
@@ -139,15 +152,18 @@ class PassReader:
     sources: Sequence[Source] = ()
     deal: Deal = ALONE
     within: range | None = None
+    by_rows: bool = False
 
     def __iter__(self) -> Iterator[Batch]:
         held, digest, number, marked = self.state.tally, new_digest(), 0, self.batches.options.selection.marked
-        counted = -1
+        counted, taken = -1, 0 if self.within is None else self.within.start
         for number, batch in enumerate(self.batches, start=1):
             fingerprint(digest, batch, marked)
             self._settle(batch)
             has_counted = bool(batch.counted.any())
             counted += has_counted
+            measured = has_counted and self._takes(number - 1, counted)
+            index, taken = taken * batch.capacity, taken + measured
             if number < held.batches:
                 continue
             if number == held.batches:
@@ -156,10 +172,12 @@ class PassReader:
                 continue
             if held.done:
                 raise _other_data(f"more than the {held.batches} batches of the finished run")
-            measured = has_counted and self._takes(number - 1, counted)
             if measured:
                 self._check(batch)
-            step = Step(measured, number, len(batch.tokens), int(batch.counted.sum()), digest.hexdigest())
+            # Of rows that an earlier pass over the same data, or another process, may have counted: one rule for all.
+            batch = replace(batch, leaf=min(ROWS, batch.capacity, rows_in_block(index, 1) if self.by_rows else ROWS))
+            tokens = batch.leaf_tokens() if measured else (int(batch.counted.sum()),)
+            step = Step(measured, number, len(batch.tokens), tokens, digest.hexdigest(), batch.leaf)
             self.state.waiting.append(step)
             if measured:
                 yield batch
@@ -205,8 +223,9 @@ class DataPass:
         plan: the sites that each analyzer reads.
         total: number of counted tokens in the data, None where it is not known.
         deal: which batches this process takes.
-        first_block: number of batches in a block of the data at the start, see `SumTree`; None to keep no blocks.
+        first_block: number of rows in a block of the data at the start, see `SumTree`; None to keep no blocks.
         within: numbers of the batches with a counted position that this process takes; None for all that it is dealt.
+        start: number of rows before those batches.
         state: sums so far, and the batches that wait for theirs.
     """
 
@@ -214,7 +233,7 @@ class DataPass:
     sources: Sequence[Source]
     batches: Batches
     analyzers: Mapping[str, Analyzer]
-    kernels: Mapping[str, Kernel]
+    kernels: Mapping[str, AnyKernel]
     tallies: MutableMapping[str, Tally]
     checkpoint: ResumableFile
     plan: SitePlan
@@ -222,10 +241,11 @@ class DataPass:
     deal: Deal = ALONE
     first_block: int | None = None
     within: range | None = None
+    start: int = 0
     state: PassState = field(init=False)
 
     def __post_init__(self) -> None:
-        fresh = Tally(tree=SumTree(self.first_block, 0 if self.within is None else self.within.start))
+        fresh = Tally(tree=SumTree(self.first_block, self.start))
         self.state = PassState(self.tallies.get(self.label) or fresh, tuple(self.kernels))
         self._added_at = time.monotonic()
 
@@ -244,8 +264,8 @@ class DataPass:
             for parts in self._partial_sums(bar.set_postfix_str):
                 self._refuse_not_finite(parts)
                 self.state.add(parts, self._seconds())
-                if self.state.tally.tree.batches == sum(part.count for part in parts):
-                    self._check_memory(self.state.tally.tree.nodes[0].sums)
+                if self.state.tally.tree.rows == sum(part.count for part in parts):
+                    self._check_memory(sums_so_far(self.state.tally.tree))
                 bar.update(self.state.tally.tokens - bar.n)
                 notice.note(self.state.tally)
                 if is_remote or self.checkpoint.due:
@@ -261,8 +281,8 @@ class DataPass:
         if self.first_block is not None:
             refuse_large_blocks(sums)
         else:
-            # The number of batches is known to few runs; its logarithm counts.
-            warn_of_large_sums(sums, TYPICAL_BATCHES)
+            # The number of leaves is known to few runs; its logarithm counts.
+            warn_of_large_sums(sums, TYPICAL_LEAVES)
 
     def _bar(self) -> Any:
         return tqdm(
@@ -278,32 +298,33 @@ class DataPass:
         """Partial sums of the remaining batches, in the order of the data."""
         sources, batches = list(self.sources), self._reader()
         if not sources:
-            return ([PartialSums(1, [], reduce(self.kernels, tokens_alone(batch))[1])] for batch in batches)
+            return ([PartialSums(batch.leaf, *own) for own in run_batch(_tokens_of, batch, self.kernels)] for batch in batches)
         if len(sources) == 1:
             return sources[0].stream(batches, self.kernels, self.state.tally.tree.end, show, self.first_block)
         by_statistics = self.label == "main" and any(analyzer.by_statistics for analyzer in self.analyzers.values())
         if by_statistics or any(source.is_remote for source in sources):
             return exchange(sources, batches, self.analyzers, self.plan, show)
-        return ([self._side_by_side(batch)] for batch in batches)
+        run = self._side_by_side
+        return ([PartialSums(batch.leaf, *own) for own in run_batch(run, batch, self.kernels)] for batch in batches)
 
     def _reader(self) -> Iterator[Batch]:
         reads_head = self.label == "main" and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
         lens_of = self.sources[0] if self.sources and reads_head else None
-        about = (self.state, self.plan, lens_of, self.sources, self.deal, self.within)
+        about = (self.state, self.plan, lens_of, self.sources, self.deal, self.within, self.first_block is not None)
         return iter(PassReader(self.batches, self.analyzers, *about))
 
-    def _side_by_side(self, batch: Batch) -> PartialSums:
-        """The sums of one batch from kernels that take the activations of all models."""
+    def _side_by_side(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        """One forward pass of each model, and kernels that take the activations of all."""
         views = [source.collect(batch) for source in self.sources]
-        with kernels_alone(), refusing_full_memory(batch, ", ".join(self.kernels)):
-            return PartialSums(1, *reduce(self.kernels, *views))
+        with kernels_alone(), refusing_full_memory(batch, ", ".join(kernels)):
+            return reduce(kernels, *views)
 
     def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
         names = [source.sites for source in self.sources]
         start = self.state.tally.tree.end
         for part in parts:
-            batches = f"batch {start}" if part.count == 1 else f"batches {start} to {start + part.count - 1}"
-            refuse_not_finite(part.not_finite, names, batches)
+            refuse_not_finite(part.not_finite, names, f"rows {start} to {start + part.count - 1}")
+            start += part.count
 
     def _seconds(self) -> float:
         """Seconds since sums were last added."""
@@ -319,6 +340,11 @@ class DataPass:
         return f"The sums of {self.state.tally.tree.total().tokens} tokens are"
 
 
+def _tokens_of(batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+    """Kernels that read tokens and labels alone."""
+    return [], reduce(kernels, tokens_alone(batch))[1]
+
+
 def _other_data(given: str) -> LayersimError:
     return LayersimError(
         "`data` differs from the data of the checkpoint.",
@@ -326,15 +352,6 @@ def _other_data(given: str) -> LayersimError:
         expected="the same data in the same order",
         do="pass the data of the interrupted run, or another checkpoint path",
     )
-
-
-def add_sums(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> dict[str, Sums]:
-    """The sums by analyzer, each with the sums of further batches added.
-
-    Raises:
-        LayersimError: a kernel returned something that cannot be added; its analyzer is named.
-    """
-    return {name: before + own for name, before, own in _addable(sums, out)}
 
 
 def sums_of(names: Sequence[str], out: Mapping[str, Any], before: Mapping[str, Sums]) -> dict[str, Sums]:
@@ -365,30 +382,3 @@ def _addable(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> Iterator[tuple
                 do="sum over the token axis inside the kernel",
             ) from error
         yield name, before, own
-
-
-class Size(NamedTuple):
-    """Size of a batch.
-
-    Attributes:
-        tokens: number of its counted positions.
-        rows: number of its rows.
-        positions: number of all positions, padding included.
-        samples: number of the samples of its view: the counted positions, or the rows where their mean is taken.
-    """
-
-    tokens: int
-    rows: int
-    positions: int
-    samples: int
-
-
-def batch_sizes(batches: Batches) -> list[Size]:
-    """The size of each batch with a counted position. Reads the data once."""
-    sizes = []
-    for batch in batches:
-        tokens = int(batch.counted.sum())
-        if tokens:
-            samples = int(batch.counted.any(1).sum()) if batch.pooled else tokens
-            sizes.append(Size(tokens, len(batch.tokens), batch.tokens.numel(), samples))
-    return sizes

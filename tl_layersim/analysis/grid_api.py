@@ -20,9 +20,11 @@ from ..data.options import Column, DataOptions
 from ..models.hugging_face_check import verify_on_first_row
 from ..models.model_info import Model
 from ..models.model_inputs import shared_positions
+from ..models.untrained import untrained
 from ..remote.open import open_source
 from .all_pairs import AllPairs
 from .api import SeveralAnalyzers, SharedKeywords
+from .baselines import BaselineArgument, refuse_no_twin, seeds_of, with_untrained
 from .model_grid import ModelGrid
 from .model_groups import group_labels
 from .position_rules import chosen_rule
@@ -77,6 +79,7 @@ def compare_grid(
     chat_template: str | None = None,
     add_generation_prompt: bool = False,
     intervals: bool = False,
+    baseline: BaselineArgument = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> ModelGrid | Report:
     r"""Compare all pairs of some models on the same tokens: do they fall into groups?
@@ -117,6 +120,7 @@ def compare_grid(
         chat_template: see `analyze`.
         add_generation_prompt: see `analyze`.
         intervals: see `analyze`.
+        baseline: see `compare`; distances of untrained twins of all models are those of the results' `untrained`.
         checkpoint: see `analyze`.
 
     Returns:
@@ -137,7 +141,18 @@ def compare_grid(
         >>> grid.values.shape, bool(grid.values.max() < 1e-3), grid["a", "c"].values.shape
         (torch.Size([3, 3]), True, torch.Size([9, 9]))
     """
+    given = locals()
     names = model_names(models)
+    if baseline is not None:
+        refuse_no_twin(tuple(remote.values()) if isinstance(remote, dict) else (remote,), True, None)
+
+        def twins(seed: int) -> Any:
+            own = {name: untrained(models[name], n) for name, n in zip(names, seeds_of(seed, len(names)), strict=True)}
+            more = {"models": own, "baseline": None, "intervals": False, "verify": None, "checkpoint": None}
+            return compare_grid(**given | more)
+
+        found: ModelGrid | Report = with_untrained(compare_grid(**given | {"baseline": None}), data, twins)
+        return found
     labels = () if groups is None else group_labels(groups, names)
     chosen = choose_analyzers(analyzer)
     refuse_no_comparison(chosen, "compare_grid(models, data, {})")

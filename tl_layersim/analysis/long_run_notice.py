@@ -88,7 +88,7 @@ class LongRunNotice:
         kept = [value for node in tally.tree.nodes for sums in node.sums.values() for value in sums.fields.values()]
         size = sum(value.numel() * value.element_size() for value in kept)
         widths = [max(source.widths, default=0) or source.model.d_model or 0 for source in self.sources]
-        samples = tally.tokens / max(1, tally.tree.batches)
+        samples = tally.tokens / max(1, tally.batches)
         read = sum(4 * len(source.sites) * samples * width for source, width in zip(self.sources, widths, strict=True))
         parts = ([f"{in_words(size)} of sums"] if size else []) + ([f"{in_words(read)} of sites"] if read else [])
         return " and ".join(parts)

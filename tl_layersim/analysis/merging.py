@@ -130,8 +130,8 @@ def _report(parts: Sequence[ShardPart], tree: SumTree, analyzers: AnalyzersArgum
     places = [place for part in parts for place in part.notes["places"]]
     settings = notes["settings"] | ({"remote": places} if places else {})
     models = {name: [model] for name, model in models_read(notes, model_of(notes["model"])).items()}
-    blocks = None if tree.size is None else dict.fromkeys(chosen, tree.blocks())
-    return make_report(chosen, models, tally, tally.sums(chosen), head.first, settings, blocks)
+    blocks = None if tree.size is None else tree.blocks()
+    return make_report(chosen, models, tally, tree.total().sums, head.first, settings, blocks)
 
 
 def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,10 @@ class ModelGrid(ModelMatrix):
             "Distances of all pairs of models, by the groups of the two (Brown et al. 2023, figure 8).",
         ),
     )
+
+    def with_halves(self, first: Any, second: Any) -> Any:
+        pairs = {name: one.with_halves(first.results[name], second.results[name]) for name, one in self.results.items()}
+        return replace(self, results=Report(pairs))
 
     def __getitem__(self, pair: tuple[str, str]) -> Any:
         """The result of comparing two models, as `compare` returns it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -13,13 +15,41 @@ from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.intervals import with_replicates
 from ..core.jackknife import leave_one_out
 from ..core.results import Result
-from ..core.sums import Sums
+from ..core.sums import Sums, with_pools
 
 # Below this number of blocks a warning is given: a standard error from few blocks is itself uncertain.
 FEW_BLOCKS = 16
 
 
-def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[DataBlock]) -> Result:
+class Block(NamedTuple):
+    """The sums of one analyzer over a block of the data.
+
+    Attributes:
+        tokens: number of its counted positions.
+        sums: of the analyzer.
+    """
+
+    tokens: int
+    sums: Sums
+
+
+def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[Block]:
+    """The blocks in which an analyzer has sums: those over a pool of rows stand in the block of its last row.
+
+    Args:
+        blocks: of the main pass.
+        name: of the analyzer.
+    """
+    own, tokens = list[Block](), 0
+    for block in blocks:
+        tokens += block.tokens
+        if sums := with_pools(block.sums, name):
+            own.append(Block(tokens, sums))
+            tokens = 0
+    return own
+
+
+def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[Block]) -> Result:
     """A result with the results without each block.
 
     The sums of a first pass are held fixed: the kernel of the main pass was made of them.
@@ -29,7 +59,7 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
         analyzer: that computed it.
         run: as it was given to `compute`.
         name: of the analyzer.
-        blocks: of the main pass.
+        blocks: in which the analyzer has sums.
     """
     tokens = tuple(block.tokens for block in blocks)
     if len(blocks) < 2:
@@ -38,10 +68,13 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     try:
         # What is said of all data need not be said again of each part.
         with recorded_warnings(issued=False):
-            rests = leave_one_out([block.sums[name] for block in blocks], Sums.__add__)
+            rests = leave_one_out([block.sums for block in blocks], Sums.__add__)
             # Shown only for results that take long, such as those with many decompositions.
             for rest in tqdm(rests, desc=f"intervals of {name}", total=len(blocks), delay=2, leave=False, disable=None):
                 replicates.append(analyzer.compute(rest, run))
+            if len(run.models) > 1:
+                halves = (reduce(Sums.__add__, (block.sums for block in blocks[start::2])) for start in (0, 1))
+                result = result.with_halves(*(analyzer.compute(half, run) for half in halves))
     except (LayersimError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]  # not among torch's exports
         # The result of all data is not lost with that of a part of it.
         why = f"{error.what} Given: {error.given}." if isinstance(error, LayersimError) else str(error)
@@ -50,7 +83,7 @@ def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: 
     return with_replicates(result, tuple(replicates), tokens)
 
 
-def warn_of_few(blocks: Mapping[str, Sequence[DataBlock]]) -> dict[str, str]:
+def warn_of_few(blocks: Mapping[str, Sequence[Block]]) -> dict[str, str]:
     """Warn once of the analyzers whose intervals rest on few blocks; return the warning by analyzer.
 
     Args:
@@ -60,11 +93,11 @@ def warn_of_few(blocks: Mapping[str, Sequence[DataBlock]]) -> dict[str, str]:
     if not few:
         return {}
     fewest = min(few.values())
-    words = f"{fewest} block{'s' * (fewest > 1)} of batches"
+    words = f"{fewest} block{'s' * (fewest > 1)} of rows"
     text = (
         f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
-        f"{FEW_BLOCKS} or more are good. A block has one batch at least: pass more rows, a smaller batch_size, or, for packed "
-        "text, a smaller seq_len."
+        f"{FEW_BLOCKS} or more are good: pass more rows, or, for packed text, a smaller seq_len. A block of CKA and of other "
+        "measures over pairs of samples has 16 rows at least, and `minibatch` samples."
     )
     warn(text)
     return dict.fromkeys(few, text)

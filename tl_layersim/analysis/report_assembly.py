@@ -14,9 +14,9 @@ from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError, recorded_warnings
 from ..core.provenance import JOINT, OF_MODELS, Provenance
 from ..core.results import Report, Result
-from ..core.sums import Sums
+from ..core.sums import Sums, with_pools
 from ..models.model_info import Model
-from .replicates import replicated, warn_of_few
+from .replicates import blocks_of, replicated, warn_of_few
 
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
 
@@ -28,7 +28,7 @@ def make_report(
     sums: Mapping[str, Sums],
     first: Mapping[str, Sums],
     data_options: Mapping[str, Any],
-    blocks: Mapping[str, Sequence[DataBlock]] | None = None,
+    blocks: Sequence[DataBlock] | None = None,
 ) -> Report:
     """The results of all analyzers.
 
@@ -36,10 +36,10 @@ def make_report(
         analyzers: by name.
         models_of: by analyzer, the model with the sites that it read, or those that were compared.
         tally: counts of the data, and its digest.
-        sums: of the main pass, by analyzer.
+        sums: of the main pass, by analyzer, those over pools of rows apart.
         first: of the first pass, by analyzer.
         data_options: how the data was read, for the provenance.
-        blocks: of the main pass, by analyzer, for intervals; None for none.
+        blocks: of the main pass, for intervals; None for none.
 
     Raises:
         LayersimError: no token was counted, or an analyzer refuses its sums.
@@ -54,7 +54,8 @@ def make_report(
             else "check mask, skip_first= and positions=",
         )
 
-    few = warn_of_few(blocks) if blocks is not None else {}
+    own_blocks = {} if blocks is None else {name: blocks_of(blocks, name) for name in analyzers}
+    few = warn_of_few(own_blocks)
     results = {}
     for name, analyzer in analyzers.items():
         options = {**analyzer.options(), **data_options}
@@ -63,9 +64,9 @@ def make_report(
         about = (first.get(name, Sums()), models[0].head, models[0].stream, tuple(models))
         run = Run(models[0].layers, models[-1].layers, provenance, *about)
         with recorded_warnings() as given:
-            result = analyzer.compute(sums[name], run)
-            if isinstance(result, Result) and blocks is not None:
-                result = replicated(result, analyzer, run, name, blocks[name])
+            result = analyzer.compute(with_pools(sums, name), run)
+            if isinstance(result, Result) and name in own_blocks:
+                result = replicated(result, analyzer, run, name, own_blocks[name])
         if not isinstance(result, Result):
             raise LayersimError(
                 f"{type(analyzer).__name__}.compute must return a Result.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -20,14 +21,14 @@ from ..core.errors import LayersimError
 from ..core.results import Report
 from ..core.sums import Sums
 from ..core.wording import duration_in_words
-from ..data.batches import Batches
+from ..data.batches import Batches, BatchSize, batch_sizes
 from ..data.cached_batches import CachedBatches
 from ..models.source import Source
 from ..models.view import Kernel
 from ..remote.open import on_server
 from .checkpoint import open_checkpoint
 from .cross_model_statistics import crossing
-from .data_pass import DataPass, Size, batch_sizes
+from .data_pass import DataPass
 from .report_assembly import make_report
 from .site_plan import SitePlan
 from .submitted_run import RemoteRun, start
@@ -59,6 +60,7 @@ def run_analysis(
     Raises:
         LayersimError: an analyzer refuses a model or the data, or the data differs from that of the checkpoint.
     """
+    batches = in_pools(batches, analyzers)
     settings = batches.record() | opened_with | plan.record() | ({"intervals": True} if intervals else {})
     first_kernels = first_kernels_of(analyzers, plan)
     check_arguments(sources, batches, analyzers, plan, intervals)
@@ -67,8 +69,9 @@ def run_analysis(
     batches = _read_once(sources, batches, {name: analyzers[name] for name in first_kernels})
     sizes = _known_sizes(sources, batches)
     total = announce(sources, batches, analyzers, plan, len(first_kernels) > 0, sizes)
-    # In this process each batch is a part of its own, and blocks need not be chosen before.
-    first_block = None if not intervals else first_block_size(len(sizes)) if sizes is not None else 1
+    # In this process blocks need not be chosen before.
+    rows = None if sizes is None else sum(size.rows for size in sizes)
+    first_block = first_block_size(rows) if intervals else None
     with ExitStack() as stack:
         for source in sources:
             stack.enter_context(source.evaluating())
@@ -81,7 +84,7 @@ def run_analysis(
             models = [] if all(analyzer.first_without_model for analyzer in with_first.values()) else sources
             DataPass("first", models, batches, with_first, first_kernels, tallies, checkpoint, plan, total, deal).run()
             first = add_over_ranks(tallies["first"].sums(first_kernels), deal)
-        kernels = {name: plan.kernel(name, a.kernel(first.get(name, Sums()))) for name, a in analyzers.items()}
+        kernels = plan.kernels(analyzers, first)
         if not blocking:
             digest = tallies["first"].digest if first_kernels else ""
             return start(on_server(sources[0]), batches, analyzers, kernels, first, settings, plan, digest)
@@ -96,11 +99,15 @@ def run_analysis(
         settings = settings | {"remote": places}
     # A source may know more of its model after a forward pass.
     read = plan.models_by_analyzer([source.model for source in sources], sources)
-    about = (analyzers, read, tally, add_over_ranks(tally.sums(analyzers), deal), first, settings)
+    about = (analyzers, read, tally, add_over_ranks(tally.sums(kernels), deal), first, settings)
     if tally.tree.size is None:
         return make_report(*about)
-    blocks = add_blocks_over_ranks(tally.tree, analyzers, deal)
-    return make_report(*about, dict.fromkeys(analyzers, blocks))
+    return make_report(*about, add_blocks_over_ranks(tally.tree, kernels, deal))
+
+
+def in_pools(batches: Batches, analyzers: Mapping[str, Analyzer]) -> Batches:
+    """The batches of a run, which hold whole pools of rows."""
+    return replace(batches, pool_rows=lambda density: max((one.pool_need(density) for one in analyzers.values()), default=0))
 
 
 def first_kernels_of(analyzers: Mapping[str, Analyzer], plan: SitePlan) -> dict[str, Kernel]:
@@ -191,7 +198,7 @@ def refuse_other_rows(first: Tally, main: Tally) -> None:
         )
 
 
-def _known_sizes(sources: list[Source], batches: Batches) -> list[Size] | None:
+def _known_sizes(sources: list[Source], batches: Batches) -> list[BatchSize] | None:
     """The sizes of the batches of a run on servers; None where they are not known before it."""
     return batch_sizes(batches) if any(source.is_remote for source in sources) and not batches.one_shot else None
 
@@ -202,7 +209,7 @@ def announce(
     analyzers: Mapping[str, Analyzer],
     plan: SitePlan,
     twice: bool,
-    sizes: list[Size] | None,
+    sizes: list[BatchSize] | None,
 ) -> int | None:
     """Print the cost of a run on servers before it starts; return the number of counted tokens, None if it is not known."""
     if sizes is None:
@@ -211,11 +218,13 @@ def announce(
     tokens = sum(size.tokens for size in sizes)
     if len(sources) > 1:
         # Printed also where stderr is no terminal, unlike progress bars.
-        tqdm.write(crossing(analyzers, sources, plan, [(size.samples, size.rows) for size in sizes]), file=sys.stderr)
+        tqdm.write(crossing(analyzers, sources, plan, sizes), file=sys.stderr)
     elif sizes:
-        largest = max(sizes, key=lambda size: size.positions)
-        remote_sources[0].refuse_larger(largest.rows, largest.positions)
-        samples = max(size.samples for size in sizes)
-        words = remote_sources[0].plan(2 if twice else 1, len(sizes), tokens, largest.positions, samples)
+        rows, positions = max((size.pass_size for size in sizes), key=lambda size: size[1])
+        remote_sources[0].refuse_larger(rows, positions)
+        # Forward passes of a batch have about equally many samples.
+        samples = max(math.ceil(size.samples * min(rows / size.rows, 1)) for size in sizes)
+        count = sum(math.ceil(size.rows / rows) for size in sizes)
+        words = remote_sources[0].plan(2 if twice else 1, count, tokens, positions, samples)
         tqdm.write(words, file=sys.stderr)
     return tokens

@@ -15,9 +15,9 @@ from ..core.field_types import refuse_other_types
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..models.model_info import Model
+from ..models.pools import AnyKernel
 from ..models.source import PartialSums
 from ..models.unembed import Head
-from ..models.view import Kernel
 from .data_pass import Step
 from .validation import AnalyzersArgument, choose_analyzers
 
@@ -70,7 +70,7 @@ class SubmittedAnalysis:
     sites: tuple[str, ...]
     models: Mapping[str, Model]
     analyzers: Mapping[str, Analyzer]
-    kernels: Mapping[str, Kernel]
+    kernels: Mapping[str, AnyKernel]
     first: Mapping[str, Sums]
     settings: Mapping[str, Any]
     record: Mapping[str, Any]
@@ -151,6 +151,8 @@ class _Record:
     sent: float
     place: dict[str, Any]
     before: dict[str, int]
+    first_block: int | None
+    names: list[Any]
 
 
 def models_read(header: Mapping[str, Any], model: Model) -> dict[str, Model]:
@@ -179,7 +181,7 @@ def _job(number: int, item: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
             name, _, field_name = key.partition("/")
             out.setdefault(name, {})[field_name] = value
         parts.append(PartialSums(count, [], out))
-    steps = [Step(*step) for step in item["steps"]]
+    steps = [Step(**(dict(zip(Step._fields, step, strict=True)) | {"tokens": tuple(step[3])})) for step in item["steps"]]
     for step in steps:
         refuse_other_types(Step, step._asdict())
     job = Job(item["id"], batches, steps, parts, item["state"], attempts=item["attempts"])
@@ -195,20 +197,18 @@ def facts_of(batch: Batch) -> dict[str, Any]:
         "pooled": batch.pooled,
         "positional": sorted(batch.positional),
         "has_tokens": batch.has_tokens,
+        "rows_at_once": batch.rows_at_once,
+        "leaf": batch.leaf,
+        "capacity": batch.capacity,
+        "density": batch.density,
     }
 
 
 def _batch(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """The batch of these facts and tensors; files of 0.1 have no further inputs."""
-    return Batch(
-        **{name: value for name, value in tensors.items() if not name.startswith("input/")},
-        first=facts["first"],
-        origins=tuple((row, start) for row, start in facts["origins"]),
-        pooled=facts.get("pooled", False),
-        inputs=_below("input/", tensors),
-        positional=frozenset(facts.get("positional", ())),
-        has_tokens=facts.get("has_tokens", True),
-    )
+    """The batch of these facts and tensors."""
+    more = {"origins": tuple((row, start) for row, start in facts["origins"]), "positional": frozenset(facts["positional"])}
+    held: dict[str, Any] = {name: value for name, value in tensors.items() if not name.startswith("input/")}
+    return Batch(**{**facts, **more}, **held, inputs=_below("input/", tensors))
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

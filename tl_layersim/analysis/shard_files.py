@@ -34,6 +34,8 @@ class DataCounts:
         sequences: number of rows.
         tokens: number of counted positions.
         digest: SHA-256 of the rows.
+        rows: number of rows in the measured batches.
+        capacity: rows of each batch but the last.
     """
 
     batches: int
@@ -41,6 +43,8 @@ class DataCounts:
     sequences: int
     tokens: int
     digest: str
+    rows: int
+    capacity: int
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,15 @@ from ..core.distributed import ALONE
 from ..core.errors import LayersimError
 from ..core.resumable_file import Snapshot
 from ..core.sums import Sums
-from ..data.batches import Batches
+from ..data.batches import Batches, batch_sizes
 from ..data.cached_batches import CachedBatches
+from ..models.pools import AnyKernel
 from ..models.source import Source
 from ..models.view import Kernel
 from .checkpoint import tallies_snapshot
-from .data_pass import DataPass, batch_sizes
+from .data_pass import DataPass
 from .merging import merged_first
-from .run_analysis import announce, check_arguments, first_kernels_of, identity_of, refuse_other_rows
+from .run_analysis import announce, check_arguments, first_kernels_of, identity_of, in_pools, refuse_other_rows
 from .saved_runs import model_notes, recipe_of, sites_notes
 from .shard_files import FIRST, MAIN, DataCounts, ShardFile, ShardPart, counts_notes, digest_of, first_notes
 from .shards import Shard, count_data, refuse_one_shot
@@ -60,6 +61,7 @@ def run_shard(
         OSError: the file cannot be written.
     """
     refuse_one_shot(batches)
+    batches = in_pools(batches, analyzers)
     settings = batches.record() | opened_with | plan.record() | ({"intervals": True} if intervals else {})
     check_arguments([source], batches, analyzers, plan, intervals)
     run = ShardRun(source, CachedBatches.of(batches), analyzers, plan, shard, settings, intervals)
@@ -141,22 +143,23 @@ class ShardRun:
         if first_kernels and self.shard.first is None:
             self._pass(FIRST, [], first_kernels, tallies, file)
             self.first = tallies[FIRST].sums(first_kernels)
-        kernels = {name: self.plan.kernel(name, a.kernel(self.first.get(name, Sums()))) for name, a in self.analyzers.items()}
+        kernels = self.plan.kernels(self.analyzers, self.first)
         self._pass(MAIN, [self.source], kernels, tallies, file)
 
     def _pass(
-        self, label: str, models: list[Source], kernels: Mapping[str, Kernel], tallies: dict[str, Tally], file: ShardFile
+        self, label: str, models: list[Source], kernels: Mapping[str, AnyKernel], tallies: dict[str, Tally], file: ShardFile
     ) -> None:
         """One pass: over the batches of this shard, or over all where no model runs."""
         assert self.counts is not None
-        analyzers = {name: self.analyzers[name] for name in kernels}
+        analyzers = {name: own for name, own in self.analyzers.items() if name in kernels}
         within = self.shard.takes(self.counts.measured) if models else None
         if models and self.source.is_remote:
             own = batch_sizes(self.batches)[within.start : within.stop] if within is not None else []
             announce(models, self.batches, analyzers, self.plan, False, own)
         # Known beforehand, so that the blocks of all shards are those of a run over all data.
-        size = first_block_size(self.counts.measured) if self.intervals and label == MAIN else None
-        about = (self.batches, analyzers, kernels, tallies, file, self.plan, self.counts.tokens, ALONE, size, within)
+        size = first_block_size(self.counts.rows) if self.intervals and label == MAIN else None
+        start = within.start * self.counts.capacity if within is not None else 0
+        about = (self.batches, analyzers, kernels, tallies, file, self.plan, self.counts.tokens, ALONE, size, within, start)
         DataPass(label, models, *about).run()
 
     def _read_first(self, identity: Mapping[str, Any], in_two_stages: bool) -> None:

@@ -166,14 +166,14 @@ def count_data(batches: Batches) -> DataCounts:
         batches: the data.
     """
     digest, marked = new_digest(), batches.options.selection.marked
-    number = measured = rows = tokens = 0
+    number = measured = sequences = tokens = rows = capacity = 0
     bar: Any = tqdm(desc="counting", unit="token", unit_scale=True, disable=None)
     with bar:
         for batch in batches:
             fingerprint(digest, batch, marked)
-            counted = int(batch.counted.sum())
-            number += 1
-            measured, rows, tokens = measured + (counted > 0), rows + len(batch.tokens), tokens + counted
+            counted, size = int(batch.counted.sum()), len(batch.tokens)
+            number, sequences, tokens, capacity = number + 1, sequences + size, tokens + counted, batch.capacity
+            measured, rows = measured + (counted > 0), rows + size * (counted > 0)
             bar.update(counted)
     # As a pass over the data counts: no row, no digest.
-    return DataCounts(number, measured, rows, tokens, digest.hexdigest() if number else "")
+    return DataCounts(number, measured, sequences, tokens, digest.hexdigest() if number else "", rows, capacity)

@@ -9,11 +9,13 @@ from typing import Any, TypeAlias
 
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
+from ..core.sums import POOL, Sums
 from ..data.positions import PositionRule
 from ..models.hook_point import HookPoint
 from ..models.model_info import Model
+from ..models.pools import AnyKernel, PoolKernel
 from ..models.source import Source
-from ..models.view import Kernel, at_sites
+from ..models.view import at_sites
 
 # For type checkers: a family, a name or a pattern, several of these, or a function of names.
 AtArgument: TypeAlias = str | Sequence[str] | Callable[[str], bool]
@@ -49,7 +51,7 @@ class SitePlan:
     at: str | list[str] = DEFAULT
     per_head: bool = False
 
-    def kernel(self, name: str, kernel: Kernel, number: int | None = None) -> Kernel:
+    def kernel(self, name: str, kernel: AnyKernel, number: int | None = None) -> AnyKernel:
         """The kernel of an analyzer, as a kernel of views of all sites.
 
         Args:
@@ -58,7 +60,23 @@ class SitePlan:
             number: of the one model whose view the kernel takes; None for all models.
         """
         choices = self.choices[name] if number is None else (self.choices[name][number],)
-        return partial(at_sites, kernel=kernel, sites=tuple(choice.numbers for choice in choices))
+        sites = tuple(choice.numbers for choice in choices)
+        return replace(kernel, sites=sites) if isinstance(kernel, PoolKernel) else partial(at_sites, kernel=kernel, sites=sites)
+
+    def kernels(self, analyzers: Mapping[str, Analyzer], first: Mapping[str, Sums]) -> dict[str, AnyKernel]:
+        """The kernels of the main pass, by analyzer; those of pools beside a kernel of views under `POOL` and its name.
+
+        Args:
+            analyzers: by name.
+            first: sums of the first pass, by analyzer.
+        """
+        out: dict[str, AnyKernel] = {}
+        for name, analyzer in analyzers.items():
+            own = first.get(name, Sums())
+            out[name] = self.kernel(name, analyzer.kernel(own))
+            if (pool := analyzer.pool_kernel(own)) is not None:
+                out[POOL + name] = self.kernel(name, pool)
+        return out
 
     def models(self, name: str, models: Sequence[Model], sources: Sequence[Source]) -> list[Model]:
         """The descriptions of the models with the sites of one analyzer in place of the residual layers.

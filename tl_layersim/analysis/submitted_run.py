@@ -7,7 +7,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,15 @@ from ..core.resumable_file import ResumableFile
 from ..core.server_addresses import shown
 from ..core.sum_tree import SumTree
 from ..core.sums import Sums
-from ..data.batches import Batches
+from ..data.batches import Batches, batch_sizes
 from ..models.activation_checks import refuse_not_finite
-from ..models.view import Kernel, at_sites
+from ..models.pools import AnyKernel
 from ..remote.client import NdifClient
 from ..remote.failures import TransientFailure
 from ..remote.open import on_server, open_source
 from ..remote.source import RemoteSource
 from ..remote.traces import partial_sums
-from .data_pass import PassReader, PassState, batch_sizes, take_steps
+from .data_pass import PassReader, PassState, take_steps
 from .report_assembly import make_report
 from .saved_runs import (
     Job,
@@ -47,7 +46,7 @@ from .saved_runs import (
     restored_analyzers,
     sites_notes,
 )
-from .site_plan import SitePlan
+from .site_plan import SiteChoice, SitePlan
 from .validation import AnalyzersArgument
 
 # Positions in a request where the user sets no `tokens_per_request`: no forward pass was timed yet.
@@ -112,11 +111,11 @@ class RemoteRun:
                 kept.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        total = sum(step.tokens for job in self._jobs for step in job.steps)
+        total = sum(sum(step.tokens) for job in self._jobs for step in job.steps)
         with tqdm(desc="jobs", unit="token", unit_scale=True, total=total, disable=None) as bar:
             while True:
                 states = self.status()
-                done = sum(step.tokens for job in self._jobs if job.state == "COMPLETED" for step in job.steps)
+                done = sum(sum(step.tokens) for job in self._jobs if job.state == "COMPLETED" for step in job.steps)
                 bar.update(done - bar.n)
                 bar.set_postfix_str(", ".join(f"{number} {state.lower()}" for state, number in sorted(states.items())))
                 if states.get("COMPLETED") == len(self._jobs):
@@ -198,7 +197,7 @@ class RemoteRun:
         except (AttributeError, TypeError, ValueError) as error:
             job.state, job.failure = "ERROR", f"its result has another form ({error})"
             return
-        if sum(part.count for part in parts) != len(job.batches):
+        if sum(part.count for part in parts) != sum(batch.leaf_rows for batch in job.batches):
             job.state, job.failure = "ERROR", "its result is not complete"
             return
         job.parts, job.batches = parts, []
@@ -234,14 +233,15 @@ class RemoteRun:
         for piece in (job.batches[:half], job.batches[half:]):
             if piece:
                 name = self._source.send(piece, self._analysis.kernels)
-                fresh.append(Job(name, piece, take_steps(steps, len(piece)), attempts=attempts))
+                rows = sum(batch.leaf_rows for batch in piece)
+                fresh.append(Job(name, piece, take_steps(steps, rows), attempts=attempts))
         fresh[-1].steps += steps
         where = self._jobs.index(job)
         self._jobs[where : where + 1] = fresh
 
     def _report(self) -> Report:
-        # Runs that were saved by older versions keep no blocks.
-        state = PassState(Tally(tree=SumTree(self._analysis.record.get("first_block"))), tuple(self.analyzers))
+        tree = SumTree(self._analysis.record["first_block"])
+        state = PassState(Tally(tree=tree), tuple(self._analysis.record["names"]))
         for job in self._jobs:
             state.waiting.extend(job.steps)
             state.add(job.parts)
@@ -253,10 +253,10 @@ class RemoteRun:
             self.analyzers,
             {name: [model] for name, model in self._analysis.models.items()},
             tally,
-            tally.sums(self.analyzers),
+            tally.tree.total().sums,
             self._analysis.first,
             {**self._analysis.settings, "remote": [place]},
-            None if tally.tree.size is None else dict.fromkeys(self.analyzers, tally.tree.blocks()),
+            None if tally.tree.size is None else tally.tree.blocks(),
         )
 
     def _traffic(self) -> dict[str, int]:
@@ -270,7 +270,7 @@ def start(
     source: RemoteSource,
     batches: Batches,
     analyzers: Mapping[str, Analyzer],
-    kernels: Mapping[str, Kernel],
+    kernels: Mapping[str, AnyKernel],
     first: Mapping[str, Sums],
     settings: Mapping[str, Any],
     plan: SitePlan,
@@ -291,15 +291,16 @@ def start(
     # None for a run without intervals.
     first_block = None
     if settings.get("intervals"):
-        first_block = first_block_size(None if batches.one_shot else len(batch_sizes(batches)))
-    state = PassState(Tally(), tuple(analyzers))
+        first_block = first_block_size(None if batches.one_shot else sum(size.rows for size in batch_sizes(batches)))
+    state = PassState(Tally(), tuple(kernels))
     lens_of = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
     most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
-    reader = PassReader(batches, analyzers, state, plan, lens_of, [source])
+    reader = PassReader(batches, analyzers, state, plan, lens_of, [source], by_rows=first_block is not None)
     reading = iter(tqdm(reader, desc="sending", unit="batch", disable=None))
     for group in source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, first_block):
-        jobs.append(Job(source.send(group, kernels), group, take_steps(state.waiting, len(group))))
+        rows = sum(batch.leaf_rows for batch in group)
+        jobs.append(Job(source.send(group, kernels), group, take_steps(state.waiting, rows)))
     models = {name: own[0] for name, own in plan.models_by_analyzer([source.model], [source]).items()}
     if not jobs:
         state.add_unmeasured()
@@ -314,7 +315,7 @@ def start(
         )
     settings = {**settings, **batches.row_counts()}
     before = {"requests": 0, "bytes_sent": 0, "bytes_received": 0}
-    record = {"sent": sent, "place": source.record(), "before": before, "first_block": first_block}
+    record = {"sent": sent, "place": source.record(), "before": before, "first_block": first_block, "names": [*kernels]}
     analysis = SubmittedAnalysis(source.model, source.sites, models, analyzers, kernels, first, settings, record)
     return RemoteRun(analysis, jobs, source.ndif, source)
 
@@ -358,17 +359,15 @@ def load_run(
         )
     settings = header["settings"]
     sites, models = tuple(header.get("sites", described.layers)), models_read(header, described)
-    kernels = {name: analyzer.kernel(first.get(name, Sums())) for name, analyzer in chosen.items()}
+    kernels: dict[str, AnyKernel] = {}
     source: RemoteSource | None = None
     if model is not None:
         settled = {"layers": settings["layers"], "unembed": settings["unembed"]}
         opened = on_server(open_source(model, remote=server, either_stack=True, **settled))
         if sites != opened.sites:
             opened.read_at(opened.hook_points(opened.in_stack(list(sites)), False))
-        kernels = {
-            name: partial(at_sites, kernel=kernel, sites=(tuple(sites.index(site) for site in models[name].layers),))
-            for name, kernel in kernels.items()
-        }
+        choices = {name: (SiteChoice(tuple(map(sites.index, models[name].layers))),) for name in chosen}
+        kernels = SitePlan(choices).kernels(chosen, first)
         now, then = ((m.name, m.config_hash, m.dtype, m.source, m.layers) for m in (opened.model, described))
         if now != then or without_secrets(opened.ndif.model_key) != header["model_key"]:
             raise LayersimError(

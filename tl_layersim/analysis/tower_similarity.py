@@ -23,6 +23,7 @@ from ..data.columns import is_floats, is_image
 from ..data.inputs import PIXELS
 from ..data.labels import LABELS
 from ..data.options import Column, DataOptions
+from ..models.pools import PoolKernel
 from ..models.tower_source import TowerSource, open_towers, pair_model, unit, verify_projections
 from ..models.towers import refuse_no_projection, text_position
 from ..models.unembed import Unembed
@@ -32,7 +33,6 @@ from .site_plan import plan_sites
 from .tower_similarity_result import TowerSimilarity
 from .validation import DataArgument, with_tokenizer
 
-OF_CKA = "cka "
 COMPARISONS = ("last layer of the same tower", "last layer of the other tower", "other tower, mismatched pairs")
 
 
@@ -57,7 +57,13 @@ class TowerComparison(Analyzer):
         return {"minibatch": self.minibatch, "seed": self.seed, "projected": self.projections is not None}
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(tower_kernel, projections=self.projections, cka=self._cka().kernel(first))
+        return partial(tower_kernel, projections=self.projections)
+
+    def pool_kernel(self, first: Sums) -> PoolKernel | None:
+        return self._cka().kernel(first)  # type: ignore[return-value]  # of the estimator in minibatches
+
+    def pool_need(self, density: float) -> int:
+        return self._cka().pool_need(density)
 
     def _cka(self) -> CKA:
         return CKA(minibatch=self.minibatch, seed=self.seed)
@@ -89,11 +95,9 @@ class TowerComparison(Analyzer):
     def _of_cka(self, sums: Sums, run: Run) -> Tensor:
         """CKA between the layers at which rows differ; NaN at others, such as [CLS] before the first attention."""
         found = torch.full_like(sums["matched"], math.nan)
-        own = {name.removeprefix(OF_CKA): value for name, value in sums.fields.items() if name.startswith(OF_CKA)}
-        if not int(own["samples"]):
-            warn(
-                "CKA needs four pairs in one batch, and no batch had them: `cka` is NaN. Raise batch_size=, or pass more data."
-            )
+        own = dict(sums.fields)
+        if "samples" not in own:
+            warn("CKA needs four pairs of an image and a text: `cka` is NaN. Pass more data.")
             return found
         rows, columns = ((own[name] > 0).nonzero()[:, 0] for name in ("xx", "yy"))
         if not len(rows) or not len(columns):
@@ -106,14 +110,13 @@ class TowerComparison(Analyzer):
         return found
 
 
-def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None, cka: Kernel) -> dict[str, Tensor]:
-    """Sums over pairs of the cosines between all layers, of unit vectors, and of the HSIC of residuals.
+def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembed] | None) -> dict[str, Tensor]:
+    """Sums over pairs of the cosines between all layers, and of unit vectors.
 
     Args:
         vision: activations of images, one sample a row.
         text: activations of the texts of the same rows, one sample a row.
         projections: of both towers, None to compare residuals as they are.
-        cka: the kernel of CKA.
     """
     images, texts = (
         unit(view.activations if projections is None else projections[number](view.activations))
@@ -132,7 +135,7 @@ def tower_kernel(vision: View, text: View, *, projections: tuple[Unembed, Unembe
         "text": torch.einsum("and,bnd->ab", texts, texts),
         "vision units": images.sum(1),
         "text units": texts.sum(1),
-    } | {f"{OF_CKA}{name}": value for name, value in cka(vision, text).items()}
+    }
 
 
 def _symmetric(values: Tensor) -> Tensor:
@@ -183,7 +186,7 @@ def tower_similarity(
             batches of these; or rows with a column of images and one of texts, with the model's processor. Columns are read as
             by `analyze`.
         projected: False compares residuals as they are, without norms and projections, in models whose towers have one width.
-        minibatch: samples in a minibatch of CKA, see `CKA`. A forward batch is at least one minibatch.
+        minibatch: samples in a minibatch of CKA, see `CKA`.
         seed: of the shuffle into minibatches.
         tokenizer: the model's processor, where images and texts are given.
         batch_size: rows in a forward pass.

@@ -8,18 +8,20 @@ the sums with an error of about 1e-16 (m / s)^2, which is smaller wherever float
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from ..models.pools import SAMPLES_OF_ROW, Draws, Samples
 from ..models.view import View, row_ends
-from ._permutation_null import draw_permutations, sample_key
+from ._draws import draw_grid, draw_permutations, pool_key
 from ._probe_kernels import held_out
 
 
-def cross_product_kernel(*views: View, rows: partial[Tensor], permutations: int, seed: int) -> dict[str, Tensor]:
+def cross_product_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
     """Cross-products of the sites of one model, or between the sites of two models, over the samples of one batch.
 
     Analyzers of one run that read the same samples of one model share the products of a batch.
@@ -27,19 +29,15 @@ def cross_product_kernel(*views: View, rows: partial[Tensor], permutations: int,
     Args:
         *views: of one model, or of two models on the same tokens.
         rows: takes a view and returns its samples, `site sample width`.
-        permutations: number of random pairings of samples.
-        seed: of the pairings.
 
     Returns:
         See `cross_products`.
     """
     key = f"cross-products {sorted(rows.keywords.items())}"
-    drawn = sample_key(views[0].tokens, seed)
     if len(views) == 1:
-        memo, full = views[0].memo, f"{key} {permutations} {seed}"
+        memo, full = views[0].memo, f"{key} of one model"
         if full not in memo:
-            x = rows(views[0]).double()
-            memo[full] = cross_products(x, draw_permutations(permutations, x.shape[1], drawn))
+            memo[full] = cross_products(rows(views[0]).double())
         shared: dict[str, Tensor] = memo[full]
         return shared
     sides, own = [rows(view).double() for view in views], []
@@ -48,19 +46,15 @@ def cross_product_kernel(*views: View, rows: partial[Tensor], permutations: int,
         if key not in view.memo:
             view.memo[key] = side.transpose(1, 2) @ side
         own.append(view.memo[key])
-    return cross_products_of_two(sides[0], sides[1], draw_permutations(permutations, sides[0].shape[1], drawn), own)
+    return cross_products_of_two(sides[0], sides[1], own)
 
 
-def split_cross_product_kernel(
-    *views: View, rows: partial[Tensor], permutations: int, seed: int, split: tuple[float, int, int | None]
-) -> dict[str, Tensor]:
+def split_cross_product_kernel(*views: View, rows: partial[Tensor], split: tuple[float, int, int | None]) -> dict[str, Tensor]:
     """The same for training samples, with names that begin with "train.", and held-out samples, "test.".
 
     Args:
         *views: of one model, or of two models on the same tokens.
         rows: takes a view and returns its samples, `site sample width`.
-        permutations: number of random pairings, of training samples with each other and of held-out samples with each other.
-        seed: of the pairings.
         split: the arguments of `held_out` after the rows.
 
     Returns:
@@ -74,29 +68,99 @@ def split_cross_product_kernel(
     test = held_out(number, *split)
     sides = [rows(view).double() for view in views]
     out: dict[str, Tensor] = {}
-    drawn = sample_key(views[0].tokens, seed)
     for name, chosen in (("train", ~test), ("test", test)):
-        parts = [side[:, chosen.to(side.device)] for side in sides]
         # A batch may have held-out rows only, or none.
-        count = parts[0].shape[1]
-        order = draw_permutations(permutations, count, drawn) if count else torch.zeros(permutations, 0, dtype=torch.int64)
-        if len(parts) == 1:
-            products = cross_products(parts[0], order)
-        else:
-            products = cross_products_of_two(parts[0], parts[1], order, [part.transpose(1, 2) @ part for part in parts])
-        out |= {f"{name}.{field}": value for field, value in products.items()}
+        parts = [side[:, chosen.to(side.device)] for side in sides]
+        out |= {f"{name}.{field}": value for field, value in products_of(parts).items()}
     for name, view in zip("xy", views, strict=False):
         widths = torch.tensor(view.widths or [view.activations.shape[-1]] * len(view.activations))
         out[f"width.{name}"] = widths * len(test)
     return out
 
 
-def cross_products(x: Tensor, permutations: Tensor) -> dict[str, Tensor]:
+def draw_exchanged(samples: Samples, *, seed: int, by_row: bool) -> Draws:
+    """Draw the samples that the null exchanges: rows and positions of all of them, or single samples.
+
+    Args:
+        samples: of a pool.
+        seed: of the draw.
+        by_row: whether whole rows are exchanged.
+    """
+    if by_row:
+        return {"": [draw_grid(samples, len(samples.row) * SAMPLES_OF_ROW, seed, least_rows=1)]}
+    return {"": [torch.arange(len(samples.row))[:, None]]}
+
+
+def draw_exchanged_split(samples: Samples, *, seed: int, by_row: bool, split: tuple[float, int, int | None]) -> Draws:
+    """The same for training samples, "train.", and held-out samples, "test.".
+
+    Args:
+        samples: of a pool.
+        seed: of the draw.
+        by_row: whether whole rows are exchanged.
+        split: the arguments of `held_out` after the rows.
+    """
+    test = held_out(samples.origin, *split)
+    out: dict[str, list[Tensor]] = {}
+    for name, chosen in (("train.", ~test), ("test.", test)):
+        index = chosen.nonzero()[:, 0]
+        [grid] = draw_exchanged(samples.some(index), seed=seed, by_row=by_row)[""]
+        out[name] = [index[grid]]
+    return out
+
+
+def exchanged_sums(
+    sides: Sequence[Tensor],
+    widths: Sequence[tuple[int, ...]],
+    samples: Samples,
+    draws: Draws,
+    *,
+    permutations: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Cross-products of the samples of a pool, and of the same with the rows of the second site exchanged.
+
+    Args:
+        sides: samples of one model or of two, `site sample width`.
+        widths: of the sites.
+        samples: rows and hashes of the samples.
+        draws: samples `row position`, by the name of a part.
+        permutations: number of random pairings of rows.
+        seed: of the pairings.
+
+    Returns:
+        See `cross_products`; names begin with "null." and that of the part.
+    """
+    out: dict[str, Tensor] = {}
+    for name, [grid] in draws.items():
+        if not grid.numel():
+            continue
+        order = draw_permutations(permutations, len(grid), pool_key(samples, seed))
+        place = torch.arange(grid.numel()).view(grid.shape)
+        parts = [side[:, grid.flatten().to(side.device)].double() for side in sides]
+        found = products_of(parts, place[order].flatten(1))
+        out |= {f"null.{name}{field}": value for field, value in found.items()}
+    return out
+
+
+def products_of(sides: Sequence[Tensor], permutations: Tensor | None = None) -> dict[str, Tensor]:
+    """Sums and cross-products of the sites of one model, or of two.
+
+    Args:
+        sides: of each model, `site sample width`, float64.
+        permutations: `permutation sample`; None for none.
+    """
+    if len(sides) == 1:
+        return cross_products(sides[0], permutations)
+    return cross_products_of_two(sides[0], sides[1], [side.transpose(1, 2) @ side for side in sides], permutations)
+
+
+def cross_products(x: Tensor, permutations: Tensor | None = None) -> dict[str, Tensor]:
     """Sums and cross-products of the sites of one model.
 
     Args:
         x: `site sample width`, float64.
-        permutations: `permutation sample`.
+        permutations: `permutation sample`; None for none.
 
     Returns:
         `samples`; `x`, `site width`; `cross`, `pair width width`, for the pairs (0, 0), (0, 1), ..., (1, 1), (1, 2), ... of
@@ -104,19 +168,19 @@ def cross_products(x: Tensor, permutations: Tensor) -> dict[str, Tensor]:
         same with permuted samples of the second site, where there are permutations.
     """
     out = {"samples": torch.tensor(x.shape[1]), "x": x.sum(1), "cross": _products(x, x, later=True)}
-    if len(permutations):
+    if permutations is not None:
         out["null"] = torch.stack([_products(x, x[:, order], later=True) for order in permutations.to(x.device)])
     return out
 
 
-def cross_products_of_two(x: Tensor, y: Tensor, permutations: Tensor, own: list[Tensor]) -> dict[str, Tensor]:
+def cross_products_of_two(x: Tensor, y: Tensor, own: list[Tensor], permutations: Tensor | None = None) -> dict[str, Tensor]:
     """Sums and cross-products of the sites of two models.
 
     Args:
         x: `site sample width` of the first model, float64.
         y: `site sample width` of the second model, of the same samples.
-        permutations: `permutation sample`.
         own: of each model, products of each site with itself, `site width width`.
+        permutations: `permutation sample`; None for none.
 
     Returns:
         `samples`; `x` and `y`, `site width`; `xx` and `yy`, which are `own`; `cross`, `pair width width`, with all sites of the
@@ -125,7 +189,7 @@ def cross_products_of_two(x: Tensor, y: Tensor, permutations: Tensor, own: list[
     y = y.to(x.device)
     out = {"samples": torch.tensor(x.shape[1]), "x": x.sum(1), "y": y.sum(1), "xx": own[0], "yy": own[1]}
     out["cross"] = _products(x, y, later=False)
-    if len(permutations):
+    if permutations is not None:
         out["null"] = torch.stack([_products(x, y[:, order], later=False) for order in permutations.to(x.device)])
     return out
 

@@ -1,16 +1,17 @@
-"""Hilbert-Schmidt independence criterion (HSIC), the basis of CKA: from Gram matrices, or from moments of all samples.
+"""Hilbert-Schmidt independence criterion (HSIC), the basis of CKA, from Gram matrices of samples.
 
-Plain functions of torch: they are serialised by value with the kernels that call them.
+Tokens of one text depend on each other, so pairs of one row add a covariance that is not there between texts. `without_rows`
+leaves them out of all three terms of HSIC_1: it is then a U-statistic over distinct rows, without bias for any dependence
+within rows. Plain functions of torch: they are serialised by value with the kernels that call them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from einops import rearrange
 from torch import Tensor
 
-# Names of the sums that `moments` returns.
-MOMENTS = ("x", "y", "cross", "r_x", "r_y", "r_x r_y", "r_x y", "r_y x")
 # Rows of a Gram matrix that are one product; smaller products are slower by the FLOP.
 GRAM_ROWS = 128
 
@@ -85,57 +86,112 @@ def centred(gram: Tensor, biased: bool) -> tuple[Tensor, Tensor]:
     return gram.flatten(1), r
 
 
-def moments(x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Uncentred sums over samples of x, y, r = |row|^2 and their products.
+@dataclass(frozen=True)
+class RowTerms:
+    """The terms of HSIC without pairs of one row, for samples of several rows, float64.
+
+    HSIC is a sum of products of the terms of two layers, each product times the sign of the term. The factors of METHODS are in
+    the terms, times the number of pairs of samples of distinct rows, which weights a smaller minibatch by its pairs.
+
+    Attributes:
+        pairs: `layer n n`, the Gram matrix without pairs of one row; added.
+        with_row: `layer n row`, its sums over the samples of each row; added.
+        of_sample: `layer n`, its sums over all samples; subtracted.
+        between: `layer row row`, its sums over the samples of two rows; added.
+        of_row: `layer row`, the sums of `between` over rows; subtracted.
+        total: `layer`, the sum of all; added.
+    """
+
+    pairs: Tensor
+    with_row: Tensor
+    of_sample: Tensor
+    between: Tensor
+    of_row: Tensor
+    total: Tensor
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """All terms of a layer in one row, `layer term`, and their signs, `term`."""
+        parts = (self.pairs, self.with_row, self.of_sample, self.between, self.of_row, self.total[:, None])
+        signs = (1.0, 1.0, -1.0, 1.0, -1.0, 1.0)
+        ones = [part.new_full((part[0].numel(),), sign) for part, sign in zip(parts, signs, strict=True)]
+        return torch.cat([part.flatten(1) for part in parts], 1), torch.cat(ones)
+
+    def by_row(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The terms by pair of rows, `layer row row term`, and the signs of those of a row with itself, `term`.
+
+        The samples must be `row position`, with as many positions in each row. Pairs of one row are left out of the first
+        three terms, so that there is place for those of single rows.
+
+        Args:
+            rows: number of rows.
+        """
+        layers, each = len(self.pairs), self.pairs.shape[1] // rows
+        pairs = self.pairs.view(layers, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
+        with_row = self.with_row.view(layers, rows, each, rows).transpose(2, 3)
+        terms = torch.cat([pairs, with_row, self.between[..., None]], -1)
+        own = torch.arange(rows, device=terms.device)
+        terms[:, own, own] = 0
+        terms[:, own, own, 0] = (self.total / rows**0.5)[:, None]
+        terms[:, own, own, each**2 : -1] = self.of_sample.view(layers, rows, each)
+        terms[:, own, own, -1] = self.of_row
+        signs = terms.new_ones(terms.shape[-1])
+        signs[each**2 :] = -1
+        return terms, signs
+
+
+def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
+    r"""The terms of HSIC without pairs of one row, and the squared distance of each sample from the mean, `layer n`.
+
+    With K and L of which pairs of one row are 0, G = `sample row` the membership of samples in rows, m = G'1, n = 1'm,
+    R = G'KG and S = G'LG,
+
+    $$\mathrm{HSIC}_{\mathrm{rows}} = \frac{1'(K \circ L)1}{q_2} + \frac{(1'R1)(1'S1) - 4\,(R1)'(S1) + 2\,\mathrm{tr}\,RS}{q_4}
+    - 2\,\frac{(K1)'(L1) - 1'(KG \circ LG)1}{q_3}$$
+
+    with the numbers q of pairs, quadruples and triples of samples of distinct rows. With one sample a row it is HSIC_1.
 
     Args:
-        x: `layer sample d_model`.
-        y: `layer sample d_model` of the same samples; layers and width may differ from those of `x`.
-
-    Returns:
-        The sums by the names in `MOMENTS`.
+        gram: `layer n n`, of centred samples.
+        row: `n`, the row of each sample, from 0.
     """
-    r_x, r_y = x.square().sum(-1), y.square().sum(-1)
-    return {
-        "x": x.sum(1),
-        "y": y.sum(1),
-        "cross": rearrange(x, "layer sample d -> (layer d) sample") @ rearrange(y, "layer sample d -> sample (layer d)"),
-        "r_x": r_x.sum(1),
-        "r_y": r_y.sum(1),
-        "r_x r_y": r_x @ r_y.T,
-        "r_x y": torch.einsum("an,bnd->abd", r_x, y),
-        "r_y x": torch.einsum("bn,and->abd", r_y, x),
-    }
-
-
-def hsic_from_moments(m: dict[str, Tensor], n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """HSIC_1 of all pairs of layers from moments.
-
-    n(n-3) HSIC_1 = |X'Y|_F^2 - n/(n-2) sum r^x r^y + sum r^x sum r^y / ((n-1)(n-2)), X and Y centred over all samples.
-
-    Args:
-        m: sums over all samples, as from `moments`.
-        n: number of samples.
-
-    Returns:
-        HSIC_1 `row column`, sum r^x of each row layer, and sum r^x r^y `row column`, all centred.
-    """
-    mu, nu = m["x"] / n, m["y"] / n
-    mu2, nu2 = mu.square().sum(-1), nu.square().sum(-1)
-    a, b = len(mu), len(nu)
-    frobenius, mu_c_nu = torch.empty(a, b, dtype=torch.float64), torch.empty(a, b, dtype=torch.float64)
-    for layer, block in enumerate(rearrange(m["cross"], "(a d) (b e) -> a d b e", a=a, b=b)):
-        frobenius[layer] = (block - n * torch.einsum("d,be->dbe", mu[layer], nu)).square().sum((0, 2))
-        mu_c_nu[layer] = torch.einsum("d,dbe,be->b", mu[layer], block, nu)
-    r_x, r_y = m["r_x"] - n * mu2, m["r_y"] - n * nu2
-    r_x_r_y = (
-        m["r_x r_y"]
-        - 2 * torch.einsum("abd,bd->ab", m["r_x y"], nu)
-        - 2 * torch.einsum("abd,ad->ab", m["r_y x"], mu)
-        + torch.outer(m["r_x"], nu2)
-        + torch.outer(mu2, m["r_y"])
-        + 4 * mu_c_nu
-        - 3 * n * torch.outer(mu2, nu2)
+    gram = gram.double()
+    squares = gram.diagonal(dim1=1, dim2=2).clone()
+    row = row.to(gram.device)
+    pairs = gram.masked_fill(row[:, None] == row, 0)
+    member = torch.nn.functional.one_hot(row, int(row.max()) + 1).double()
+    with_row, of_sample = pairs @ member, pairs.sum(2)
+    between = member.T @ with_row
+    of_row = between.sum(2)
+    powers = [float(member.sum(0).pow(power).sum()) for power in range(1, 5)]
+    two, three, four = tuples_of_rows(*powers)
+    quadruple, triple = (two / four) ** 0.5, (2 * two / three) ** 0.5
+    terms = RowTerms(
+        pairs,
+        triple * with_row,
+        triple * of_sample,
+        2**0.5 * quadruple * between,
+        2 * quadruple * of_row,
+        quadruple * of_row.sum(1),
     )
-    hsic = (frobenius - n / (n - 2) * r_x_r_y + torch.outer(r_x, r_y) / ((n - 1) * (n - 2))) / (n * (n - 3))
-    return hsic, r_x, r_x_r_y
+    return terms, squares
+
+
+def tuples_of_rows(n: float, squares: float, cubes: float, fourths: float) -> tuple[float, float, float]:
+    """Numbers of ordered pairs, triples and quadruples of samples of distinct rows.
+
+    Args:
+        n: number of samples.
+        squares: sum over rows of the squared number of samples.
+        cubes: of the third power.
+        fourths: of the fourth power.
+
+    Examples:
+        Four rows of one sample: 4 * 3, 4 * 3 * 2 and 4 * 3 * 2 * 1.
+
+        >>> tuples_of_rows(4, 4, 4, 4)
+        (12, 24, 24)
+    """
+    pairs = n**2 - squares
+    triples = n**3 - 3 * n * squares + 2 * cubes
+    quadruples = pairs**2 - 4 * (n**2 * squares - 2 * n * cubes + fourths) + 2 * (squares**2 - fourths)
+    return pairs, triples, quadruples

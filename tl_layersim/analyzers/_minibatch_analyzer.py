@@ -7,24 +7,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import torch
+from torch import Tensor
+
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
 from ..models.model_info import Model
-from ..models.view import Kernel
+from ..models.pools import AnyKernel, PoolKernel, pool_rows
 from ._minibatch_pairs import (
     Matrix,
-    Prepare,
     Relate,
-    minibatch_kernel,
-    pair_kernel,
-    products,
-    relations,
+    draw_pool,
+    pair_statistics,
+    pool_sums,
+    products_of_pairs,
     relations_of_pairs,
 )
-from ._permutation_null import CalibratedMatrix, check_null_memory, check_permutations
+from ._permutation_null import CalibratedMatrix, check_null_memory, check_permutations, is_one_model, null_fields
 from ._sample_vectors import samples
 from .base import Analyzer, Exchange, Run
+
+# The input of the first block.
+EMBEDDING = "blocks.0.hook_resid_pre"
+# A minibatch of fewer different rows has few pairs of independent samples.
+FEW_ROWS = 8
 
 
 @typed
@@ -33,17 +40,39 @@ class MinibatchMatrix(CalibratedMatrix):
     """A similarity for each pair of layers from minibatches of samples, with its permutation null.
 
     Attributes:
-        samples: number of tokens (or sequences).
+        samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
+        rows: number of different rows in a minibatch, the mean over minibatches.
     """
 
     samples: int
     minibatches: int
+    rows: float
 
     @property
     def mean_minibatch(self) -> float:
         """Mean number of samples in a minibatch."""
         return self.samples / self.minibatches
+
+
+def without_inputs(values: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """Similarities after the similarity of the inputs is regressed out of both sides: partial correlations of the terms.
+
+    Args:
+        values: `... row column`, of which the first row and column are of the embeddings.
+        row: similarity of each row layer with the embedding of its model.
+        column: the same for the columns.
+
+    Returns:
+        The same shape; NaN at layers that are no more than the embedding.
+
+    Source:
+        Cui, Kumar, Marttinen and Kaski 2022 (arXiv 2202.00095), section 3, without the projection to positive eigenvalues.
+    """
+    rest = values - row[:, None] * values[..., :1, :] - values[..., :, :1] * column
+    rest = rest + torch.outer(row, column) * values[..., :1, :1]
+    left = torch.outer(1 - row.square(), 1 - column.square())
+    return (rest / left.clamp(min=0).sqrt()).where(left > 1e-12, float("nan"))
 
 
 class MinibatchAnalyzer(Analyzer):
@@ -53,6 +82,7 @@ class MinibatchAnalyzer(Analyzer):
     symmetric: ClassVar[bool] = True
 
     minibatch: int
+    unit: Literal["row", "token"]
     level: Literal["token", "sequence"]
     pool: Literal["mean", "last", "first"]
     seed: int
@@ -62,17 +92,12 @@ class MinibatchAnalyzer(Analyzer):
     @property
     @abstractmethod
     def matrix(self) -> Matrix:
-        """The function that gives the matrix of each layer; see `minibatch_kernel`."""
+        """The function that gives the matrix of each layer; see `pool_sums`."""
 
     @property
     @abstractmethod
     def relate(self) -> Relate:
         """The function that gives the relations of each layer."""
-
-    @property
-    def symmetric_relations(self) -> bool:
-        """Whether the relation of sample i to sample j is that of j to i."""
-        return True
 
     @property
     def least(self) -> int:
@@ -84,8 +109,8 @@ class MinibatchAnalyzer(Analyzer):
         return self.level == "sequence"
 
     @property
-    def unit(self) -> str:
-        """What samples are, in words."""
+    def samples_in_words(self) -> str:
+        """What samples are."""
         return "tokens" if self.level == "token" else "sequences"
 
     def __post_init__(self) -> None:
@@ -93,48 +118,117 @@ class MinibatchAnalyzer(Analyzer):
 
     def check_sites(self, *models: Model) -> None:
         super().check_sites(*models)
+        for model in models:
+            if getattr(self, "deconfound", None) and not model.layers[0].endswith(EMBEDDING):
+                raise LayersimError(
+                    "`deconfound` regresses the embedding out, which must be the first site.",
+                    given=f"deconfound='input' with {model.layers[0]} first",
+                    expected=EMBEDDING,
+                    do="at='resid_post', or a list of sites that begins with the embedding",
+                )
         check_null_memory(self.permutations, models, self.max_memory_gb, type(self).__name__)
 
-    def kernel(self, first: Sums) -> Kernel:
-        return partial(minibatch_kernel, matrix=self.matrix, prepare=self._prepare(), **self._drawing())
+    def pool_need(self, density: float) -> int:
+        return pool_rows(self.minibatch, 1 if self.whole_rows else density)
 
-    def exchange(self) -> Exchange | None:
-        kernel = partial(pair_kernel, matrix=self.matrix, **self._drawing())
-        return Exchange(kernel, products, self._crossing, partial(relations_of_pairs, prepare=self._prepare()))
-
-    def _prepare(self) -> Prepare:
-        return partial(
-            relations,
-            relate=self.relate,
-            least=self.least,
-            permutations=self.permutations,
-            symmetric=self.symmetric_relations,
+    def kernel(self, first: Sums) -> AnyKernel:
+        return self._pools(
+            partial(
+                pool_sums,
+                matrix=self.matrix,
+                relate=self.relate,
+                by_row=self.unit == "row",
+                permutations=self.permutations,
+                seed=self.seed,
+            )
         )
 
-    def _drawing(self) -> dict[str, Any]:
-        rows = partial(samples, level=self.level, pool=self.pool)
-        return {"rows": rows, "size": self.minibatch, "seed": self.seed, "least": self.least}
+    def exchange(self) -> Exchange | None:
+        statistics = partial(pair_statistics, matrix=self.matrix, by_row=self.unit == "row", seed=self.seed)
+        return Exchange(
+            self._pools(statistics),
+            partial(products_of_pairs, permutations=self.permutations),
+            self._crossing,
+            partial(relations_of_pairs, relate=self.relate),
+        )
 
-    def _crossing(self, tokens: int, rows: int, layers: int) -> int:
-        count = tokens if self.level == "token" else rows
-        n = min(self.minibatch, count)
-        # The upper triangle of each matrix in float32, and the key of the permutations.
-        return (count // n) * (4 * layers * n * (n + 1) // 2 + 8) if n >= self.least else 0
+    def _pools(self, sums: Any) -> PoolKernel:
+        draw = partial(
+            draw_pool,
+            size=self.minibatch,
+            seed=self.seed,
+            least=self.least,
+            by_row=self.unit == "row",
+            permuted=self.permutations > 0,
+        )
+        return PoolKernel(partial(samples, level=self.level, pool=self.pool), self.whole_rows, self.minibatch, draw, sums)
+
+    def _crossing(self, rows: int, density: float, layers: int) -> int:
+        pools = -(-rows // self.pool_need(density))
+        kernel = self._pools(None)
+        drawn = kernel.samples_in(rows // pools, density)
+        n = min(self.minibatch, drawn)
+        # Upper triangles in float32, those of the null too, and the row of each sample.
+        each = 4 * layers * n * (n + 1) // 2 + 8 * n
+        return pools * (drawn // n + (self.permutations > 0)) * each if n >= self.least else 0
+
+    def similarities(
+        self, sums: Sums, run: Run, values: Tensor, null_scale: Tensor, inputs: tuple[Tensor, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """The fields of the result that all measures of minibatches share; warns of minibatches of few rows.
+
+        Args:
+            sums: of all pools.
+            run: the finished run.
+            values: the similarities.
+            null_scale: by which the sums of products of the null are divided.
+            inputs: similarity of each layer with the embedding, for the rows and for the columns, which is regressed out; None
+                not to.
+        """
+        minibatches, rows = int(sums["minibatches"]), float(sums["rows"])
+        each = rows / minibatches
+        if self.unit == "row" and each < FEW_ROWS:
+            warn(
+                f"Minibatches of {type(self).__name__} have {each:.3g} different rows on average, and pairs of one row "
+                f"are left out: values of fewer than {FEW_ROWS} rows scatter widely. Pass more rows of data, shorter ones "
+                "(seq_len=), or a larger minibatch=."
+            )
+        if inputs is not None:
+            values = without_inputs(values, *inputs)
+        fields = {
+            "values": values,
+            "samples": int(sums["samples"]),
+            "minibatches": minibatches,
+            "rows": each,
+            "layers": run.layers,
+            "column_layers": run.column_layers,
+            "provenance": run.provenance,
+        }
+        if self.permutations and "null xy" not in sums.fields:
+            warn(f"{type(self).__name__} has no null: no pool had four rows with enough tokens each that could be exchanged.")
+        if "null xy" not in sums.fields:
+            return fields
+        observed, null = sums["null xy"] / null_scale, sums["null permuted"] / null_scale
+        if inputs is not None:
+            observed, null = without_inputs(observed, *inputs), without_inputs(null, *inputs)
+        observed = observed.where(~values.isnan(), float("nan"))
+        return fields | null_fields(observed, null, one_model=is_one_model(run.models))
 
     def need_minibatch(self, sums: Sums, run: Run) -> None:
         """Refuse a run without a minibatch.
 
         Args:
-            sums: of all batches.
+            sums: of all pools.
             run: the finished run.
 
         Raises:
-            LayersimError: no batch had enough samples.
+            LayersimError: no pool had enough samples.
         """
-        if int(sums["samples"]) == 0:
+        if "samples" not in sums.fields:
+            rows = "4 rows, of which pairs of tokens of one row are left out" if self.unit == "row" else ""
             raise LayersimError(
-                f"{type(self).__name__} needs {self.least} samples in one forward batch, and no batch had that many.",
-                given=f"{run.provenance.tokens} tokens in {run.provenance.batches} batches, level={self.level!r}",
-                expected=f"at least {self.least} {self.unit} in one batch",
-                do="pass more data, or a larger batch_size=",
+                f"{type(self).__name__} needs {rows or f'{self.least} {self.samples_in_words}'}, and the data has fewer.",
+                given=f"{run.provenance.tokens} tokens in {run.provenance.sequences} rows, level={self.level!r}",
+                expected=f"at least 4 rows and {self.least} {self.samples_in_words}",
+                do="pass more rows" + (', or unit="token" for tokens that do not depend on each other' if rows else ""),
             )

@@ -1,8 +1,8 @@
 """Similarities of matrices over pairs of samples, within minibatches: the kernels and sums of CKA, RSA and MutualKNN.
 
 Each layer of a minibatch of n samples becomes an n x n matrix of relations between samples: a centred Gram matrix, ranked
-dissimilarities, or the graph of nearest neighbours. The sums are products of these matrices, of all pairs of layers, for
-the samples as they are and for permuted samples.
+dissimilarities, or the graph of nearest neighbours. The sums are products of these matrices, of all pairs of layers; and for a
+null the same for rows that are exchanged.
 
 Plain functions of torch: they are serialised by value and also run on a server.
 """
@@ -11,170 +11,305 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..models.view import View
-from ._permutation_null import draw_orders, sample_key
+from ..models.pools import Draws, Samples
+from ._draws import draw_grid, draw_minibatches, draw_orders, pool_key
 
-# Takes the matrix of each layer, `layer n n`, and returns the relations, `layer (n n)` in float64, and numbers by layer that
-# are summed over minibatches. The name of a number has {} for the side, x or y.
-Relate = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-SampleReader = Callable[[View], Tensor]
+
+@dataclass(frozen=True)
+class Relation:
+    """How the samples of a minibatch relate at each layer.
+
+    Attributes:
+        terms: `layer term`, float64; the similarity of two layers is a sum of products of their terms.
+        signs: `term`, by which the products are multiplied.
+        numbers: by layer, summed over minibatches; names have {} for the side, x or y.
+        by_row: `layer row row term`, the terms by pair of rows, for samples that are `row position`; None if not asked for.
+        own_signs: signs of the terms of a row with itself, of `by_row`.
+    """
+
+    terms: Tensor
+    signs: Tensor
+    numbers: Mapping[str, Tensor]
+    by_row: Tensor | None = None
+    own_signs: Tensor | None = None
+
+
+# Takes the matrix of each layer, `layer n n`; the row of each sample, or None if no two are of one row; the number of rows; and
+# whether the terms are wanted by row.
+Relate = Callable[[Tensor, Tensor | None, int, bool], Relation]
 Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
-Prepare = Callable[[Tensor, Sequence[int]], dict[str, Tensor]]
 
 
-def draw_minibatches(tokens: Tensor, total: int, size: int, seed: int, least: int = 4) -> list[Tensor]:
-    """Draw the samples of each minibatch without replacement, as indices.
-
-    The shuffle depends on the batch's own tokens and the seed, not on the batch's number. The order of batches and padding
-    therefore change nothing.
+def draw_pool(samples: Samples, *, size: int, seed: int, least: int, by_row: bool, permuted: bool) -> Draws:
+    """Draw the minibatches of a pool, and the rows and positions that its null exchanges.
 
     Args:
-        tokens: ids of the counted tokens of the batch.
-        total: number of samples in the batch.
-        size: samples per minibatch; a batch of fewer samples is one smaller minibatch, of fewer than `least` none.
-        seed: of the shuffle.
+        samples: of the pool.
+        size: samples of a minibatch.
+        seed: of the draws.
         least: samples that the measure needs.
+        by_row: whether rows are independent, not single samples.
+        permuted: whether there is a null.
     """
-    size = min(size, total)
-    if size < least:
-        return []
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(sample_key(tokens, seed)))
-    return list(torch.split(order[: total // size * size], size))
+    minibatches = draw_minibatches(samples, size, seed, least, by_row)
+    if not permuted or not minibatches:
+        return {"minibatches": minibatches}
+    # Independent samples are rows of their own.
+    grid = draw_grid(samples, size, seed, least) if by_row else minibatches[0][:, None]
+    return {"minibatches": minibatches, "grid": [grid] if grid.numel() else []}
 
 
-def minibatch_kernel(
-    *views: View, rows: SampleReader, matrix: Matrix, prepare: Prepare, size: int, seed: int, least: int
+def pool_sums(
+    sides: Sequence[Tensor],
+    widths: Sequence[tuple[int, ...]],
+    samples: Samples,
+    draws: Draws,
+    *,
+    matrix: Matrix,
+    relate: Relate,
+    by_row: bool,
+    permutations: int,
+    seed: int,
 ) -> dict[str, Tensor]:
-    """Sums over minibatches of the products of relations between all pairs of layers.
+    """Sums over the minibatches of a pool of the products of relations between all pairs of layers.
 
     Args:
-        *views: of one model, or of two models on the same tokens.
-        rows: takes a view and returns its samples, `layer sample d_model`.
+        sides: samples of one model or of two, `layer sample d_model`.
+        widths: of the layers of each.
+        samples: rows and hashes of the samples.
+        draws: output of `draw_pool`.
         matrix: takes the samples of a minibatch and the widths of the layers, and returns a matrix for each layer, `layer n n`.
-        prepare: `relations` with its options.
-        size: samples per minibatch.
-        seed: of the shuffle and of the permutations.
-        least: samples that the measure needs.
+        relate: see `Relate`.
+        by_row: see `draw_pool`.
+        permutations: number of permutations of the null.
+        seed: of the permutations.
     """
-    samples = [rows(view) for view in views]
-    minibatches = draw_minibatches(views[0].tokens, samples[0].shape[1], size, seed, least)
-    empty = [prepare(x.new_zeros(0, len(x), least, least), []) for x in samples]
-    total = products(empty[0], empty[-1])
-    for key, chosen in enumerate(minibatches, sample_key(views[0].tokens, seed) + 1):
-        sides = [
-            prepare(matrix(x[:, chosen.to(x.device)], view.widths)[None], [key]) for x, view in zip(samples, views, strict=True)
+    total: dict[str, Tensor] = {}
+    row, rows = row_numbers(samples, by_row)
+    for chosen in draws["minibatches"]:
+        own = None if row is None else row[chosen]
+        related = [
+            relate(matrix(x[:, chosen.to(x.device)], wide), own, rows, False) for x, wide in zip(sides, widths, strict=True)
         ]
-        for name, value in products(sides[0], sides[-1]).items():
-            total[name] = total[name] + value
+        for name, value in products(related[0], related[-1], rows_of(samples, chosen, by_row), chosen.numel()).items():
+            total[name] = value if name not in total else total[name] + value
+    for grid in draws.get("grid", ()):
+        flat, (height, width) = grid.flatten(), grid.shape
+        own = torch.arange(height).repeat_interleave(width) if width > 1 else None
+        related = [
+            relate(matrix(x[:, flat.to(x.device)], wide), own, height, True) for x, wide in zip(sides, widths, strict=True)
+        ]
+        total |= null_products(related[0], related[-1], height, flat.numel(), permutations, pool_key(samples, seed))
     return total
 
 
-def pair_kernel(view: View, *, rows: SampleReader, matrix: Matrix, size: int, seed: int, least: int) -> dict[str, Tensor]:
-    """Upper triangles of the matrices of one model, `minibatch layer pair`, and the keys of their permutations.
-
-    Models on different machines are compared by these.
+def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
+    """The number of each sample's row, from 0, None if no two samples are of one row; and the number of rows.
 
     Args:
-        view: of one model.
-        rows: see `minibatch_kernel`.
-        matrix: see `minibatch_kernel`.
-        size: samples per minibatch.
-        seed: of the shuffle and of the permutations.
-        least: samples that the measure needs.
+        samples: of a pool.
+        by_row: whether rows are independent, not single samples.
     """
-    x = rows(view)
-    minibatches = draw_minibatches(view.tokens, x.shape[1], size, seed, least)
-    keys = sample_key(view.tokens, seed) + 1 + torch.arange(len(minibatches))
-    if not minibatches:
-        return {"pairs": x.new_zeros(0, len(x), 0), "keys": keys}
-    upper = torch.triu_indices(len(minibatches[0]), len(minibatches[0]), device=x.device)
-    matrices = (matrix(x[:, chosen.to(x.device)], view.widths) for chosen in minibatches)
-    return {"pairs": torch.stack([one[:, upper[0], upper[1]] for one in matrices]), "keys": keys}
+    number: Tensor = torch.unique_consecutive(samples.row, return_inverse=True)[1]
+    rows = int(number[-1]) + 1 if len(number) else 0
+    return (number, rows) if by_row and rows < len(number) else (None, len(number))
 
 
-def relations_of_pairs(statistics: Mapping[str, Tensor], *, prepare: Prepare) -> dict[str, Tensor]:
-    """Relations of one model from the output of `pair_kernel`.
-
-    Args:
-        statistics: output of `pair_kernel`.
-        prepare: `relations` with its options.
-    """
-    return prepare(symmetric_matrices(statistics["pairs"]), statistics["keys"].tolist())
+def rows_of(samples: Samples, chosen: Tensor, by_row: bool) -> int:
+    """Number of independent rows in a minibatch."""
+    return len(torch.unique(samples.row[chosen])) if by_row else len(chosen)
 
 
-def relations(
-    matrices: Tensor, keys: Sequence[int], *, relate: Relate, least: int, permutations: int, symmetric: bool
+def pair_statistics(
+    sides: Sequence[Tensor],
+    widths: Sequence[tuple[int, ...]],
+    samples: Samples,
+    draws: Draws,
+    *,
+    matrix: Matrix,
+    by_row: bool,
+    seed: int,
 ) -> dict[str, Tensor]:
-    """Relations of one model, and the sums that do not depend on the model it is compared with.
+    """Upper triangles of the matrices of one model, by which models on different machines are compared.
 
     Args:
-        matrices: `minibatch layer n n`.
-        keys: seed of the permutations of each minibatch.
+        sides: samples of the model, `layer sample d_model`.
+        widths: of its layers.
+        samples: see `pool_sums`.
+        draws: see `pool_sums`.
+        matrix: see `pool_sums`.
+        by_row: see `pool_sums`.
+        seed: see `pool_sums`.
+
+    Returns:
+        `pairs`, `minibatch layer pair`; `row`, `minibatch n`, of each sample; `rows`, their number; `distinct`, `minibatch`;
+        and for a null `grid`, `layer pair`, and its `height` and `key`. Nothing for a pool without a minibatch.
+    """
+    if not draws["minibatches"]:
+        return {}
+    [x], [wide] = sides, widths
+    row, rows = row_numbers(samples, by_row)
+    drawn = torch.stack(list(draws["minibatches"]))
+    triangles = [upper_triangles(matrix(x[:, one.to(x.device)], wide)) for one in drawn]
+    own = torch.full(drawn.shape, -1) if row is None else row[drawn]
+    distinct = torch.tensor([rows_of(samples, one, by_row) for one in drawn])
+    out = {"pairs": torch.stack(triangles), "row": own, "rows": torch.tensor(rows), "distinct": distinct}
+    for grid in draws.get("grid", ()):
+        out["grid"] = upper_triangles(matrix(x[:, grid.flatten().to(x.device)], wide))
+        out |= {"height": torch.tensor(len(grid)), "key": torch.tensor(pool_key(samples, seed))}
+    return out
+
+
+Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[Relation]]]
+
+
+def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
+    """The statistics of one model, and its relations: those of `minibatches`, and `grid` if there is a null.
+
+    Args:
+        statistics: output of `pair_statistics`.
         relate: see `Relate`.
-        least: samples that the measure needs.
-        permutations: number of permutations of the null.
-        symmetric: whether relations are symmetric matrices.
-
-    Returns:
-        `relation`, `minibatch layer (n n)` in float64; by layer `own`, the product of a layer with itself, and the numbers of
-        `relate`; `minibatches` and `samples`; with permutations their number and the spectra of `permuted_products`.
     """
-    count, layers, n = matrices.shape[:3]
-    if not count:
-        # Without a minibatch, all sums have their names and are 0.
-        matrices, keys, n = matrices.new_zeros(1, layers, least, least), [0], least
-    each = [relate(one) for one in matrices]
-    # One minibatch needs no copy.
-    relation = (each[0][0][None] if len(each) == 1 else torch.stack([one for one, _ in each]))[:count]
-    out = {"relation": relation, "own": relation.square().sum((0, 2))}
-    out |= {name: torch.stack([numbers[name] for _, numbers in each])[:count].sum(0) for name in each[0][1]}
-    out |= {"minibatches": torch.tensor(count), "samples": torch.tensor(count * n)}
-    if permutations:
-        as_drawn = torch.arange(n)[None]
-        left = [shift_spectra(one, as_drawn, symmetric)[0] for one, _ in each]
-        right = [
-            shift_spectra(one, draw_orders(permutations, n, key), symmetric) for (one, _), key in zip(each, keys, strict=True)
-        ]
-        out |= {"left": torch.stack(left)[:count], "right": torch.stack(right)[:count]}
-        out["permutations"] = torch.tensor(permutations)
-    return out
+    rows, own = int(statistics["rows"]), statistics["row"]
+    each = zip(symmetric_matrices(statistics["pairs"]), own, strict=True)
+    related: dict[str, list[Relation]] = {
+        "minibatches": [relate(one, None if int(row[0]) < 0 else row, rows, False) for one, row in each]
+    }
+    if "grid" in statistics:
+        whole, height = symmetric_matrices(statistics["grid"]), int(statistics["height"])
+        width = whole.shape[-1] // height
+        row = torch.arange(height).repeat_interleave(width) if width > 1 else None
+        related["grid"] = [relate(whole, row, height, True)]
+    return statistics, related
 
 
-def products(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sums of two models from the relations of each.
+def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[str, Tensor]:
+    """The sums of two models, as `pool_sums` gives them, from the statistics and the relations of each.
 
     Args:
-        a: output of `relations` for the first model.
-        b: the same for the second model, or for the first again.
+        a: of the first model, as `relations_of_pairs` returns them.
+        b: of the second model.
+        permutations: number of permutations of the null.
+    """
+    (known, x), (_, y) = a, b
+    total: dict[str, Tensor] = {}
+    size = known["row"].shape[1]
+    for one, other, distinct in zip(x["minibatches"], y["minibatches"], known["distinct"].tolist(), strict=True):
+        for name, value in products(one, other, distinct, size).items():
+            total[name] = value if name not in total else total[name] + value
+    for one, other in zip(x.get("grid", ()), y.get("grid", ()), strict=True):
+        height, key = int(known["height"]), int(known["key"])
+        count = (math.isqrt(8 * known["grid"].shape[-1] + 1) - 1) // 2
+        total |= null_products(one, other, height, count, permutations, key)
+    return total
+
+
+def products(x: Relation, y: Relation, rows: int, samples: int) -> dict[str, Tensor]:
+    """The sums of one minibatch.
+
+    Args:
+        x: of the first model.
+        y: of the second model, or of the first again.
+        rows: number of independent rows of the minibatch.
+        samples: number of its samples.
 
     Returns:
-        `xy` by pair of layers, `xx` and `yy` by layer, the numbers of `relate` for each side, `minibatches`, `samples`;
-        `norms` by pair of layers, the product of the norms of the two relations of a minibatch; with permutations `null xy`,
-        `permutation row column`.
+        `xy` by pair of layers, `xx` and `yy` by layer; `norms` by pair of layers, the product of the norms of the terms; `x0`,
+        `y0`, `x0 norms` and `y0 norms`, the same of each layer with the first of its model; the numbers of `Relation` for each
+        side; `minibatches`, `samples` and `rows`.
     """
-    x, y = a["relation"], b["relation"].to(a["relation"].device)
-    out = {"xy": torch.bmm(x, y.transpose(1, 2)).sum(0), "xx": a["own"], "yy": b["own"]}
-    norms = x.norm(dim=2)
-    out["norms"] = norms.T @ (norms if b is a else y.norm(dim=2))
-    out |= {name.format(side): own[name] for side, own in (("x", a), ("y", b)) for name in own if "{}" in name}
-    out |= {name: a[name] for name in ("minibatches", "samples")}
-    if "permutations" in a:
-        count, n = int(a["permutations"]), math.isqrt(x.shape[2])
-        out["null xy"] = x.new_zeros(count, x.shape[1], y.shape[1])
-        for left, right in zip(a["left"], b["right"], strict=True):
-            out["null xy"] += permuted_products(left, right.to(left.device), n)[:count]
+    out = _similarities(x, y)
+    out |= {name.format(side): one.numbers[name] for side, one in (("x", x), ("y", y)) for name in one.numbers}
+    counts = {"minibatches": 1, "samples": samples, "rows": rows}
+    return out | {name: torch.tensor(count) for name, count in counts.items()}
+
+
+def null_products(x: Relation, y: Relation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
+    """The sums of the null of a pool: of its rows as they are, and exchanged, each name with "null" before it.
+
+    Args:
+        x: of the first model, with terms by row.
+        y: of the second model, or of the first again.
+        rows: number of rows that are exchanged.
+        samples: number of their samples.
+        permutations: their number.
+        key: seed of the orders of rows.
+    """
+    out = _similarities(x, y)
+    out["permuted"] = permuted_products(x, y, draw_orders(permutations, rows, key))[:permutations]
+    out |= {name.format(side): one.numbers[name] for side, one in (("x", x), ("y", y)) for name in one.numbers}
+    return {f"null {name}": value for name, value in out.items()} | {"null samples": torch.tensor(samples)}
+
+
+def _similarities(x: Relation, y: Relation) -> dict[str, Tensor]:
+    a, b = x.terms, y.terms.to(x.terms.device)
+    norms = a.norm(dim=1), b.norm(dim=1)
+    own = [(terms.square() @ one.signs.to(terms.device)) for terms, one in ((a, x), (b, y))]
+    out = {"xy": (a * x.signs) @ b.T, "xx": own[0], "yy": own[1], "norms": torch.outer(*norms)}
+    for side, one, terms, norm in (("x", x, a, norms[0]), ("y", y, b, norms[1])):
+        out |= {f"{side}0": (terms * one.signs.to(terms.device)) @ terms[0], f"{side}0 norms": norm * norm[0]}
     return out
+
+
+def permuted_products(x: Relation, y: Relation, orders: Tensor) -> Tensor:
+    """Similarities with the rows of the second model exchanged, `permutation row column`.
+
+    Entry k, a, b is the sum over rows i and j of the products of A_a[i, j] and B_b[p_k(i), p_k(j)], with p_k the permutations
+    of `draw_permutations`: cyclic shifts, whose products follow from Fourier transforms along the diagonals.
+
+    Args:
+        x: of the first model, with terms by row.
+        y: of the second model.
+        orders: `order row`.
+    """
+    assert x.by_row is not None
+    assert y.by_row is not None
+    assert x.own_signs is not None
+    rows = orders.shape[1]
+    signed = x.by_row.clone()
+    own = torch.arange(rows, device=signed.device)
+    signed[:, own, own] *= x.own_signs
+    left = shift_spectra(signed, own)
+    each = []
+    for order in orders:
+        right = shift_spectra(y.by_row.to(signed.device), order.to(signed.device))
+        each.append(torch.fft.irfft(left.conj() @ right.transpose(1, 2), n=rows, dim=0))
+    return torch.cat(each)
+
+
+def shift_spectra(terms: Tensor, order: Tensor) -> Tensor:
+    """Fourier transforms along the diagonals of terms whose rows are reordered, `frequency layer (diagonal term)`.
+
+    A cyclic shift of the rows moves the entries of a matrix along its diagonals, which wrap around.
+
+    Args:
+        terms: `layer row row term`.
+        order: `row`.
+    """
+    rows = len(order)
+    place = torch.arange(rows, device=terms.device)
+    # `layer diagonal row term`
+    entries = terms[:, order, order[(place + place[:, None]) % rows]]
+    spectra: Tensor = torch.fft.rfft(entries, dim=2).permute(2, 0, 1, 3).flatten(2)
+    return spectra
+
+
+def upper_triangles(matrices: Tensor) -> Tensor:
+    """The upper triangles of symmetric matrices `... n n`, diagonal included, `... pair`."""
+    rows, columns = torch.triu_indices(matrices.shape[-1], matrices.shape[-1], device=matrices.device)
+    return matrices[..., rows, columns]
 
 
 def symmetric_matrices(upper: Tensor) -> Tensor:
-    """Symmetric matrices `... n n` from their upper triangles, diagonal included.
+    """Symmetric matrices `... n n` from their upper triangles.
 
     Args:
-        upper: `... pair`.
+        upper: `... pair`, diagonal included.
     """
     n = (math.isqrt(8 * upper.shape[-1] + 1) - 1) // 2
     rows, columns = torch.triu_indices(n, n)
@@ -184,39 +319,17 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
     return matrices
 
 
-def shift_spectra(relation: Tensor, orders: Tensor, symmetric: bool) -> Tensor:
-    """Fourier transforms along the diagonals of relations whose samples are reordered, `order frequency layer diagonal`.
-
-    A cyclic shift of the samples moves the entries of a matrix along its diagonals, which wrap around.
+def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> Relation:
+    """A relation whose terms are those of all pairs of samples, all of which are added.
 
     Args:
-        relation: `layer (n n)`.
-        orders: `order n`.
-        symmetric: whether each diagonal below the main one equals one above it. Then only half of them are taken, times the
-            square root of 2, so that products of two spectra count both halves.
+        terms: `layer (n n)`, 0 for pairs that are left out.
+        rows: number of rows for terms by row, of samples that are `row position`; None for no such terms.
+        numbers: see `Relation`.
     """
-    n = orders.shape[1]
-    orders = orders.to(relation.device)
-    place = torch.arange(n, device=relation.device)
-    diagonal = place[: n // 2 + 1] if symmetric else place
-    index = orders[:, None] * n + orders[:, (place + diagonal[:, None]) % n]
-    entries = relation[:, index]
-    if symmetric:
-        twice = (diagonal > 0) & (2 * diagonal < n)
-        entries = entries * (1 + twice.to(relation.dtype)).sqrt()[:, None]
-    spectra: Tensor = torch.fft.rfft(entries, dim=-1).permute(1, 3, 0, 2)
-    return spectra
-
-
-def permuted_products(left: Tensor, right: Tensor, n: int) -> Tensor:
-    """Products of the relations of a minibatch with those of permuted samples, `permutation row column`.
-
-    Entry k, a, b is the sum over i and j of A_a[i, j] B_b[p_k(i), p_k(j)], with p_k the permutations of `draw_permutations`.
-
-    Args:
-        left: `frequency row diagonal`, spectra of A as drawn.
-        right: `order frequency column diagonal`, spectra of B in random orders.
-        n: number of samples.
-    """
-    shifted: Tensor = torch.fft.irfft(left.conj() @ right.transpose(2, 3), n=n, dim=1).flatten(0, 1)
-    return shifted
+    ones = terms.new_ones(terms.shape[1])
+    if rows is None:
+        return Relation(terms, ones, numbers or {})
+    each = math.isqrt(terms.shape[1]) // rows
+    by_row = terms.view(-1, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
+    return Relation(terms, ones, numbers or {}, by_row, by_row.new_ones(each**2))

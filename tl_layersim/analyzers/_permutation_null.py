@@ -1,7 +1,4 @@
-"""Permutation nulls of similarities: draws of permutations, and the statistics of observed values beside null values.
-
-The functions that draw are plain torch: they are serialised by value with the kernels that call them.
-"""
+"""Permutation nulls of similarities: the statistics of observed values beside null values."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ ALPHA = 0.05
 # With fewer permutations the threshold at ALPHA is the largest value itself, and no value exceeds it.
 LEAST_PERMUTATIONS = math.ceil(1 / ALPHA) - 1
 # The fields of one number for each pair of layers, and those of the maximum over pairs.
-PAIR_FIELDS = ("calibrated", "p_values", "null_mean", "null_threshold")
+PAIR_FIELDS = ("observed", "calibrated", "p_values", "null_mean", "null_threshold")
 NOT_MEASURED = torch.tensor(math.nan, dtype=torch.float64)
 # Equal similarities differ by rounding: of Fourier transforms, which give the null, or of decompositions. Few samples and
 # measures that count, such as shared neighbours, have many equal ones.
@@ -36,25 +33,32 @@ EQUAL_WITHIN = 1e-10
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CalibratedMatrix(LayerMatrix):
-    """A similarity for each pair of layers, beside its distribution when samples are paired at random.
+    """A similarity for each pair of layers, beside its distribution when rows are paired at random.
 
-    Without permutations, `permutations` is 0 and the numbers of the null are NaN.
+    Tokens of a text depend on each other, so the null exchanges whole rows of the data, position with position, among the rows
+    of a pool. Rows of unequal lengths are compared at positions that all rows which are exchanged have, so the null has an
+    observed value of its own. Without permutations, `permutations` is 0 and the numbers of the null are NaN.
 
     Attributes:
-        values: `row column`, the observed similarities, at most 1.
-        permutations: number of random pairings of samples in the null; 0 without a null.
-        calibrated: `row column`, max(0, (value - threshold) / (1 - threshold)): 0 for a similarity that random pairings reach,
-            1 for equal layers.
-        p_values: `row column`, (1 + number of null values >= the value) / (1 + permutations).
+        values: `row column`, the similarities of all samples, at most 1.
+        permutations: number of random pairings of rows in the null; 0 without a null.
+        observed: `row column`, the similarities of the rows and positions that the null exchanges, as they are in the data.
+        calibrated: `row column`, max(0, (observed - threshold) / (1 - threshold)): 0 for a similarity that random pairings
+            reach, 1 for equal layers.
+        p_values: `row column`, (1 + number of null values >= the observed one) / (1 + permutations).
         null_mean: `row column`, mean of the null.
         null_quantiles: `quantile row column`, quantiles of the null.
         null_threshold: `row column`, the 95 % quantile of the null values together with the observed value.
-        max_value: the largest similarity over pairs of layers; within one model over pairs of different layers.
+        max_value: the largest observed similarity over pairs of layers; within one model over pairs of different layers.
         max_p_value: its p-value, against the maximum over the same pairs in each permutation. It accounts for the search of the
             best pair, which the p-value of a single pair does not.
         max_threshold: the threshold of the maximum, as `null_threshold`.
         max_calibrated: the calibrated maximum, as `calibrated`.
         max_null: `draw`, the maximum over pairs in each permutation.
+        split_half: between two models with intervals, the reliability of the values: their correlation over pairs of layers
+            between odd and even blocks of the data, stepped up to all data by the formula of Spearman and Brown.
+        noise_ceiling: its root, the correlation over pairs of layers that the values can be expected to have with the true
+            ones, and so the largest that they can have with anything.
         quantiles: levels of `null_quantiles`.
 
     Source:
@@ -69,6 +73,7 @@ class CalibratedMatrix(LayerMatrix):
     """
 
     permutations: int = 0
+    observed: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
     calibrated: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(0, 1))
     p_values: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=None)
     null_mean: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
@@ -81,6 +86,8 @@ class CalibratedMatrix(LayerMatrix):
     max_threshold: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=(-math.inf, 1))
     max_calibrated: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=(0, 1))
     max_null: Float64[Tensor, " draw"] = axes("draw", default=NOT_MEASURED, within=None)
+    split_half: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
+    noise_ceiling: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     quantiles: tuple[float, ...] = QUANTILES
 
     similarity_name: ClassVar[str] = "Similarity"
@@ -104,11 +111,11 @@ class CalibratedMatrix(LayerMatrix):
     def to_frame(self, field: str = "values") -> Any:
         table = super().to_frame(field)
         asked = {field, self.values_name}
-        empty = {f"{name}{end}" for name in PAIR_FIELDS for end in ("", "_low", "_high") if name not in asked}
+        empty = {f"{name}{end}" for name in PAIR_FIELDS for end in ("", "_low", "_high", "_untrained") if name not in asked}
         return table if self.permutations else table.drop(columns=[name for name in table if name in empty])
 
     def plot(self, field: str = "values") -> Any:
-        if not self.permutations and field.startswith(("null_", "max_", "calibrated", "p_values")):
+        if not self.permutations and field.startswith(("null_", "max_", "observed", "calibrated", "p_values")):
             raise LayersimError(
                 f"`{field}` was not measured: the run had no permutations.",
                 given="permutations=0",
@@ -116,6 +123,15 @@ class CalibratedMatrix(LayerMatrix):
                 do=f"{type(self).__name__.removesuffix('Result')}(permutations=200)",
             )
         return super().plot(field)
+
+    def with_halves(self, first: Any, second: Any) -> Any:
+        both = torch.stack([one.values.flatten() for one in (first, second)])
+        both = both[:, both.isfinite().all(0)]
+        if both.shape[1] < 3:
+            return self
+        half = torch.corrcoef(both)[0, 1]
+        whole = 2 * half / (1 + half)
+        return replace(self, split_half=whole, noise_ceiling=whole.clamp(min=0).sqrt())
 
     def transposed(self) -> Any:
         """The comparison of the two models in the other order: rows become columns in every field."""
@@ -144,9 +160,9 @@ class CalibratedMatrix(LayerMatrix):
         if len(to_last) == 1:
             return {f"{measure} of the two models": float(to_last[0])} if two else {}
         name = f"{measure}(first model's {{}}, second's last)" if two else f"{measure}({{}}, last)"
-        same = {}
+        same = {} if self.split_half.isnan() else {f"split-half reliability of {measure}": float(self.split_half)}
         if two and self.layers == self.coordinates("column"):
-            same = {f"{measure} of the same layers, mean": float(self.values.diagonal().mean())}
+            same |= {f"{measure} of the same layers, mean": float(self.values.diagonal().mean())}
         return same | {
             name.format(self.first_layer()): float(to_last[0]),
             name.format("middle layer"): float(to_last[len(to_last) // 2]),
@@ -173,75 +189,27 @@ def null_pictures(measure: str) -> tuple[Picture, ...]:
         Picture(
             "calibrated",
             f"Calibrated {measure} between layers",
-            "Similarity above the threshold that 5 % of random pairings of samples exceed, as a fraction of what is left up to "
+            "Similarity above the threshold that 5 % of random pairings of rows exceed, as a fraction of what is left up to "
             "1. It is 0 where random pairings are as similar (Phipson and Smyth 2010; permutation test of Fisher 1935).",
         ),
         Picture(
             "p_values",
             f"p-values of {measure} between layers",
-            "Fraction of random pairings of samples that are at least as similar, with the observed pairing counted once "
+            "Fraction of random pairings of rows that are at least as similar, with the observed pairing counted once "
             "(Phipson and Smyth 2010). The smallest possible value is 1 / (permutations + 1).",
         ),
         Picture(
             "null_mean",
-            f"{measure[0].upper()}{measure[1:]} of randomly paired samples",
-            "The similarity that width and number of samples alone produce: samples of a layer are paired with random samples "
-            "of the other, mean over pairings (permutation test of Fisher 1935).",
+            f"{measure[0].upper()}{measure[1:]} of randomly paired rows",
+            "The similarity that width and number of samples alone produce: rows of a layer are paired with random rows of "
+            "the other, position with position, mean over pairings (permutation test of Fisher 1935).",
         ),
         Picture(
             "null_threshold",
             f"Threshold of {measure} at 5 %",
-            "The value that 5 % of random pairings of samples exceed (permutation test of Fisher 1935).",
+            "The value that 5 % of random pairings of rows exceed (permutation test of Fisher 1935).",
         ),
     )
-
-
-def sample_key(tokens: Tensor, seed: int) -> int:
-    """A seed that depends on the tokens of a batch and on the user's seed, and not on the number of the batch.
-
-    Args:
-        tokens: ids of the counted tokens of the batch.
-        seed: of the user.
-    """
-    tokens = tokens.cpu()
-    weight = torch.arange(1, 2 * len(tokens), 2) * 0x9E3779B1
-    return (seed * 0x9E3779B1 + (int(((tokens + 1) * weight).sum()) & 0x7FFFFFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
-
-
-def draw_orders(count: int, samples: int, key: int) -> Tensor:
-    """Draw the random orders whose cyclic shifts are the permutations, `order sample`; as many as `count` permutations need.
-
-    Args:
-        count: number of permutations.
-        samples: number of samples.
-        key: seed of the draw, such as `sample_key`.
-    """
-    generator = torch.Generator().manual_seed(key & 0x7FFFFFFFFFFFFFFF)
-    drawn = [torch.randperm(samples, generator=generator) for _ in range(-(-count // samples))]
-    return torch.stack(drawn) if drawn else torch.zeros(0, samples, dtype=torch.int64)
-
-
-def draw_permutations(count: int, samples: int, key: int) -> Tensor:
-    """Draw permutations of the samples of a minibatch, `permutation sample`: the cyclic shifts of random orders.
-
-    Each permutation is uniformly distributed. Those of one order send a sample to different places, and the similarities of
-    all of them follow from one Fourier transform. The first permutations of a larger count are those of a smaller one.
-
-    Args:
-        count: number of permutations.
-        samples: number of samples.
-        key: seed of the draw, such as `sample_key`.
-
-    Examples:
-        >>> draw_permutations(3, 4, key=0)
-        tensor([[0, 1, 3, 2],
-                [1, 3, 2, 0],
-                [3, 2, 0, 1]])
-    """
-    orders = draw_orders(count, samples, key)
-    place = torch.arange(samples)
-    shifted = orders[:, (place[:, None] + place) % samples]
-    return shifted.flatten(0, 1)[:count]
 
 
 def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: bool = True) -> dict[str, Any]:
@@ -249,9 +217,9 @@ def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: boo
 
     Args:
         values: `row column`, observed similarities, at most 1; NaN where they are not defined.
-        null: `permutation row column`, the similarities of permuted samples. An empty null leaves the fields out.
+        null: `permutation row column`, the similarities of permuted rows. An empty null leaves the fields out.
         one_model: whether rows and columns are the layers of one model. A layer and itself are then no pair, and two layers
-            have one null in either order, in which samples of the later layer are permuted.
+            have one null in either order, in which rows of the later layer are permuted.
         symmetric: whether two layers of one model have one value in either order. If not, each order is a pair of its own.
 
     Returns:
@@ -274,6 +242,7 @@ def null_fields(values: Tensor, null: Tensor, *, one_model: bool, symmetric: boo
     levels = torch.tensor(QUANTILES, dtype=torch.float64)
     return {
         "permutations": len(null),
+        "observed": values,
         "calibrated": calibrated_values(values, thresholds),
         "p_values": p_values(values, null),
         "null_mean": null.mean(0).masked_fill(undefined, math.nan),

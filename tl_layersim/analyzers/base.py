@@ -25,6 +25,7 @@ from ..models.exit_heads import ExitHeads
 from ..models.head_layouts import NO_HEAD
 from ..models.layout import classes_with_head
 from ..models.model_info import Model
+from ..models.pools import AnyKernel, PoolKernel
 from ..models.unembed import Head
 from ..models.view import Kernel
 
@@ -55,10 +56,6 @@ class Run:
     models: tuple[Model, ...] = ()
 
 
-def _unchanged(statistics: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return statistics
-
-
 @named
 @dataclass(frozen=True)
 class Exchange:
@@ -67,18 +64,18 @@ class Exchange:
     Models on different machines are compared in this way, and many models of which each runs once a batch.
 
     Attributes:
-        kernel: takes the view of one model and returns its statistics of the batch, which are transferred.
-        join: takes the prepared statistics of two models on one batch and returns the output of the analyzer's kernel on both
-            views.
-        size: bytes of the statistics of one model, from numbers of counted tokens, rows and layers of a batch.
-        prepare: takes the statistics of one model and returns those that `join` takes. Called once for each model and batch,
+        kernel: of one model; returns its statistics of a pool, which are transferred.
+        join: takes the prepared statistics of two models on one pool and returns the output of the analyzer's kernel on both.
+        size: bytes of the statistics of one model, from the rows of a batch, the mean number of counted positions of a row, and
+            the number of layers.
+        prepare: takes the statistics of one model and returns those that `join` takes. Called once for each model and pool,
             however many models it is compared with.
     """
 
-    kernel: Kernel
+    kernel: PoolKernel
     join: Callable[..., dict[str, Tensor]]
-    size: Callable[[int, int, int], int]
-    prepare: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = _unchanged
+    size: Callable[[int, float, int], int]
+    prepare: Callable[[Mapping[str, Tensor]], Any]
 
 
 class Analyzer(ABC):
@@ -158,12 +155,28 @@ class Analyzer(ABC):
         return None
 
     @abstractmethod
-    def kernel(self, first: Sums) -> Kernel:
-        """The kernel of the main pass.
+    def kernel(self, first: Sums) -> AnyKernel:
+        """The kernel of the main pass: a function of views; or a `PoolKernel`, for a measure over pairs of samples.
 
         Args:
             first: sums of the first pass, empty without one.
         """
+
+    def pool_kernel(self, first: Sums) -> PoolKernel | None:
+        """A kernel of pools of rows beside that of views, whose sums join those of `kernel`; None for none.
+
+        Args:
+            first: sums of the first pass, empty without one.
+        """
+        return None
+
+    def pool_need(self, density: float) -> int:
+        """Rows of the largest pool from which the kernels draw samples; 0 without a `PoolKernel`.
+
+        Args:
+            density: mean number of counted positions of a row.
+        """
+        return 0
 
     def exchange(self) -> Exchange | None:
         """Cross-model statistics of a batch; None if the analyzer needs the activations of both models in one place."""

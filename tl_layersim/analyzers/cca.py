@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -143,8 +144,9 @@ class CCA(CrossProductAnalyzer):
     Args:
         level: "token" takes each token as a sample; "sequence" each row of tokens.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        permutations: number of random pairings of the samples of a forward batch, for the null distribution of mean CCA. Each
-            has cross-products of its own, so memory and time grow by this factor: select a few sites with `at=`.
+        permutations: number of random pairings of rows for the null distribution of mean CCA, see `Procrustes`. Each has
+            cross-products of its own, so memory and time grow by this factor: select a few sites with `at=`.
+        unit: see `Procrustes`.
         seed: of the random pairings.
         max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
             needs 24 L (L + 1) / 2 d^2 bytes.
@@ -184,24 +186,26 @@ class CCA(CrossProductAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> CCAResult:
         count = int(sums["samples"])
-        need_tokens(count, 2, "CCA", self.unit)
+        need_tokens(count, 2, "CCA", self.samples_in_words)
         products = Covariances(sums)
         power = [products.row_power()] + ([products.column_power()] if products.two_models else [])
         defined = [are_defined(one) for one in power]
-        check_defined(zip((run.layers, run.column_layers), defined, strict=False), "CCA", f"{count} {self.unit}")
-        squares = [square for square, _ in power]
-        rows = [self._whitened(products.of_row(i), squares[0][i], one, count) for i, one in enumerate(defined[0])]
-        columns = rows
-        if products.two_models:
-            columns = [self._whitened(products.of_column(i), squares[1][i], one, count) for i, one in enumerate(defined[1])]
+        check_defined(zip((run.layers, run.column_layers), defined, strict=False), "CCA", f"{count} {self.samples_in_words}")
+        rows, columns = self._whitened_sites(products)
         largest = max(site.whiten.shape[1] for site in (*rows, *columns))
-        _warn_of_few_per_dimension(count, self.unit, largest)
+        _warn_of_few_per_dimension(count, self.samples_in_words, largest)
         known = defined[0][:, None] & defined[-1]
         fields: dict[str, Any] = {name: one.where(known, math.nan) for name, one in _summaries(products, rows, columns).items()}
-        null = [_means(products.permuted(i), rows, columns) for i in range(products.permutations)]
+        null: dict[str, Any] = {}
+        if "null.samples" in sums.fields:
+            exchanged = Covariances(sums, "null.")
+            sites = self._whitened_sites(exchanged)
+            each = [_means(exchanged.permuted(i), *sites) for i in range(exchanged.permutations)]
+            observed = _means(exchanged, *sites).where(known, math.nan)
+            null = null_fields(observed, torch.stack(each), one_model=is_one_model(run.models))
         return CCAResult(
             **fields,
-            **(null_fields(fields["values"], torch.stack(null), one_model=is_one_model(run.models)) if null else {}),
+            **null,
             dimensions=_dimension_counts([site.whiten.shape[1] for site in rows], defined[0]),
             column_dimensions=_dimension_counts([site.whiten.shape[1] for site in columns], defined[-1]),
             directions=_dimension_counts([site.directions for site in rows], defined[0]),
@@ -211,6 +215,16 @@ class CCA(CrossProductAnalyzer):
             column_layers=run.column_layers,
             provenance=run.provenance,
         )
+
+    def _whitened_sites(self, products: Covariances) -> tuple[list[WhitenedSite], list[WhitenedSite]]:
+        """The principal directions of the row sites and of the column sites."""
+        sides: list[tuple[tuple[Tensor, Tensor], Callable[[int], Tensor]]] = [(products.row_power(), products.of_row)]
+        sides += [(products.column_power(), products.of_column)] if products.two_models else []
+        found = []
+        for power, covariance in sides:
+            each = zip(power[0], are_defined(power), strict=True)
+            found.append([self._whitened(covariance(i), square, one, products.samples) for i, (square, one) in enumerate(each)])
+        return found[0], found[-1]
 
     def _whitened(self, covariance: Tensor, square: Tensor, defined: Tensor, count: int) -> WhitenedSite:
         """The principal directions of a site, those of the largest variance first.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations_with_replacement
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float64
@@ -17,13 +17,14 @@ from ..core.errors import LayersimError, warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
+from ..models.pools import AnyKernel
 from ..models.view import Kernel
 from ._arccos_distance import arccos_distance
-from ._exact_hsic import exact_hsic, exact_kernel, is_above_rounding
-from ._hsic import centred, grams
+from ._exact_hsic import exact_hsic, exact_kernel, mean_kernel
+from ._hsic import centred, grams, without_rows
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._minibatch_pairs import Matrix, Relate
-from ._permutation_null import is_one_model, null_fields, null_pictures
+from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
+from ._permutation_null import null_pictures
 from ._sample_vectors import samples
 from .base import Exchange, Run, need_tokens
 
@@ -47,8 +48,9 @@ class CKAResult(MinibatchMatrix):
             r. If a few tokens have massive activations, CKA describes these tokens; below a fifth of all samples a
             `LayersimWarning` is issued.
         column_effective_samples: `column`, the same for the second model, or for the first again.
-        samples: number of tokens (or sequences).
+        samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches; 1 for the exact estimator.
+        rows: number of different rows in a minibatch, the mean over minibatches.
     """
 
     values: Float64[Tensor, "row column"] = axes("row", "column", within=(-1, 1))
@@ -59,8 +61,9 @@ class CKAResult(MinibatchMatrix):
         Picture(
             "values",
             "Linear CKA between layers",
-            "Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for unrelated "
-            "(Kornblith et al. 2019; unbiased HSIC of Song et al. 2012, minibatches of Nguyen et al. 2021).",
+            "Similarity of the geometry of tokens at two layers, up to rotation and scale: 1 for equal, 0 for independent "
+            "layers (Kornblith et al. 2019; unbiased HSIC of Song et al. 2012 over different rows, minibatches of Nguyen et "
+            "al. 2021).",
         ),
         Picture(
             "effective_samples",
@@ -80,8 +83,9 @@ class CKAResult(MinibatchMatrix):
         $$\sqrt{\sum_{l=1}^{L} \arccos(\mathrm{CKA}(H_l, H'_l))^2}$$
 
         CKA is clipped to [-1, 1] inside the arccos only. The distance is 0 for models that are equal up to rotation and scale
-        at each layer. A pair of unrelated layers adds (pi / 2)^2 under the root, so unrelated models of L blocks are about
-        pi / 2 sqrt(L) apart. NaN if the CKA of a pair is not defined: a sum without that pair would not be comparable.
+        at each layer. A pair of independent layers adds (pi / 2)^2 under the root. Layers of two models are not independent
+        even if neither is trained, because both read the same tokens. NaN if the CKA of a pair is not defined: a sum without
+        that pair would not be comparable.
 
         Raises:
             LayersimError: the models have different numbers of sites.
@@ -110,27 +114,32 @@ class CKA(MinibatchAnalyzer):
 
     $$\mathrm{CKA}(X, Y) = \frac{\mathrm{HSIC}(X, Y)}{\sqrt{\mathrm{HSIC}(X, X)\,\mathrm{HSIC}(Y, Y)}}$$
 
-    with the unbiased estimator, for $\tilde K = XX'$ and $\tilde L = YY'$ with zeroed diagonals and n >= 4 samples,
+    HSIC is the unbiased HSIC_1 of Song et al. without pairs of tokens of one row, because these depend on each other
+    (`_hsic.without_rows` has the formula). With one sample a row it is HSIC_1. For K = XX' and L = YY' of n samples with zeroed
+    diagonals,
 
     $$\mathrm{HSIC}_1 = \frac{1}{n(n-3)} \Big[ \mathrm{tr}(\tilde K \tilde L) + \frac{1'\tilde K 1\; 1'\tilde L 1}{(n-1)(n-2)}
     - \frac{2}{n-2} 1'\tilde K \tilde L 1 \Big].$$
 
     Args:
-        estimator: "minibatch" averages HSIC_1 over minibatches and divides the averages, which is not the mean of the ratios.
-            The tokens of a forward batch are shuffled first, because neighbours in a text are not independent. "exact" takes
-            HSIC_1 over all samples in one pass without a Gram matrix; it needs (layers d)^2 float64 numbers. "biased" takes
-            HSIC_0 of minibatches, which is far from 0 for unrelated layers (0.5 for independent Gaussians with n = d); it is
-            for comparison with published figures only.
-        minibatch: n. A forward batch of fewer samples is one smaller minibatch, whose HSIC has weight n(n-3) in the average;
-            remaining samples are dropped at random. The result's `mean_minibatch` is the mean n.
-        level: "token" takes each token as a sample; "sequence" each row of tokens. Then n is at most `batch_size`, and the
-            exact estimator is preferable.
+        estimator: "minibatch" averages HSIC over minibatches and divides the averages, which is not the mean of the ratios. A
+            minibatch is drawn from a pool of 16 rows, or of as many as have `minibatch` samples, with at most 64 tokens of a
+            row; the pools do not depend on `batch_size`. "exact" takes HSIC over all samples without a Gram matrix; it reads
+            the data twice and needs 2 (layers d)^2 float64 numbers. "biased" takes HSIC_0 of minibatches, which is far from 0
+            for independent layers (0.5 for Gaussians with n = d); it is for comparison with published figures only.
+        minibatch: n. A pool of fewer samples is one smaller minibatch; remaining samples are dropped at random. Minibatches are
+            weighted by their pairs of samples.
+        unit: what is independent: "row" leaves out pairs of tokens of one row, and needs 4 rows; "token" takes all samples for
+            independent, such as tokens of which each row has one. The null exchanges the same units.
+        level: "token" takes each token as a sample; "sequence" each row of tokens.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        seed: of the shuffle, which otherwise depends on the batch's own tokens alone. The order of batches and padding do not
-            change a value. Another batch_size draws other minibatches.
+        seed: of the draws, which otherwise depend on the rows alone.
+        deconfound: "input" regresses the Gram matrix of the embedding out of that of each layer, within each model: what is
+            left is no similarity of the inputs (Cui et al. 2022). The embedding itself is then NaN. The exact estimator has no
+            Gram matrices and takes none.
         max_memory_gb: limit for "exact" and for the sums of the null; a larger requirement is refused before the run.
-        permutations: number of random pairings of the samples of each minibatch, for the null: samples of the columns are
-            permuted, in the same way at all layers. 0 for no null. The exact estimator has no minibatches and takes none.
+        permutations: number of random pairings for the null: in each pool, whole rows of the columns are exchanged, position
+            with position, in the same way at all layers. 0 for no null. The exact estimator has no minibatches and takes none.
 
     Source:
         Kornblith et al. 2019; Song et al. 2012; Nguyen et al. 2021; Brown et al. 2023,
@@ -144,20 +153,24 @@ class CKA(MinibatchAnalyzer):
         >>> cka.values.shape, round(float(cka.values[4, 4]), 9)
         (torch.Size([9, 9]), 1.0)
 
-        No random pairing of tokens is as similar as the embedding and the last layer are.
+        No exchange of rows is as similar as the embedding and the last layer are.
 
-        >>> null = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.CKA(minibatch=64, permutations=99)])["cka"]
-        >>> float(null.p_values[0, -1]), bool(0 < null.calibrated[0, -1] < null.values[0, -1])
+        >>> null = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:32], [lsim.CKA(permutations=99)])["cka"]
+        >>> float(null.p_values[0, -1]), bool(0 < null.calibrated[0, -1] < null.observed[0, -1])
         (0.01, True)
     """
 
     name: ClassVar[str] = "cka"
 
+    one_pass: ClassVar[str] = 'CKA(estimator="minibatch")'
+
     estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
     minibatch: int = 256
+    unit: Literal["row", "token"] = "row"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
     seed: int = 0
+    deconfound: Literal["input"] | None = None
     max_memory_gb: int | float = 4.0
     permutations: int = 0
 
@@ -171,13 +184,14 @@ class CKA(MinibatchAnalyzer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.permutations and self.estimator == "exact":
-            raise LayersimError(
-                '`permutations` cannot be combined with estimator="exact": each permutation needs cross-products of its own.',
-                given=f'CKA(estimator="exact", permutations={self.permutations})',
-                expected='estimator="minibatch" or "biased", which permute samples within minibatches',
-                do=f'CKA(estimator="minibatch", permutations={self.permutations})',
-            )
+        for name, value in (("permutations", self.permutations), ("deconfound", self.deconfound)):
+            if value and self.estimator == "exact":
+                raise LayersimError(
+                    f'`{name}` cannot be combined with estimator="exact", which has no Gram matrices.',
+                    given=f'CKA(estimator="exact", {name}={value!r})',
+                    expected='estimator="minibatch" or "biased"',
+                    do=f'CKA(estimator="minibatch", {name}={value!r})',
+                )
         if self.minibatch < 4:
             raise LayersimError(
                 "`minibatch` must be at least 4: the unbiased HSIC is not defined on fewer samples.",
@@ -193,8 +207,8 @@ class CKA(MinibatchAnalyzer):
         widths = [len(model.layers) * (model.widest or 0) for model in models]
         # More than two models are each compared with themselves too.
         pairs = list(combinations_with_replacement(widths, 2)) if len(models) > 2 else [(widths[0], widths[-1])]
-        # The batch's cross-product, the running sum, and the new sum while the two are added.
-        need = 3 * 8 * sum(row * column for row, column in pairs) / 1e9
+        # Two matrices: of the batch, the running sum, and the new sum while the two are added.
+        need = 2 * 3 * 8 * sum(row * column for row, column in pairs) / 1e9
         if not need <= self.max_memory_gb:
             products = f"{len(pairs)} pairs of models" if len(pairs) > 1 else f"{widths[0]} x {widths[-1]} cross-products"
             raise LayersimError(
@@ -204,43 +218,59 @@ class CKA(MinibatchAnalyzer):
                 do=f'CKA(estimator="minibatch"), or CKA(estimator="exact", max_memory_gb={math.ceil(need)})',
             )
 
-    def kernel(self, first: Sums) -> Kernel:
-        if self.estimator == "exact":
-            return partial(exact_kernel, rows=partial(samples, level=self.level, pool=self.pool))
-        return super().kernel(first)
+    def pool_need(self, density: float) -> int:
+        return 0 if self.estimator == "exact" else super().pool_need(density)
+
+    def first_kernel(self) -> Kernel | None:
+        return partial(mean_kernel, rows=self._rows()) if self.estimator == "exact" else None
+
+    def kernel(self, first: Sums) -> AnyKernel:
+        if self.estimator != "exact":
+            return super().kernel(first)
+        means = (first["x"] / first["count"], first["y"] / first["count"])
+        return partial(exact_kernel, rows=self._rows(), means=means, by_row=self.unit == "row")
+
+    def _rows(self) -> partial[Tensor]:
+        return partial(samples, level=self.level, pool=self.pool)
 
     def exchange(self) -> Exchange | None:
         return None if self.estimator == "exact" else super().exchange()
 
     def compute(self, sums: Sums, run: Run) -> CKAResult:
-        unit = self.unit
-        if self.estimator != "exact":
-            self.need_minibatch(sums, run)
-        need_tokens(int(sums["samples"]), 4, "CKA", unit)
         if self.estimator == "exact":
-            cross, own_x, own_y, effective_x, effective_y = exact_hsic(sums)
-            defined_x, defined_y = (is_above_rounding(sums, own, f"xy.r_{z}") for own, z in ((own_x, "x"), (own_y, "y")))
+            need_tokens(int(sums["samples"]), 4, "CKA", self.samples_in_words)
+            cross, own_x, own_y = exact_hsic(sums)
+            power = {z: (sums[f"xy.r_{z}"], sums[f"xy.r_{z}^2"]) for z in "xy"}
         else:
+            self.need_minibatch(sums, run)
             cross, own_x, own_y = sums["xy"], sums["xx"], sums["yy"]
-            effective_x, effective_y = (sums[f"r_{z}"].square() / sums[f"r_{z}^2"] for z in "xy")
-            defined_x, defined_y = own_x > 0, own_y > 0
-        self._undefined(defined_x, defined_y, run, f"{int(sums['samples'])} {unit}")
-        effective_x, effective_y = effective_x.where(defined_x, math.nan), effective_y.where(defined_y, math.nan)
-        _warn_of_few(effective_x, effective_y, run, int(sums["samples"]), self.level)
-        scale = torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
-        values = (cross / scale).where(defined_x[:, None] & defined_y, math.nan)
-        null = sums["null xy"] / scale if self.permutations else values.new_zeros(0, *values.shape)
-        return CKAResult(
-            values=values,
-            effective_samples=effective_x,
-            column_effective_samples=effective_y,
-            samples=int(sums["samples"]),
-            minibatches=int(sums["minibatches"]) if self.estimator != "exact" else 1,
-            layers=run.layers,
-            column_layers=run.column_layers,
-            provenance=run.provenance,
-            **null_fields(values, null, one_model=is_one_model(run.models)),
-        )
+            power = {z: (sums[f"r_{z}"], sums[f"r_{z}^2"]) for z in "xy"}
+        defined_x, defined_y = own_x > 0, own_y > 0
+        count = int(sums["samples"])
+        self._undefined(defined_x, defined_y, run, f"{count} {self.samples_in_words}")
+        effective_x = (power["x"][0].square() / power["x"][1]).where(defined_x, math.nan)
+        effective_y = (power["y"][0].square() / power["y"][1]).where(defined_y, math.nan)
+        _warn_of_few(effective_x, effective_y, run, count, self.level)
+        values = (cross / _scale(own_x, own_y)).where(defined_x[:, None] & defined_y, math.nan)
+        if self.estimator == "exact":
+            about: dict[str, Any] = {
+                "values": values,
+                "samples": count,
+                "minibatches": 1,
+                "rows": float(run.provenance.sequences),
+            }
+            about |= {"layers": run.layers, "column_layers": run.column_layers, "provenance": run.provenance}
+        else:
+            scale = _scale(sums["null xx"], sums["null yy"]) if "null xx" in sums.fields else values
+            about = self.similarities(sums, run, values, scale, self._inputs(sums))
+        return CKAResult(effective_samples=effective_x, column_effective_samples=effective_y, **about)
+
+    def _inputs(self, sums: Sums) -> tuple[Tensor, Tensor] | None:
+        """CKA of each layer with the embedding of its model; None if it is not regressed out."""
+        if self.deconfound is None:
+            return None
+        x, y = (sums[f"{z}0"] / (sums[2 * z] * sums[2 * z][0]).sqrt() for z in "xy")
+        return x, y
 
     def _undefined(self, defined_x: Tensor, defined_y: Tensor, run: Run, count: str) -> None:
         """Warn of layers whose samples are all equal; refuse a run in which all layers are of this kind."""
@@ -248,23 +278,23 @@ class CKA(MinibatchAnalyzer):
         equal = list(
             dict.fromkeys(name for names, defined in sides for name, one in zip(names, defined, strict=True) if not one)
         )
-        exact = self.estimator == "exact"
         if not bool(defined_x.any() and defined_y.any()):
             raise LayersimError(
-                "CKA is not defined at any layer: the samples do not differ"
-                + (", or the sums over all samples lose their differences to rounding." if exact else "."),
+                "CKA is not defined at any layer: the samples do not differ.",
                 given=f"{count}, all equal at {', '.join(equal[:4])}",
                 expected="activations that differ from sample to sample",
-                do='CKA(estimator="minibatch"), which centres each minibatch' if exact else "pass more varied data",
+                do="pass more varied data",
             )
         if equal:
-            digits = "the mean is so much larger than the spread that the sums lose the spread to rounding, or "
             warn(
                 f"CKA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: "
-                + (digits if exact else "")
-                + f"all of {count} are equal, as first tokens or [CLS] tokens are before the first attention."
-                + (' CKA(estimator="minibatch") avoids this rounding.' if exact else "")
+                f"all of {count} are equal, as first tokens or [CLS] tokens are before the first attention."
             )
+
+
+def _scale(own_x: Tensor, own_y: Tensor) -> Tensor:
+    """Roots of the products of two HSICs, `row column`."""
+    return torch.outer(own_x.clamp(min=0).sqrt(), own_y.clamp(min=0).sqrt())
 
 
 def gram_matrices(x: Tensor, widths: tuple[int, ...]) -> Tensor:
@@ -277,18 +307,26 @@ def gram_matrices(x: Tensor, widths: tuple[int, ...]) -> Tensor:
     return grams(x)
 
 
-def centred_relations(gram: Tensor, *, biased: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Centred Gram matrices, and sums over samples of their squared distance from the mean and of its square.
+def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool) -> Relation:
+    """The terms of HSIC, and sums over samples of their squared distance from the mean and of its square.
 
-    The product of two such matrices is n(n-3) HSIC_1, or (n-1)^2 HSIC_0. The factor stays: it weights a smaller minibatch by
-    its number of pairs, and cancels among minibatches of one size.
+    The product of two such relations is HSIC times the number of pairs of samples. The factor stays: it weights a smaller
+    minibatch by its pairs, and cancels among minibatches of one size.
 
     Args:
         gram: `layer n n`.
-        biased: whether to centre for HSIC_0 instead of HSIC_1.
+        row: `n`, the row of each sample, whose pairs are left out; None for samples of different rows.
+        rows: number of rows.
+        by_row: whether the terms are wanted by row.
+        biased: whether to centre for HSIC_0 instead, which takes all samples for independent.
     """
-    relation, r = centred(gram, biased)
-    return relation, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}
+    if biased or row is None:
+        relation, r = centred(gram, biased)
+        return relation_of_pairs(relation, rows if by_row else None, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)})
+    terms, r = without_rows(gram, row)
+    flat, signs = terms.flat()
+    pairs = terms.by_row(rows) if by_row else (None, None)
+    return Relation(flat, signs, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, *pairs)
 
 
 def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int, level: str) -> None:

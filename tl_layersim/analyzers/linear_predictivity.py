@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -17,12 +17,12 @@ from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..models.model_info import Model
+from ..models.pools import Draws
 from ..models.view import Kernel
 from ._covariances import Covariances, are_defined, check_defined, check_sums_fit, cost_in_words, seconds_of_pairs
 from ._cross_product_analyzer import CrossProductAnalyzer
-from ._cross_products import split_cross_product_kernel
+from ._cross_products import draw_exchanged_split, split_cross_product_kernel
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
-from ._sample_vectors import samples
 from .base import Run, need_whole_rows
 
 
@@ -108,9 +108,10 @@ class LinearPredictivity(CrossProductAnalyzer):
     Args:
         level: "token" takes each token as a sample; "sequence" each row of tokens.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        permutations: number of random pairings of the samples of a forward batch, training samples with each other and held-out
-            samples with each other, for the null distribution of `values`. Each has cross-products of its own, so memory and
-            time grow by this factor: select a few sites with `at=`.
+        permutations: number of random pairings of rows, training rows with each other and held-out rows with each other, for
+            the null distribution of `values`, see `Procrustes`. Each has cross-products of its own, so memory and time grow by
+            this factor: select a few sites with `at=`.
+        unit: see `Procrustes`.
         seed: of the choice of held-out rows and of the random pairings.
         max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
             needs 48 L (L + 1) / 2 d^2 bytes.
@@ -165,10 +166,15 @@ class LinearPredictivity(CrossProductAnalyzer):
     def compute_seconds(self, model: Model) -> float:
         return seconds_of_pairs(model, 0.1, self.permutations)
 
+    @property
+    def _split(self) -> tuple[float, int, int | None]:
+        return float(self.test_fraction), self.seed, self.first_test_row
+
     def kernel(self, first: Sums) -> Kernel:
-        rows = partial(samples, level=self.level, pool=self.pool)
-        split = (float(self.test_fraction), self.seed, self.first_test_row)
-        return partial(split_cross_product_kernel, rows=rows, permutations=self.permutations, seed=self.seed, split=split)
+        return partial(split_cross_product_kernel, rows=self._rows(), split=self._split)
+
+    def _draw(self) -> partial[Draws]:
+        return partial(draw_exchanged_split, seed=self.seed, by_row=self.unit == "row", split=self._split)
 
     def compute(self, sums: Sums, run: Run) -> LinearPredictivityResult:
         train, test = Covariances(sums, "train."), Covariances(sums, "test.")
@@ -179,23 +185,29 @@ class LinearPredictivity(CrossProductAnalyzer):
         if train.two_models:
             sides.append(are_defined(train.column_power()) & are_defined(test.column_power()))
             widths.append(sums["width.y"] // count)
-        check_defined(zip((run.layers, run.column_layers), sides, strict=False), "LinearPredictivity", f"{count} {self.unit}")
+        check_defined(
+            zip((run.layers, run.column_layers), sides, strict=False), "LinearPredictivity", f"{count} {self.samples_in_words}"
+        )
         known = sides[0][:, None] & sides[-1]
         values = self._r2(train, test, widths[0], sides[0]).where(known, math.nan)
         reverse = values.T.contiguous()
         if train.two_models:
             reverse = self._r2(train.transposed(), test.transposed(), widths[1], sides[1]).T.where(known, math.nan).contiguous()
-        null = [
-            self._r2(train.permuted(i), test.permuted(i), widths[0], sides[0]).where(known, math.nan)
-            for i in range(train.permutations)
-        ]
-        one_model = is_one_model(run.models)
+        null: dict[str, Any] = {}
+        if {"null.train.samples", "null.test.samples"} <= sums.fields.keys():
+            parts = Covariances(sums, "null.train."), Covariances(sums, "null.test.")
+            each = [
+                self._r2(parts[0].permuted(i), parts[1].permuted(i), widths[0], sides[0]) for i in range(parts[0].permutations)
+            ]
+            observed = self._r2(parts[0], parts[1], widths[0], sides[0]).where(known, math.nan)
+            one_model = is_one_model(run.models)
+            null = null_fields(observed, torch.stack(each), one_model=one_model, symmetric=False)
         return LinearPredictivityResult(
             values=values,
             reverse=reverse,
             samples=train.samples,
             held_out_samples=test.samples,
-            **(null_fields(values, torch.stack(null), one_model=one_model, symmetric=False) if null else {}),
+            **null,
             layers=run.layers,
             column_layers=run.column_layers,
             provenance=run.provenance,
@@ -205,7 +217,7 @@ class LinearPredictivity(CrossProductAnalyzer):
         if train < 2 or test < 2:
             raise LayersimError(
                 "LinearPredictivity needs training rows and held-out rows.",
-                given=f"{train} training {self.unit} and {test} held-out {self.unit}",
+                given=f"{train} training {self.samples_in_words} and {test} held-out {self.samples_in_words}",
                 expected="at least two of each",
                 do="pass more rows of data, a larger test_fraction=, or first_test_row=",
             )

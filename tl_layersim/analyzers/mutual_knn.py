@@ -16,8 +16,8 @@ from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ._dissimilarities import dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._minibatch_pairs import Matrix, Relate
-from ._permutation_null import is_one_model, null_fields, null_pictures
+from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
+from ._permutation_null import null_pictures
 from .base import Run
 
 
@@ -30,10 +30,11 @@ class MutualKNNResult(MinibatchMatrix):
 
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models, in [0, 1].
-        chance: expected value for neighbours at random, the mean over samples of k / (n - 1).
+        chance: expected value for neighbours at random, the mean over samples of k / (number of samples of other rows).
         k: number of neighbours.
-        samples: number of tokens (or sequences).
+        samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
+        rows: number of different rows in a minibatch, the mean over minibatches.
     """
 
     values: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
@@ -45,7 +46,7 @@ class MutualKNNResult(MinibatchMatrix):
             "values",
             "Mutual nearest neighbours of layers",
             "Fraction of the k nearest neighbours of a token at one layer that are also among its k nearest at the other "
-            "(Huh et al. 2024). Neighbours at random share k / (n - 1), with n tokens in a minibatch.",
+            "(Huh et al. 2024). Tokens of one row are no neighbours; neighbours at random share the fraction `chance`.",
         ),
         *null_pictures("mutual nearest neighbours"),
     )
@@ -64,8 +65,8 @@ class MutualKNN(MinibatchAnalyzer):
 
     $$m_{\mathrm{NN}}(l, l') = \frac{1}{N} \sum_i \frac{|S_k^l(i) \cap S_k^{l'}(i)|}{k}$$
 
-    with the k nearest neighbours S of a sample within its minibatch, the sample itself left out. The samples of a forward batch
-    are shuffled into minibatches first, as for `CKA`. A larger minibatch is a harder test: `chance` is k / (n - 1).
+    with the k nearest neighbours S of a sample within its minibatch, the samples of its own row left out. Minibatches are drawn
+    as for `CKA`. A larger minibatch is a harder test: `chance` is the mean of k / (number of samples of other rows).
 
     Samples at equal distance, such as equal tokens before the first attention, share the places that are left among the k: of
     m samples for p places, each is a neighbour by p / m. The value is then the expected overlap if each layer breaks ties at
@@ -75,12 +76,13 @@ class MutualKNN(MinibatchAnalyzer):
         k: number of neighbours.
         metric: "cosine" takes the neighbours of largest inner product of normalised vectors (Huh et al.), "euclidean" those of
             smallest distance.
-        minibatch: n, at least k + 2. A forward batch of fewer samples is one smaller minibatch, of fewer than k + 2 none.
+        minibatch: n, at least k + 2, see `CKA`. A pool of fewer than k + 2 samples is none.
+        unit: see `CKA`.
         level: "token" takes each token as a sample; "sequence" each row of tokens.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token.
-        seed: of the shuffle and of the permutations.
+        seed: of the draws and of the permutations.
         max_memory_gb: limit for the sums of the null.
-        permutations: number of random pairings of the samples of each minibatch, for the null; 0 for no null.
+        permutations: number of random pairings of rows for the null, see `CKA`; 0 for no null.
 
     Source:
         Huh, Cheung, Wang and Isola 2024 (arXiv 2405.07987). The null is that of `CalibratedMatrix`.
@@ -99,6 +101,7 @@ class MutualKNN(MinibatchAnalyzer):
     k: int = 10
     metric: Literal["cosine", "euclidean"] = "cosine"
     minibatch: int = 256
+    unit: Literal["row", "token"] = "row"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
     seed: int = 0
@@ -112,10 +115,6 @@ class MutualKNN(MinibatchAnalyzer):
     @property
     def relate(self) -> Relate:
         return partial(nearest_neighbours, k=self.k)
-
-    @property
-    def symmetric_relations(self) -> bool:
-        return False
 
     @property
     def least(self) -> int:
@@ -140,35 +139,33 @@ class MutualKNN(MinibatchAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> MutualKNNResult:
         self.need_minibatch(sums, run)
-        places = self.k * int(sums["samples"])
         # The average of many terms of 1 may be above 1 by rounding.
-        values = (sums["xy"] / places).clamp(0, 1)
-        null = sums["null xy"] / places if self.permutations else values.new_zeros(0, *values.shape)
+        values = (sums["xy"] / (self.k * sums["samples"])).clamp(0, 1)
+        null_scale = self.k * sums.fields.get("null samples", values)
         return MutualKNNResult(
-            values=values,
             chance=sums["chance_x"][0] / int(sums["samples"]),
             k=self.k,
-            samples=int(sums["samples"]),
-            minibatches=int(sums["minibatches"]),
-            layers=run.layers,
-            column_layers=run.column_layers,
-            provenance=run.provenance,
-            **null_fields(values, null, one_model=is_one_model(run.models)),
+            **self.similarities(sums, run, values, null_scale),
         )
 
 
-def nearest_neighbours(matrix: Tensor, *, k: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The graph of the k nearest neighbours of each sample, `layer (n n)`, and n k / (n - 1) by layer.
+def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> Relation:
+    """The graph of the k nearest neighbours of each sample, and the sum over samples of k / (number of others), by layer.
 
     Args:
         matrix: dissimilarities, `layer n n`.
+        row: `n`, the row of each sample, in which it has no neighbours; None for samples of different rows.
+        rows: number of rows.
+        by_row: whether the terms are wanted by row.
         k: number of neighbours.
     """
     layers, n = matrix.shape[:2]
-    apart = matrix.clone()
-    apart.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    row = torch.arange(n) if row is None else row
+    own = (row[:, None] == row).to(matrix.device)
+    apart = matrix.masked_fill(own, torch.inf)
     furthest = apart.kthvalue(k, dim=-1, keepdim=True).values
     nearer, tied = (apart < furthest).double(), (apart == furthest).double()
     places = k - nearer.sum(-1, keepdim=True)
     graph = nearer + tied * places / tied.sum(-1, keepdim=True)
-    return graph.flatten(1), {"chance_{}": graph.new_full((layers,), n * k / (n - 1))}
+    chance = (k / (n - own.sum(1).double())).sum()
+    return relation_of_pairs(graph.flatten(1), rows if by_row else None, {"chance_{}": chance.expand(layers)})

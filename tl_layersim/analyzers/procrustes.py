@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float64
@@ -96,9 +96,10 @@ class Procrustes(CrossProductAnalyzer):
     Args:
         level: "token" takes each token as a sample; "sequence" each row of tokens.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token, such as [CLS].
-        permutations: number of random pairings of the samples of a forward batch, the same for all pairs of sites, for the
-            null distribution of each value and of the maximum over pairs. Each has cross-products of its own, so memory and
-            time grow by this factor: select a few sites with `at=`.
+        permutations: number of random pairings for the null distribution of each value and of the maximum over pairs. In pools
+            of 16 rows, or of 256 rows of one sample, whole rows are exchanged, position with position, the same for all pairs
+            of sites. Each has cross-products of its own, so memory and time grow by this factor: select a few sites with `at=`.
+        unit: what the null exchanges: "row" exchanges whole rows, whose tokens depend on each other; "token" single samples.
         seed: of the random pairings.
         max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
             needs 24 L (L + 1) / 2 d^2 bytes.
@@ -125,42 +126,47 @@ class Procrustes(CrossProductAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> ProcrustesResult:
         count = int(sums["samples"])
-        need_tokens(count, 2, "Procrustes", self.unit)
+        need_tokens(count, 2, "Procrustes", self.samples_in_words)
         products = Covariances(sums)
         power = products.row_power(), products.column_power()
         defined = [are_defined(one) for one in power]
         names = (run.layers, run.column_layers)
-        check_defined(zip(names, defined, strict=True), "Procrustes", f"{count} {self.unit}")
+        check_defined(zip(names, defined, strict=True), "Procrustes", f"{count} {self.samples_in_words}")
         if count < sums["x"].shape[-1]:
             warn(
-                f"Procrustes rests on {count} {self.unit} of {sums['x'].shape[-1]} dimensions: with fewer samples than "
-                "dimensions, unrelated sites are similar too. Pass more data, or measure this with permutations=200 at a few "
-                "sites."
+                f"Procrustes rests on {count} {self.samples_in_words} of {sums['x'].shape[-1]} dimensions: with fewer "
+                "samples than dimensions, unrelated sites are similar too. Pass more data, or measure this with permutations=200 "
+                "at a few sites."
             )
-        scale = torch.outer(*(variance.clamp(min=0).sqrt() for _, variance in power))
         known = defined[0][:, None] & defined[1]
-        values = _similarities(products, scale, itself=False).where(known, math.nan)
-        null = [_similarities(products.permuted(i), scale, itself=True) for i in range(products.permutations)]
+        values = _similarities(products, products, itself=False).where(known, math.nan)
+        null: dict[str, Any] = {}
+        if "null.samples" in sums.fields:
+            exchanged = Covariances(sums, "null.")
+            each = [_similarities(exchanged.permuted(i), exchanged, itself=True) for i in range(exchanged.permutations)]
+            observed = _similarities(exchanged, exchanged, itself=False).where(known, math.nan)
+            null = null_fields(observed, torch.stack(each), one_model=is_one_model(run.models))
         return ProcrustesResult(
             values=values,
             squared_distance=2 - 2 * values,
             angle=values.arccos(),
             samples=count,
-            **(null_fields(values, torch.stack(null), one_model=is_one_model(run.models)) if null else {}),
+            **null,
             layers=run.layers,
             column_layers=run.column_layers,
             provenance=run.provenance,
         )
 
 
-def _similarities(products: Covariances, scale: Tensor, *, itself: bool) -> Tensor:
-    """Nuclear norms of the covariances of all pairs over `scale`, `row column`; 1 of a site of one model with itself.
+def _similarities(products: Covariances, own: Covariances, *, itself: bool) -> Tensor:
+    """Nuclear norms of the covariances of all pairs over the roots of their variances; 1 of a site of one model with itself.
 
     Args:
         products: covariances between sites.
-        scale: `row column`, product of the roots of the variances of both.
+        own: covariances of the sites with themselves.
         itself: whether a site of one model and itself are measured.
     """
+    scale = torch.outer(*(variance.clamp(min=0).sqrt() for _, variance in (own.row_power(), own.column_power())))
     nuclear = torch.zeros_like(scale)
     for row, columns in products.pairs(itself=itself):
         nuclear[row, columns] = torch.linalg.svdvals(products.between(row, columns)).sum(-1)

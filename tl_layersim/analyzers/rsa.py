@@ -17,8 +17,8 @@ from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ._dissimilarities import average_ranks, dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._minibatch_pairs import Matrix, Relate
-from ._permutation_null import is_one_model, null_fields, null_pictures
+from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
+from ._permutation_null import null_pictures
 from .base import Run
 
 
@@ -32,8 +32,9 @@ class RSAResult(MinibatchMatrix):
     Attributes:
         values: `residual residual`, or `residual_a residual_b` between two models: correlation of the dissimilarities of two
             layers. NaN in the row and column of a layer whose dissimilarities are all equal; a `LayersimWarning` names it.
-        samples: number of tokens (or sequences).
+        samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches.
+        rows: number of different rows in a minibatch, the mean over minibatches.
     """
 
     values: Float64[Tensor, "row column"] = axes("row", "column", within=(-1, 1))
@@ -61,21 +62,24 @@ class RSA(MinibatchAnalyzer):
 
     $$\mathrm{RSA}(l, l') = \mathrm{corr}_{i < j}\big(d(x_i^l, x_j^l),\; d(x_i^{l'}, x_j^{l'})\big)$$
 
-    The correlation is taken within minibatches of n samples, over their n(n-1)/2 pairs, and averaged with the number of pairs
-    as weight. The samples of a forward batch are shuffled first, as for `CKA`. A minibatch in which all dissimilarities of a
-    layer are equal is left out of the averages of that layer with all others.
+    The correlation is taken within minibatches of n samples, over their pairs of different rows, and averaged with the number
+    of pairs as weight. Pairs of tokens of one row are left out, because these depend on each other. Minibatches are drawn as
+    for `CKA`. A minibatch in which all dissimilarities of a layer are equal is left out of the averages of that layer with all
+    others.
 
     Args:
         dissimilarity: d. "correlation" is 1 minus the Pearson correlation of two vectors over their dimensions, "cosine" 1
             minus their cosine, "euclidean" their distance. Dissimilarities are rounded to float32, so that equal samples tie.
         compare: "spearman" correlates the ranks of dissimilarities, where equal ones share the mean of their ranks; "pearson"
             correlates the dissimilarities.
-        minibatch: n. A forward batch of fewer samples is one smaller minibatch; remaining samples are dropped at random.
+        minibatch: n, see `CKA`.
+        unit: see `CKA`.
         level: "token" takes each token as a sample; "sequence" each row of tokens.
         pool: for level="sequence", the "mean" of the row's counted tokens, its "last" or its "first" token.
-        seed: of the shuffle and of the permutations.
+        seed: of the draws and of the permutations.
+        deconfound: "input" regresses the dissimilarities of the embedding out of those of each layer, see `CKA`.
         max_memory_gb: limit for the sums of the null.
-        permutations: number of random pairings of the samples of each minibatch, for the null; 0 for no null.
+        permutations: number of random pairings of rows for the null, see `CKA`; 0 for no null.
 
     Source:
         Kriegeskorte, Mur and Bandettini 2008, doi:10.3389/neuro.06.004.2008. The null is that of `CalibratedMatrix`.
@@ -94,9 +98,11 @@ class RSA(MinibatchAnalyzer):
     dissimilarity: Literal["correlation", "cosine", "euclidean"] = "correlation"
     compare: Literal["spearman", "pearson"] = "spearman"
     minibatch: int = 256
+    unit: Literal["row", "token"] = "row"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
     seed: int = 0
+    deconfound: Literal["input"] | None = None
     max_memory_gb: int | float = 4.0
     permutations: int = 0
 
@@ -120,21 +126,11 @@ class RSA(MinibatchAnalyzer):
 
     def compute(self, sums: Sums, run: Run) -> RSAResult:
         self.need_minibatch(sums, run)
-        own_x, own_y = sums["xx"], sums["yy"]
-        self._undefined(own_x > 0, own_y > 0, run)
+        self._undefined(sums["xx"] > 0, sums["yy"] > 0, run)
         # Pairs of samples of the minibatches in which both layers have unequal dissimilarities. 0 / 0 is NaN.
-        scale = sums["norms"]
-        values = (sums["xy"] / scale).clamp(-1, 1)
-        null = sums["null xy"] / scale if self.permutations else values.new_zeros(0, *values.shape)
-        return RSAResult(
-            values=values,
-            samples=int(sums["samples"]),
-            minibatches=int(sums["minibatches"]),
-            layers=run.layers,
-            column_layers=run.column_layers,
-            provenance=run.provenance,
-            **null_fields(values, null, one_model=is_one_model(run.models)),
-        )
+        values = (sums["xy"] / sums["norms"]).clamp(-1, 1)
+        inputs = None if self.deconfound is None else (sums["x0"] / sums["x0 norms"], sums["y0"] / sums["y0 norms"])
+        return RSAResult(**self.similarities(sums, run, values, sums.fields.get("null norms", values), inputs))
 
     def _undefined(self, defined_x: Tensor, defined_y: Tensor, run: Run) -> None:
         """Warn of layers whose dissimilarities are all equal; refuse a run in which all layers are of this kind."""
@@ -144,7 +140,7 @@ class RSA(MinibatchAnalyzer):
         )
         if not bool(defined_x.any() and defined_y.any()):
             raise LayersimError(
-                f"RSA is not defined at any layer: all {self.unit} are equally dissimilar.",
+                f"RSA is not defined at any layer: all {self.samples_in_words} are equally dissimilar.",
                 given=f"equal dissimilarities at {', '.join(equal[:4])}",
                 expected="activations that differ from sample to sample",
                 do="pass more varied data",
@@ -152,21 +148,28 @@ class RSA(MinibatchAnalyzer):
         if equal:
             warn(
                 f"RSA is not defined at {', '.join(equal[:4])}{' and others' if len(equal) > 4 else ''}, and NaN there: all "
-                f"{self.unit} of a minibatch are equally dissimilar, as first tokens are before the first attention."
+                f"{self.samples_in_words} of a minibatch are equally dissimilar, as first tokens are before the first "
+                "attention."
             )
 
 
-def centred_dissimilarities(matrix: Tensor, *, ranked: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> Relation:
     """Dissimilarities of all pairs of samples, centred and scaled to a sum of squares equal to the number of pairs.
 
     The product of two layers is the number of pairs times the correlation. A layer of equal dissimilarities is 0.
 
     Args:
         matrix: `layer n n`.
+        row: `n`, the row of each sample, whose pairs are left out; None for samples of different rows.
+        rows: number of rows.
+        by_row: whether the terms are wanted by row.
         ranked: whether to replace dissimilarities by their ranks.
     """
     layers, n = matrix.shape[:2]
     first, second = torch.triu_indices(n, n, 1, device=matrix.device)
+    if row is not None:
+        apart = (row[first.cpu()] != row[second.cpu()]).to(matrix.device)
+        first, second = first[apart], second[apart]
     pairs = matrix[:, first, second]
     # The mean of equal float32 numbers, or of equal ranks, is exact in float64: pairs that do not vary become 0.
     pairs = average_ranks(pairs) if ranked else pairs.double()
@@ -176,4 +179,4 @@ def centred_dissimilarities(matrix: Tensor, *, ranked: bool) -> tuple[Tensor, di
     relation = pairs.new_zeros(layers, n, n)
     relation[:, first, second] = pairs
     relation[:, second, first] = pairs
-    return relation.flatten(1), {}
+    return relation_of_pairs(relation.flatten(1), rows if by_row else None)

@@ -1,4 +1,4 @@
-"""Blocks: the sums of 16 to 32 contiguous parts of the data, from which confidence intervals are computed."""
+"""Blocks: the sums of 16 to 32 groups of consecutive rows of the data, from which confidence intervals are computed."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ MOST_BLOCKS = 32
 
 @dataclass(frozen=True)
 class DataBlock:
-    """Sums of consecutive batches.
+    """Sums of consecutive rows.
 
     Attributes:
-        batches: number of the batches on which the model ran.
+        rows: number of the rows; the last block of the data may count rows that are not there.
         tokens: number of their counted positions.
         sums: by analyzer.
     """
 
-    batches: int
+    rows: int
     tokens: int
     sums: Mapping[str, Sums]
 
     def __add__(self, other: DataBlock) -> DataBlock:
         sums = {name: own + other.sums[name] for name, own in self.sums.items()}
-        return DataBlock(self.batches + other.batches, self.tokens + other.tokens, sums)
+        return DataBlock(self.rows + other.rows, self.tokens + other.tokens, sums)
 
 
-def batches_in_block(index: int, first: int) -> int:
-    """The number of batches in a block when the batch of this number comes; it doubles whenever there are `MOST_BLOCKS`.
+def rows_in_block(index: int, first: int) -> int:
+    """The number of rows in a block when the row of this number comes; it doubles whenever there are `MOST_BLOCKS`.
 
     Args:
-        index: number of the batch.
-        first: number of batches in the first block at the start.
+        index: number of the row.
+        first: number of rows in a block at the start.
 
     Examples:
-        >>> [batches_in_block(index, 1) for index in (0, 31, 32, 63, 64, 128)]
+        >>> [rows_in_block(index, 1) for index in (0, 31, 32, 63, 64, 128)]
         [1, 1, 2, 2, 4, 8]
     """
     size = first
@@ -47,17 +47,17 @@ def batches_in_block(index: int, first: int) -> int:
     return size
 
 
-def first_block_size(batches: int | None) -> int:
-    """The number of batches in a block of data with so many batches: a power of two that gives 16 to 32 blocks.
+def first_block_size(rows: int | None) -> int:
+    """The number of rows in a block of data with so many rows: a power of two that gives 16 to 32 blocks.
 
     Args:
-        batches: number of batches in the data; None if it is not known, so that blocks begin with one batch.
+        rows: number of rows in the data; None if it is not known, so that blocks begin with one row.
 
     Examples:
-        >>> [first_block_size(batches) for batches in (None, 10, 16, 31, 32, 1000)]
+        >>> [first_block_size(rows) for rows in (None, 10, 16, 31, 32, 1000)]
         [1, 1, 1, 1, 2, 32]
     """
     size = 1
-    while batches is not None and 2 * size * (MOST_BLOCKS // 2) <= batches:
+    while rows is not None and 2 * size * (MOST_BLOCKS // 2) <= rows:
         size *= 2
     return size

@@ -32,10 +32,10 @@ class Tally:
     tree: SumTree = SumTree()
 
     def sums(self, names: Iterable[str]) -> dict[str, Sums]:
-        """The sums of all batches, by analyzer.
+        """The sums of all rows, by name of the kernel.
 
         Args:
-            names: of the analyzers.
+            names: of the kernels.
         """
         total = self.tree.total().sums
         return {name: total.get(name, Sums()) for name in names}

@@ -189,7 +189,12 @@ def headline_lines(result: Any) -> list[str]:
 def headline_texts(result: Any) -> dict[str, str]:
     """The headline numbers of a result as text, each with half the width of its 95 % interval where it has one."""
     margins = headline_margins(result)
-    return {name: margin_text(value, margins.get(name, math.nan)) for name, value in result.headline().items()}
+    texts = {name: margin_text(value, margins.get(name, math.nan)) for name, value in result.headline().items()}
+    twins = [one.headline() for one in result.untrained]
+    for name in texts if twins else ():
+        own = [twin[name] for twin in twins if name in twin]
+        texts[name] += f" (untrained: {number_text(sum(own) / len(own))})" if own else ""
+    return texts
 
 
 def margin_text(value: float, margin: float, percent: bool = False) -> str:

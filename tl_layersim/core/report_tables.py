@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Columns of labels that come first, and the columns of numbers.
 SITES = ("layer", "row_layer", "column_layer")
-NUMBERS = ("value", "low", "high", "se")
+NUMBERS = ("value", "low", "high", "se", "untrained")
 
 
 def tidy_table(report: Mapping[str, Any]) -> pandas.DataFrame:
@@ -62,6 +62,8 @@ def _tables_of(name: str, result: Any) -> list[pandas.DataFrame]:
             ends = result.interval(field)
             for column, own in (("low", ends.low), ("high", ends.high), ("se", ends.error)):
                 table[column] = own.numpy().reshape(-1)
+        if (twins := result.of_untrained(field)) is not None:
+            table["untrained"] = twins.mean(0).numpy().reshape(-1)
         tables.append(table)
     return tables
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +20,10 @@ from .provenance import Provenance
 from .result_kinds import below, class_of, kind_of, sweep_class
 from .storage import by_first_name, read, reading
 
+# Results of a kind that a result holds: without each block of the data, and of untrained models.
+ALIKE = ("replicates", "untrained")
 # Fields that are stored apart from the others, or that replicates share with the result itself.
-APART = ("provenance", "replicates")
+APART = ("provenance", "replicates", "untrained")
 
 
 def pack(result: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -31,14 +33,16 @@ def pack(result: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         result: a `Result`.
     """
     header, tensors = _pack_alone(result)
-    provenance = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
-    each = [_pack_alone(one, nested=False) for one in result.replicates]
-    for number, (_, own) in enumerate(each):
-        tensors |= {f"replicates/{number}/{name}": tensor for name, tensor in own.items()}
+    header["provenance"] = {f.name: getattr(result.provenance, f.name) for f in fields(Provenance)}
     # Names of layers and the like are those of the result itself.
     plain = header["fields"]
-    other = [{name: value for name, value in own["fields"].items() if value != plain[name]} for own, _ in each]
-    return header | {"provenance": provenance} | ({"replicates": other} if each else {}), tensors
+    for kind in ALIKE:
+        each = [_pack_alone(one, nested=False) for one in getattr(result, kind)]
+        for number, (_, own) in enumerate(each):
+            tensors |= {f"{kind}/{number}/{name}": tensor for name, tensor in own.items()}
+        if each:
+            header[kind] = [{name: value for name, value in own["fields"].items() if value != plain[name]} for own, _ in each]
+    return header, tensors
 
 
 def _pack_alone(result: Any, nested: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -123,26 +127,30 @@ def _unpack(
     refuse_other_types(Provenance, record)
     provenance = Provenance(**record)
     names = header.get("reports", {})
-    apart = by_first_name([*names, "replicates"], tensors)
+    apart = by_first_name([*names, *ALIKE], tensors)
     reports = {name: _unpack_report(path, own, apart[name], base, report) for name, own in names.items()}
     own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in apart}
     result = cls(**_plain_fields(cls, header["fields"]), **own, **reports, provenance=provenance)
-    each = by_first_name(map(str, range(len(header.get("replicates", ())))), apart["replicates"])
-    replicates = tuple(
-        cls(
-            **_plain_fields(cls, {**header["fields"], **plain}),
-            **each[str(number)],
-            **{name: _without_block(nested, number) for name, nested in reports.items()},
-            provenance=provenance,
+    alike = {}
+    for kind in ALIKE:
+        plains = header.get(kind, ())
+        each = by_first_name(map(str, range(len(plains))), apart[kind])
+        alike[kind] = tuple(
+            cls(
+                **_plain_fields(cls, {**header["fields"], **plain}),
+                **each[str(number)],
+                **{name: _of_number(nested, kind, number) for name, nested in reports.items()},
+                provenance=provenance,
+            )
+            for number, plain in enumerate(plains)
         )
-        for number, plain in enumerate(header.get("replicates", ()))
-    )
-    return with_replicates(result, replicates, result.block_tokens) if replicates else result
+    result = replace(result, untrained=alike["untrained"])
+    return with_replicates(result, alike["replicates"], result.block_tokens) if alike["replicates"] else result
 
 
-def _without_block(report: Any, number: int) -> Any:
-    """A report of the results without one block of the data."""
-    return type(report)({name: result.replicates[number] for name, result in report.items()})
+def _of_number(report: Any, kind: str, number: int) -> Any:
+    """A report of the results without one block of the data, or of one untrained model."""
+    return type(report)({name: getattr(result, kind)[number] for name, result in report.items()})
 
 
 def _plain_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,9 @@ from .picture import Picture
 from .provenance import Provenance
 from .report_exports import ReportExports
 
+# Before the name of a field in `plot`.
+UNTRAINED = "untrained "
+
 
 @named
 def axes(
@@ -69,6 +72,8 @@ class Result(ABC):
         replicates: the same result without each block of the data, from which intervals are computed; none without
             `intervals=True`.
         block_tokens: number of counted positions in each block.
+        untrained: the same result of models with fresh weights, one for each seed, on the same data; none without
+            `baseline="untrained"`.
 
     Class attributes:
         - `values_name`: name of `values` in tables and figures.
@@ -80,6 +85,7 @@ class Result(ABC):
     values: Tensor
     replicates: tuple[Any, ...] = ()
     block_tokens: tuple[int, ...] = ()
+    untrained: tuple[Any, ...] = ()
     values_name: ClassVar[str] = "values"
     pictures: ClassVar[tuple[Picture, ...]] = ()
 
@@ -138,8 +144,9 @@ class Result(ABC):
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """A tidy table with one line for each entry of a field; other fields over the same axes are further columns.
 
-        Layers are in column `layer`, or in `row_layer` and `column_layer` for a matrix. Where the run was made with
-        `intervals=True`, the ends of the 95 % interval of a column `x` are in `x_low` and `x_high`.
+        Layers are in column `layer`, or in `row_layer` and `column_layer` for a matrix. If the run was made with
+        `intervals=True`, the ends of the 95 % interval of a column `x` are in `x_low` and `x_high`. If it was made with
+        `baseline="untrained"`, the mean over untrained models is in `x_untrained`.
 
         Args:
             field: name of a tensor field.
@@ -156,17 +163,41 @@ class Result(ABC):
                 if self.has_intervals and bounds_of(self)[name] is not None:
                     found = self.interval(name)
                     table[f"{column}_low"], table[f"{column}_high"] = (end.numpy().reshape(-1) for end in found[1:3])
+                if (twins := self.of_untrained(name)) is not None:
+                    table[f"{column}_untrained"] = twins.mean(0).numpy().reshape(-1)
         return table
 
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """A plotly figure of a field: a heatmap over two layer axes, lines over one, labelled with layer names.
 
         Args:
-            field: name of a tensor field.
+            field: name of a tensor field; "untrained x" for the mean of field x over untrained models.
         """
-        from ..reporting.figures import figure
+        from ..reporting.figures import figure, untrained_figure
+
+        if field.startswith(UNTRAINED):
+            return untrained_figure(self, field.removeprefix(UNTRAINED))
 
         return figure(self, self.values_name if field == "values" else field, self._axes_of(field))
+
+    def with_halves(self, first: Any, second: Any) -> Any:
+        """The result of a comparison with what the results of two halves of the data say of its reliability.
+
+        Args:
+            first: of odd blocks.
+            second: of even blocks.
+        """
+        return self
+
+    def of_untrained(self, field: str) -> Tensor | None:
+        """A field of the untrained models, `seed ...`; None without them, or if its shape depends on the model.
+
+        Args:
+            field: name of the attribute.
+        """
+        each = [getattr(twin, field) for twin in self.untrained]
+        same = bool(each) and all(one.shape == getattr(self, field).shape for one in each)
+        return torch.stack(each) if same else None
 
     @property
     def has_intervals(self) -> bool:

@@ -1,32 +1,32 @@
-"""SumTree: sums of consecutive batches, added in one order however batches are divided over requests, runs and machines."""
+"""SumTree: sums of consecutive rows, added in one order however rows are divided over requests, runs and machines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from . import blocks
-from .blocks import DataBlock, batches_in_block
+from .blocks import DataBlock, rows_in_block
 from .pairwise_summation import fold, push
 
 
-def most_nodes(batches: int, intervals: bool) -> int:
-    """The number of nodes that a run over all batches holds at most, the sums of a batch that is to be added included.
+def most_nodes(leaves: int, intervals: bool) -> int:
+    """The number of nodes that a run holds at most, the sums of a leaf that is to be added included.
 
     Args:
-        batches: number of batches in the data.
-        intervals: whether blocks are kept, at first of one batch each. Runs on servers and shards count the batches beforehand,
+        leaves: number of leaves, the groups of rows whose sums are added.
+        intervals: whether blocks are kept, at first of one leaf each. Runs on servers and shards count the rows beforehand,
             begin with larger blocks, and hold no more.
 
     Examples:
-        >>> [most_nodes(batches, False) for batches in (1, 2, 3, 4, 1000)]
+        >>> [most_nodes(leaves, False) for leaves in (1, 2, 3, 4, 1000)]
         [1, 2, 2, 3, 10]
-        >>> [most_nodes(batches, True) for batches in (1, 2, 31, 32, 1000)]
+        >>> [most_nodes(leaves, True) for leaves in (1, 2, 31, 32, 1000)]
         [1, 2, 31, 32, 36]
     """
     if not intervals:
-        return batches.bit_length()
-    size = batches_in_block(batches - 1, 1)
-    whole, rest = divmod(batches - 1, size)
+        return leaves.bit_length()
+    size = rows_in_block(leaves - 1, 1)
+    whole, rest = divmod(leaves - 1, size)
     # Of the last block half the size, before blocks doubled.
     before = blocks.MOST_BLOCKS - 1 + (size // 2).bit_length() if size > 1 else 0
     return max(whole + (rest + 1).bit_length(), before)
@@ -34,29 +34,29 @@ def most_nodes(batches: int, intervals: bool) -> int:
 
 @dataclass(frozen=True)
 class SumTree:
-    """Sums of consecutive batches as nodes of a binary tree over all batches of the data (`pairwise_summation`).
+    """Sums of consecutive rows as nodes of a binary tree over all rows of the data (`pairwise_summation`).
 
-    A node holds the sums of `2 ** k` batches, of which the first has a number that `2 ** k` divides. Two nodes below one parent
-    are added as soon as both are there. The sums of all data therefore depend on the number of batches alone: trees over parts
+    A node holds the sums of `2 ** k` rows, of which the first has a number that `2 ** k` divides. Two nodes below one parent
+    are added as soon as both are there. The sums of all data therefore depend on the number of rows alone: trees over parts
     of the data, joined in order, equal the tree of a single run to the last bit.
 
     Attributes:
-        size: number of batches in a block whose sums are kept for intervals, a power of two. It doubles whenever there are
+        size: number of rows in a block whose sums are kept for intervals, a power of two. It doubles whenever there are
             `MOST_BLOCKS` blocks. None to keep no blocks: nodes are added as far as possible.
-        start: number of batches of the data before these.
+        start: number of rows of the data before these.
         nodes: in the order of the data.
 
     Examples:
-        >>> def batches(*values, start=0):
+        >>> def rows(*values, start=0):
         ...     tree = SumTree(start=start)
         ...     for value in values:
         ...         tree = tree.add(DataBlock(1, 10, {"a": Sums({"x": torch.tensor(value)})}))
         ...     return tree
         >>> import torch
         >>> from tl_layersim.core import Sums
-        >>> [node.batches for node in batches(1, 2, 3, 4, 5).nodes], [node.batches for node in batches(4, 5, start=3).nodes]
+        >>> [node.rows for node in rows(1, 2, 3, 4, 5).nodes], [node.rows for node in rows(4, 5, start=3).nodes]
         ([4, 1], [1, 1])
-        >>> batches(1, 2, 3).join(batches(4, 5, start=3)).total().sums["a"]["x"]
+        >>> rows(1, 2, 3).join(rows(4, 5, start=3)).total().sums["a"]["x"]
         tensor(15)
     """
 
@@ -65,40 +65,40 @@ class SumTree:
     nodes: tuple[DataBlock, ...] = ()
 
     @property
-    def batches(self) -> int:
-        """Number of batches whose sums it holds."""
-        return sum(node.batches for node in self.nodes)
+    def rows(self) -> int:
+        """Number of rows whose sums it holds."""
+        return sum(node.rows for node in self.nodes)
 
     @property
     def end(self) -> int:
-        """Number of batches of the data up to and including these."""
-        return self.start + self.batches
+        """Number of rows of the data up to and including these."""
+        return self.start + self.rows
 
     def add(self, more: DataBlock) -> SumTree:
-        """The tree with the sums of the next batches.
+        """The tree with the sums of the next rows.
 
         Args:
-            more: sums of one batch, or of a power of two of batches that were added in pairs and whose first has a number that
+            more: sums of one row, or of a power of two of rows that were added in pairs and whose first has a number that
                 this power divides; of one block at most.
         """
-        stack = [(node.batches, node) for node in self.nodes]
-        push(stack, more.batches, more, DataBlock.__add__, self.start, self.size)
+        stack = [(node.rows, node) for node in self.nodes]
+        push(stack, more.rows, more, DataBlock.__add__, self.start, self.size)
         tree = replace(self, nodes=tuple(node for _, node in stack))
-        if self.size is None or self.start or self.batches + more.batches < blocks.MOST_BLOCKS * self.size:
+        if self.size is None or self.start or self.rows + more.rows < blocks.MOST_BLOCKS * self.size:
             return tree
         return tree.coarser(2 * self.size)
 
     def join(self, later: SumTree) -> SumTree:
-        """The tree of these batches and of those that follow.
+        """The tree of these rows and of those that follow.
 
         Args:
-            later: its first batch follows the last of this tree; with or without blocks as this one.
+            later: its first row follows the last of this tree; with or without blocks as this one.
 
         Raises:
             ValueError: it begins elsewhere.
         """
         if later.start != self.end or (self.size is None) != (later.size is None):
-            raise ValueError(f"a tree that ends at batch {self.end} cannot be joined with one that begins at {later.start}")
+            raise ValueError(f"a tree that ends at row {self.end} cannot be joined with one that begins at {later.start}")
         tree = self if self.size is None or later.size is None else self.coarser(max(self.size, later.size))
         for node in later.nodes:
             tree = tree.add(node)
@@ -110,20 +110,20 @@ class SumTree:
             return self
         tree = SumTree(size, self.start)
         for node in self.nodes:
-            stack = [(own.batches, own) for own in tree.nodes]
-            push(stack, node.batches, node, DataBlock.__add__, self.start, size)
+            stack = [(own.rows, own) for own in tree.nodes]
+            push(stack, node.rows, node, DataBlock.__add__, self.start, size)
             tree = replace(tree, nodes=tuple(own for _, own in stack))
         return tree
 
     def blocks(self) -> tuple[DataBlock, ...]:
-        """All blocks in the order of the data, the last one included where it is not complete; the tree begins at batch 0."""
-        whole = [node for node in self.nodes if node.batches == self.size]
-        rest = [(node.batches, node) for node in self.nodes[len(whole) :]]
+        """All blocks in the order of the data, the last one included where it is not complete; the tree begins at row 0."""
+        whole = [node for node in self.nodes if node.rows == self.size]
+        rest = [(node.rows, node) for node in self.nodes[len(whole) :]]
         return (*whole, fold(rest, DataBlock.__add__)) if rest else tuple(whole)
 
     def total(self) -> DataBlock:
-        """The sums of all its batches; a block without sums if there is none."""
+        """The sums of all its rows; a block without sums if there is none."""
         stack: list[tuple[int, DataBlock]] = []
         for node in self.nodes:
-            push(stack, node.batches, node, DataBlock.__add__, self.start)
+            push(stack, node.rows, node, DataBlock.__add__, self.start)
         return fold(stack, DataBlock.__add__) if stack else DataBlock(0, 0, {})

@@ -9,12 +9,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+# Before the name of an analyzer: its sums over pools of rows, beside those over views.
+POOL = "pools of "
+
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over batches: named tensors on the CPU that are added field by field, integers as int64, other numbers as float64.
+    """Sums over rows: named tensors on the CPU that are added field by field, integers as int64, other numbers as float64.
 
-    `Sums()` is the neutral element. Batches, machines, ranks and resumed runs are all merged by `a + b`.
+    `Sums()` is the neutral element, and a field that only one of two sums has is unchanged. Batches, machines, ranks and
+    resumed runs are all merged by `a + b`.
 
     Examples:
         >>> a = Sums.of({"count": torch.tensor(2), "total": torch.tensor([1.0, 2.0])})
@@ -48,7 +52,8 @@ class Sums:
         if not other.fields:
             return self
         self.refuse_others(other)
-        return Sums({name: value + other.fields[name] for name, value in self.fields.items()})
+        both = {name: value + other.fields[name] for name, value in self.fields.items() if name in other.fields}
+        return Sums({**self.fields, **other.fields, **both})
 
     def refuse_others(self, other: Sums) -> None:
         """Refuse sums that cannot be added to these.
@@ -57,14 +62,10 @@ class Sums:
             other: the sums.
 
         Raises:
-            KeyError: they have other names.
             ValueError: they have other shapes.
         """
-        if not self.fields or not other.fields:
-            return
-        if self.fields.keys() != other.fields.keys():
-            raise KeyError(f"cannot add sums of {sorted(self.fields)} and {sorted(other.fields)}")
-        for name, value in self.fields.items():
+        for name in self.fields.keys() & other.fields.keys():
+            value = self.fields[name]
             if value.shape != other.fields[name].shape:
                 # Broadcasting would hide a kernel whose output shape depends on the batch.
                 raise ValueError(f"sum {name!r} has shape {tuple(value.shape)} and {tuple(other.fields[name].shape)}")
@@ -74,6 +75,17 @@ class Sums:
 
     def __bool__(self) -> bool:
         return bool(self.fields)
+
+
+def with_pools(sums: Mapping[str, Sums], name: str) -> Sums:
+    """All sums of an analyzer, those over pools of rows included.
+
+    Args:
+        sums: by analyzer.
+        name: of the analyzer.
+    """
+    pools = sums.get(POOL + name, Sums())
+    return Sums({**sums.get(name, Sums()).fields, **pools.fields})
 
 
 def _widen(value: Tensor) -> Tensor:

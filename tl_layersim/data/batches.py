@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from .text_encoding import Encoded, Text
 from .text_rows import TextRows, row_too_long
 
 TEXTS_AT_ONCE = 64
+# Rows whose mean number of counted positions decides how many rows a pool needs.
+FIRST_ROWS = 16
 # Positions of a row that is run to find out how a model runs.
 SHORT = 16
 
@@ -46,6 +48,10 @@ class Batch:
         inputs: further inputs of the model by name, `batch pos ...` of those in `positional`, and `batch ...`.
         positional: names of the inputs that have one value for each position.
         has_tokens: whether the rows have token ids.
+        rows_at_once: rows in a forward pass; 0 for all.
+        leaf: rows whose sums are kept apart, a power of two; the last leaf of the data may have fewer.
+        capacity: rows of all batches of the data but the last; 0 where they are not known.
+        density: mean number of counted positions of a row, over the first rows of the data.
     """
 
     tokens: Tensor
@@ -58,6 +64,35 @@ class Batch:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     positional: frozenset[str] = frozenset()
     has_tokens: bool = True
+    rows_at_once: int = 0
+    leaf: int = 1
+    capacity: int = 0
+    density: float = 1.0
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Number of the first row of each forward pass, and of the row after the last."""
+        return (*range(0, len(self.tokens), self.rows_at_once or len(self.tokens)), len(self.tokens))
+
+    def passes(self) -> Iterator[Batch]:
+        """The rows of each forward pass."""
+        starts = self.starts
+        return iter([self]) if len(starts) == 2 else itertools.starmap(self.rows, itertools.pairwise(starts))
+
+    @property
+    def pass_size(self) -> tuple[int, int]:
+        """Rows and positions of a forward pass at most."""
+        rows = min(self.rows_at_once or len(self.tokens), len(self.tokens))
+        return rows, rows * self.tokens.shape[1]
+
+    @property
+    def leaf_rows(self) -> int:
+        """Rows of all leaves; of the last leaf those that are not there too."""
+        return -(-len(self.tokens) // self.leaf) * self.leaf
+
+    def leaf_tokens(self) -> tuple[int, ...]:
+        """Number of counted positions of each leaf."""
+        return tuple(int(part.sum()) for part in torch.split(self.counted, self.leaf))
 
     @property
     def has_positions(self) -> bool:
@@ -154,6 +189,8 @@ class Batches:
         labelled: whether an analyzer needs the data's own labels.
         count_positions: gives the number of positions that rows without token ids have in the model, see
             `Source.count_positions`; None where such rows are refused.
+        pool_rows: gives the rows of the largest pool, from the mean number of counted positions of a row. A batch then holds
+            whole pools, and as many rows as its forward passes; None for batches of `batch_size` rows.
     """
 
     data: Any
@@ -161,6 +198,7 @@ class Batches:
     options: DataOptions = DataOptions()
     labelled: bool = False
     count_positions: Callable[[Batch], int] | None = field(default=None, repr=False, compare=False)
+    pool_rows: Callable[[float], int] | None = field(default=None, repr=False, compare=False)
     notes: Notes = field(default_factory=Notes, init=False, repr=False, compare=False)
     # Numbers of positions by the shapes of a row's inputs.
     _counts: dict[Any, int] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -206,10 +244,22 @@ class Batches:
         return {"own_bos": self.notes.own_bos, "masked_by_pad_id": self.notes.masked, "cut_texts": self.notes.cut}
 
     def __iter__(self) -> Iterator[Batch]:
-        rows = self.rows()
-        first = 0
-        while chunk := list(itertools.islice(rows, self.options.batch_size)):
-            yield self.batch(chunk, first)
+        rows, size, first = self.rows(), self.options.batch_size, 0
+        if self.pool_rows is None:
+            while chunk := list(itertools.islice(rows, size)):
+                yield self.batch(chunk, first)
+                first += len(chunk)
+            return
+        chunk = list(itertools.islice(rows, FIRST_ROWS))
+        if not chunk:
+            return
+        density = float(self.batch(chunk, 0).counted.sum()) / len(chunk)
+        # Powers of two, which join to blocks.
+        capacity = max(self.pool_rows(density), 1 << (size.bit_length() - 1))
+        how: dict[str, Any] = {"rows_at_once": min(size, capacity), "capacity": capacity, "density": density}
+        rows = itertools.chain(chunk, rows)
+        while chunk := list(itertools.islice(rows, capacity)):
+            yield replace(self.batch(chunk, first), **how)
             first += len(chunk)
 
     def rows(self) -> Iterator[Row]:
@@ -372,6 +422,35 @@ class Batches:
                 else:
                     yield replace(item, source=number)
         yield from texts.encoded(waiting)
+
+
+class BatchSize(NamedTuple):
+    """Size of a batch.
+
+    Attributes:
+        tokens: number of its counted positions.
+        rows: number of its rows.
+        pass_size: rows and positions of its largest forward pass, padding included.
+        samples: number of the samples of its view: the counted positions, or the rows where their mean is taken.
+        density: see `Batch`.
+    """
+
+    tokens: int
+    rows: int
+    pass_size: tuple[int, int]
+    samples: int
+    density: float
+
+
+def batch_sizes(batches: Batches) -> list[BatchSize]:
+    """The size of each batch with a counted position. Reads the data once."""
+    sizes = list[BatchSize]()
+    for batch in batches:
+        tokens = int(batch.counted.sum())
+        if tokens:
+            samples = int(batch.counted.any(1).sum()) if batch.pooled else tokens
+            sizes.append(BatchSize(tokens, len(batch.tokens), batch.pass_size, samples, batch.density))
+    return sizes
 
 
 def found_in(*parts: Batches) -> dict[str, int]:

@@ -55,7 +55,7 @@ class CachedBatches(Batches):
     @classmethod
     def of(cls, batches: Batches) -> CachedBatches:
         """Wrap batches in a cache, with the same data, model and options."""
-        return cls(batches.data, batches.model, batches.options, batches.labelled, batches.count_positions)
+        return cls(batches.data, batches.model, batches.options, batches.labelled, batches.count_positions, batches.pool_rows)
 
     @property
     def one_shot(self) -> bool:

@@ -29,12 +29,14 @@ from .model_info import Model
 from .model_inputs import forward_arguments
 from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_memory, refusing_one_row, release_memory
 from .point_source import PointSource, SitesRead
+from .pools import AnyKernel, PoolKernel, by_leaf, drawn
 from .site_buffer import SiteBuffer
 from .trace_steps import TraceStep, block_events, read_step, residual_order
 from .unembed import Unembed, head_parts, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 
 T = TypeVar("T")
+K = TypeVar("K", bound=AnyKernel)
 
 
 class NNsightSource(PointSource):
@@ -229,14 +231,18 @@ class NNsightSource(PointSource):
         return View(**fields)
 
 
-def own_function(kernel: Kernel) -> Any:
+def own_function(kernel: Any) -> Any:
     """The function of an analyzer inside the partial applications of a kernel."""
-    while isinstance(kernel, partial):
-        kernel = kernel.keywords["kernel"] if kernel.func is at_sites else kernel.func
+    inside = {at_sites: "kernel", by_leaf: "kernel", drawn: "read"}
+    while isinstance(kernel, partial | PoolKernel):
+        if isinstance(kernel, PoolKernel):
+            kernel = kernel.sums
+        else:
+            kernel = kernel.keywords[inside[kernel.func]] if kernel.func in inside else kernel.func
     return kernel
 
 
-def shippable(kernels: Mapping[str, Kernel]) -> dict[str, Kernel]:
+def shippable(kernels: Mapping[str, K]) -> dict[str, K]:
     """The kernels, after their modules are registered to be shipped by value.
 
     Raises:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..data.batches import Batch
 from .hook_point import HookPoint
 from .model_info import Model
+from .pools import AnyKernel, run_batch
 from .site_map import StreamSum
 from .view import Kernel, Reduced, View
 
@@ -25,10 +26,10 @@ from .view import Kernel, Reduced, View
 @named
 @dataclass(frozen=True)
 class PartialSums:
-    """Sums of kernel outputs over a group of consecutive batches.
+    """Sums of kernel outputs over a group of consecutive rows.
 
     Attributes:
-        count: number of batches, a power of two.
+        count: number of rows, a power of two; the last of the data may count rows that are not there.
         not_finite: for each view `layer`, the number of activations that were NaN or infinite.
         out: by kernel name, the sums of what the kernel returned.
     """
@@ -169,7 +170,7 @@ class Source(ABC):
     def stream(
         self,
         batches: Iterator[Batch],
-        kernels: Mapping[str, Kernel],
+        kernels: Mapping[str, AnyKernel],
         start: int = 0,
         say: Callable[[str], None] = print,
         first_block: int | None = None,
@@ -178,18 +179,27 @@ class Source(ABC):
 
         Args:
             batches: each with at least one counted token.
-            kernels: as in `run`.
-            start: number of batches of the data before these, which earlier processes or other shards run.
+            kernels: of views, as in `run`, and of pools of rows.
+            start: number of rows of the data before these, which earlier processes or other shards run.
             say: takes short progress messages.
-            first_block: number of batches in the first block of the data (`core.blocks`), whose boundaries no part crosses;
+            first_block: number of rows in the first block of the data (`core.blocks`), whose boundaries no part crosses;
                 None for any parts.
 
         Yields:
-            Sums of the next batches, in parts whose counts are powers of two and join as in `pairwise_summation.push`: the
-            number of a part's first batch is a multiple of its count.
+            Sums of all leaves of the next batches, in parts whose counts are powers of two and join as in
+            `pairwise_summation.push`: the number of a part's first row is a multiple of its count.
         """
         for batch in batches:
-            yield [PartialSums(1, *self.run(batch, kernels))]
+            yield [PartialSums(batch.leaf, *own) for own in self.sums(batch, kernels)]
+
+    def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
+        """The sums of the leaves of one batch, in the process that holds the activations.
+
+        Args:
+            batch: of one forward pass or more.
+            kernels: of views, as in `run`, and of pools of rows.
+        """
+        return run_batch(self.run, batch, kernels)
 
     def plan(self, passes: int, count: int, tokens: int, positions: int, samples: int) -> str:
         """Describe the requests, memory and time that a run needs on a server; "" for a model in this process.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..data.batches import Batch
 
 
+T = TypeVar("T")
 Kernel = Callable[..., dict[str, Tensor]]
 Reduced = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
 
@@ -67,15 +68,28 @@ def reduce(kernels: Mapping[str, Kernel], *views: View) -> Reduced:
         For each view `layer`, the number of activations that are NaN or infinite; and by kernel name what the kernel returned,
         empty if any view holds such values.
     """
+
+    def run() -> Reduced:
+        not_finite = [_count_not_finite(view.activations) for view in views]
+        if any(bool(count.any()) for count in not_finite):
+            return not_finite, {}
+        return not_finite, {name: kernel(*views) for name, kernel in kernels.items()}
+
+    return in_full_precision(views[0].activations.device, run)
+
+
+def in_full_precision(device: torch.device, call: Callable[[], T]) -> T:
+    """Call a function outside autograd and autocast, with full float32 products.
+
+    Args:
+        device: of the tensors.
+        call: the function.
+    """
     before = _set_precision(None)
     try:
-        device = views[0].activations.device.type
         # Outside inference mode too, in which a kernel could not differentiate a block.
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type=device, enabled=False):
-            not_finite = [_count_not_finite(view.activations) for view in views]
-            if any(bool(count.any()) for count in not_finite):
-                return not_finite, {}
-            return not_finite, {name: kernel(*views) for name, kernel in kernels.items()}
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type=device.type, enabled=False):
+            return call()
     finally:
         _set_precision(before)
 

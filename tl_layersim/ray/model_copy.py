@@ -18,8 +18,8 @@ from ..core.sums import Sums
 from ..data.batches import Batch
 from ..models.hook_point import HookPoint
 from ..models.model_info import Model
+from ..models.pools import AnyKernel
 from ..models.source import PartialSums, Source
-from ..models.view import Kernel
 from ..remote.open import open_source
 
 # The fields of a description that are equal in all copies of one model.
@@ -69,7 +69,7 @@ class SharedKernels(Protocol):
 
     key: str
 
-    def get(self) -> Mapping[str, Kernel]:
+    def get(self) -> Mapping[str, AnyKernel]:
         """Fetch them."""
 
 
@@ -81,11 +81,13 @@ class GroupSums:
         parts: see `Source.stream`.
         seconds: that the group took.
         process: number of the process.
+        batches: number of the batches.
     """
 
     parts: list[PartialSums]
     seconds: float
     process: int
+    batches: int
 
 
 class ModelCopy:
@@ -101,7 +103,7 @@ class ModelCopy:
         self._source: Source | None = None
         self._settings = Settings()
         self._contexts, self._calls = ExitStack(), ExitStack()
-        self._kernels: tuple[str, Mapping[str, Kernel]] = ("", {})
+        self._kernels: tuple[str, Mapping[str, AnyKernel]] = ("", {})
 
     def open(self) -> int:
         """Load the model, if it is not loaded, and return the number of the process."""
@@ -136,7 +138,7 @@ class ModelCopy:
             settings: of the driver.
             kernels: of the pass.
             batches: each with at least one counted token.
-            start: number of batches of the data before these.
+            start: number of rows of the data before these.
         """
         began, source = time.monotonic(), self._set(settings)
         if self._kernels[0] != kernels.key:
@@ -144,14 +146,13 @@ class ModelCopy:
         run = self._kernels[1]
         stack: list[tuple[int, PartialSums]] = []
         for batch in batches:
-            not_finite, out = source.run(batch, run)
-            # Nothing is returned for activations that are not finite, which the driver refuses with their sites.
-            own = sums_of(tuple(run), out, {}) if out else {}
-            part = PartialSums(
-                1, [count.cpu() for count in not_finite], {name: dict(sums.fields) for name, sums in own.items()}
-            )
-            push(stack, 1, part, _add_parts, start)
-        return GroupSums([part for _, part in stack], time.monotonic() - began, os.getpid())
+            for not_finite, out in source.sums(batch, run):
+                # Nothing is returned for activations that are not finite, which the driver refuses with their sites.
+                own = sums_of(tuple(run), out, {}) if out else {}
+                here = {name: dict(sums.fields) for name, sums in own.items()}
+                part = PartialSums(batch.leaf, [count.cpu() for count in not_finite], here)
+                push(stack, batch.leaf, part, _add_parts, start)
+        return GroupSums([part for _, part in stack], time.monotonic() - began, os.getpid(), len(batches))
 
     def _set(self, settings: Settings) -> Source:
         """The source, set as the driver's settings say."""

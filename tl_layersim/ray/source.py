@@ -13,6 +13,7 @@ from ..core.errors import LayersimError
 from ..data.batches import Batch
 from ..models.hook_point import HookPoint
 from ..models.model_info import Model
+from ..models.pools import AnyKernel
 from ..models.site_map import StreamSum
 from ..models.source import PartialSums, Source
 from ..models.view import Kernel, Reduced, View
@@ -132,7 +133,8 @@ class RaySource(Source):
             self._change(calling=False)
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
-        found: GroupSums = self._workers.ask("sums", self._settings, self._workers.share(kernels), [batch], 0)
+        whole = replace(batch, leaf=len(batch.tokens), rows_at_once=0)
+        found: GroupSums = self._workers.ask("sums", self._settings, self._workers.share(kernels), [whole], 0)
         [part] = found.parts
         return part.not_finite, {name: dict(one) for name, one in part.out.items()}
 
@@ -147,7 +149,7 @@ class RaySource(Source):
     def stream(
         self,
         batches: Iterator[Batch],
-        kernels: Mapping[str, Kernel],
+        kernels: Mapping[str, AnyKernel],
         start: int = 0,
         say: Callable[[str], None] = print,
         first_block: int | None = None,
@@ -158,11 +160,11 @@ class RaySource(Source):
             number = start
             for group in self.schedule.groups(batches, start, None, self._affordable, first_block):
                 yield "sums", (self._settings, shared, group, number)
-                number += len(group)
+                number += sum(batch.leaf_rows for batch in group)
 
         with self._workers.saying(say):
             for found in self._workers.in_order(calls()):
-                self.schedule.measure(found.seconds, sum(part.count for part in found.parts))
+                self.schedule.measure(found.seconds, found.batches)
                 yield found.parts
 
     def _affordable(self) -> int:

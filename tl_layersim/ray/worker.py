@@ -216,7 +216,8 @@ def _one_part(parts: Sequence[ShardPart]) -> ShardPart:
     batches, rows, tokens = (sum(getattr(tally, name) for tally in tallies) for name in ("batches", "sequences", "tokens"))
     tree = _one_tree([tally.tree for tally in tallies])
     total = Tally(batches, rows, tokens, digest, sum(tally.seconds for tally in tallies), True, tree)
-    return replace(head, counts=DataCounts(batches, tree.batches, rows, tokens, digest), tallies={MAIN: total})
+    counts = DataCounts(batches, sum(part.counts.measured for part in parts if part.counts), rows, tokens, digest, tree.rows, 0)
+    return replace(head, counts=counts, tallies={MAIN: total})
 
 
 def _one_tree(trees: Sequence[SumTree]) -> SumTree:
@@ -226,9 +227,9 @@ def _one_tree(trees: Sequence[SumTree]) -> SumTree:
         start = total.end
         offset = start
         for node in tree.nodes:
-            if offset % node.batches:
+            if offset % node.rows:
                 return _added(trees)
-            offset += node.batches
+            offset += node.rows
         total = total.join(replace(tree, start=start))
     return total
 
@@ -237,8 +238,8 @@ def _added(trees: Sequence[SumTree]) -> SumTree:
     if trees[0].size is not None:
         raise LayersimError(
             "`sums` cannot be divided into blocks of equal size, from which intervals are computed.",
-            given=f"calls with {', '.join(str(tree.batches) for tree in trees[:8])}{', ...' if len(trees) > 8 else ''} batches",
-            expected="the same power of two of batches from each call but the last",
+            given=f"calls with {', '.join(str(tree.rows) for tree in trees[:8])}{', ...' if len(trees) > 8 else ''} rows",
+            expected="the same power of two of rows from each call but the last",
             do="calls with batch_size * 64 rows each; or Worker(..., intervals=False)",
         )
     nodes: list[DataBlock] = [tree.total() for tree in trees if tree.nodes]

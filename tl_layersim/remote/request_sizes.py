@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ..core.blocks import batches_in_block
+from ..core.blocks import rows_in_block
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import next_size
 from ..data.batches import Batch
@@ -64,22 +65,26 @@ class RequestSchedule:
 
         Args:
             batches: in order.
-            start: number of batches before these.
+            start: number of rows before these.
             most_tokens: number of positions that a request may hold; None for any number.
             affordable: gives the number of batches that a request may take by time.
-            first_block: number of batches in the first block of the data, of which a request carries one at most; None where
-                the run keeps no blocks.
+            first_block: number of rows in the first block of the data, of which a request carries one or a part of one, or a
+                single batch; None where the run keeps no blocks.
         """
-        ahead: deque[Batch] = deque()
-        index = start
+        ahead: deque[Batch] = deque(itertools.islice(batches, 1))
+        rows = max(1, ahead[0].capacity) if ahead else 1
+        index = start // rows
         while True:
-            most = affordable() if first_block is None else min(affordable(), batches_in_block(index, first_block))
+            most = affordable()
+            if first_block is not None:
+                most = max(1, min(most, rows_in_block(index * rows, first_block) // rows))
             size = next_size(index, most)
             while len(ahead) < size and (batch := next(batches, None)) is not None:
-                self.refuse_larger(len(batch.tokens), batch.tokens.numel())
                 ahead.append(batch)
             if not ahead:
                 return
+            for batch in ahead:
+                self.refuse_larger(*batch.pass_size)
             taken, total = 0, 0
             for batch in list(ahead)[:size]:
                 total += batch.tokens.numel()

@@ -22,6 +22,7 @@ from ..models.hook_point import HookPoint
 from ..models.model_info import ServerOffer
 from ..models.model_inputs import forward_arguments, smallest_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
+from ..models.pools import AnyKernel
 from ..models.source import PartialSums
 from ..models.view import Kernel, Reduced, View
 from .client import NdifClient, quiet
@@ -135,11 +136,16 @@ class RemoteSource(NNsightSource):
         )
 
     def run(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:
+        # All rows are one leaf.
+        [own] = self.sums(replace(batch, leaf=len(batch.tokens), rows_at_once=0), kernels)
+        return own
+
+    def sums(self, batch: Batch, kernels: Mapping[str, AnyKernel]) -> list[Reduced]:
         try:
-            [part] = partial_sums(self.ndif.finish(self._prepare([batch], kernels))["found"])
+            parts = partial_sums(self.ndif.finish(self._prepare([batch], kernels, joined=False))["found"])
         except JobTooLong as error:
             raise self._too_long(batch, error) from None
-        return part.not_finite, {name: dict(one) for name, one in part.out.items()}
+        return [(part.not_finite, {name: dict(one) for name, one in part.out.items()}) for part in parts]
 
     def request(self, run: Callable[[dict[str, Any]], T]) -> T:
         return self.ndif.request(lambda backend: run({"backend": backend}))
@@ -170,7 +176,7 @@ class RemoteSource(NNsightSource):
     def stream(
         self,
         batches: Iterator[Batch],
-        kernels: Mapping[str, Kernel],
+        kernels: Mapping[str, AnyKernel],
         start: int = 0,
         say: Callable[[str], None] = print,
         first_block: int | None = None,
@@ -213,14 +219,14 @@ class RemoteSource(NNsightSource):
             LOG.warning("%s ended a job for its time: %d batches a request at most from now on", self.offer.server, first)
         return group[:first], group[first:]
 
-    def send(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> str:
+    def send(self, group: list[Batch], kernels: Mapping[str, AnyKernel]) -> str:
         """Send a non-blocking request and return the id of its job."""
         work, shipped = self.pack(group), shippable(kernels)
         with self._frozen.in_place(shipped):
-            return self.ndif.submit(lambda backend: self._submit(work, shipped, backend))
+            return self.ndif.submit(lambda backend: self._submit(work, shipped, True, backend))
 
-    def _submit(self, work: list[dict[str, Any]], kernels: dict[str, Kernel], backend: Any) -> None:
-        submit(self.envoy, self.sites, self._steps(), work, self._unembed, kernels, self.calling, backend)
+    def _submit(self, work: list[dict[str, Any]], kernels: dict[str, AnyKernel], joined: bool, backend: Any) -> None:
+        submit(self.envoy, self.sites, self._steps(), work, self._unembed, kernels, self.calling, joined, backend)
 
     def _warn_of_large_sums(self, parts: list[PartialSums]) -> None:
         """Warn once for each analyzer that returns large sums."""
@@ -246,16 +252,30 @@ class RemoteSource(NNsightSource):
                 f"shape {tuple(batch.inputs[name].shape)}."
             )
 
-    def _prepare(self, group: list[Batch], kernels: Mapping[str, Kernel]) -> PreparedRequest:
+    def _prepare(self, group: list[Batch], kernels: Mapping[str, AnyKernel], joined: bool = True) -> PreparedRequest:
         """A request for the sums over batches, not sent yet."""
         work, shipped = self.pack(group), shippable(kernels)
         with self._frozen.in_place(shipped):
-            return self.ndif.prepare(lambda backend: self._submit(work, shipped, backend))
+            return self.ndif.prepare(lambda backend: self._submit(work, shipped, joined, backend))
 
     def pack(self, group: list[Batch]) -> list[dict[str, Any]]:
-        """The content of a request: for each batch the arguments of the call, counted positions and their fields."""
+        """The content of a request: for each batch its forward passes, and how its rows form leaves and pools."""
+        return [
+            {
+                "starts": batch.starts,
+                "leaf": batch.leaf,
+                "density": batch.density,
+                "passes": self._passes(batch),
+            }
+            for batch in group
+        ]
+
+    def _passes(self, whole: Batch) -> list[dict[str, Any]]:
+        """For each forward pass with a counted position its number, the arguments of the call, and fields of its positions."""
         work = []
-        for batch in group:
+        for number, batch in enumerate(whole.passes()):
+            if not bool(batch.counted.any()):
+                continue
             args, options = forward_arguments(self.module, batch, self._model)
             self._warn_of_large_inputs(batch)
             keep, kept = kept_of(batch)
@@ -263,9 +283,8 @@ class RemoteSource(NNsightSource):
             small = {name: values if name == "labels" else values.to(torch.int32) for name, values in kept.items()}
             inputs = {name: narrowed(value) for name, value in options.items()} | ({"logits_to_keep": 1} if self._keeps else {})
             call = {"args": tuple(map(narrowed, args)), "options": inputs, "shape": tuple(batch.counted.shape)}
-            work.append(
-                call | {"keep": keep.to(torch.int32), "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": small}
-            )
+            more = {"number": number, "pooled": batch.pooled, "has_tokens": batch.has_positions, "kept": small}
+            work.append(call | more | {"keep": keep.to(torch.int32)})
         return work
 
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
@@ -274,7 +293,7 @@ class RemoteSource(NNsightSource):
             "One forward pass with these analyzers exceeds the server's time limit for a job.",
             given=f"{rows} rows of {batch.tokens.shape[1]} tokens; {self.offer.server} reports: {error}",
             expected="a job within the operator's limit",
-            do=f"batch_size={max(1, rows // 2)}, a smaller seq_len=, or fewer analyzers at once",
+            do="a smaller seq_len= or batch_size=, or fewer analyzers at once",
         )
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.pairwise_summation import push
 from ..models.block_call import first_tensor
+from ..models.pools import AnyKernel, plan_batch
 from ..models.site_buffer import SiteBuffer
 from ..models.source import PartialSums
 from ..models.trace_steps import TraceStep, read_step
 from ..models.unembed import Unembed, tensor_of, unembed_gap
-from ..models.view import Kernel, View, reduce
+from ..models.view import View, reduce
 
 # For each view `layer`, how many activations are not finite; and by kernel name what it returned, summed over batches.
 BatchSums = tuple[list[Tensor], dict[str, dict[str, Tensor]]]
@@ -31,15 +32,16 @@ def submit(
     steps: list[TraceStep],
     work: list[dict[str, Any]],
     unembed: Unembed | None,
-    kernels: dict[str, Kernel],
+    kernels: dict[str, AnyKernel],
     calling: bool,
+    joined: bool,
     backend: Any,
 ) -> None:
-    """Submit one request: a session with one trace for each batch, and the pairwise sums of the kernels' results.
+    """Submit one request: a session with one trace for each forward pass, and the pairwise sums of the kernels' results.
 
     Forward passes run to the end of the model, not to the last block: a sandbox fails where a trace is stopped and another one
-    follows. The backend does not wait for the result, which has the local name `found`: counts of batches, each with the sums
-    over these batches (`BatchSums`).
+    follows. The backend does not wait for the result, which has the local name `found`: counts of rows, each with the sums
+    over these rows (`BatchSums`).
 
     Args:
         model: the nnsight model.
@@ -47,32 +49,69 @@ def submit(
         steps: what each trace reads, in the order of the forward pass.
         work: the batches, as `RemoteSource.pack` gives them.
         unembed: the lens, None where the model has none.
-        kernels: functions of a view.
+        kernels: functions of a view, and kernels of pools of rows.
         calling: whether views carry block calls.
+        joined: whether the results of leaves are added; else they are returned one by one.
         backend: carries the request.
     """
     import nnsight
 
     with torch.no_grad(), model.session(backend=backend):
         stack: list[Any] = []
-        for item in work:
-            args = [widened(value) for value in item["args"]]
-            options = {name: widened(value) for name, value in item["options"].items()}
-            with model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
-                with torch.no_grad():
-                    buffer = SiteBuffer(names, item["keep"].long(), item["shape"], item["pooled"], item["has_tokens"])
-                    noted: list[Any] = []
-                    given: dict[str, Any] = {}
-                    hidden: Any = None
-                    for step in steps:
-                        read_step(step, buffer, given, noted if calling else None)
-                        hidden = step.envoy.output if step.is_block and not step.incoming else hidden
-                    device = buffer.activations.device
-                    here: dict[str, Any] = {name: ids.long().to(device) for name, ids in item["kept"].items()}
-                    lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
-                    view = View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None)
-                    push(stack, 1, on_cpu(reduce(kernels, view)), add_batch_sums)
+        for unit in work:
+            plan = plan_batch(known_view(unit), unit["starts"], unit["leaf"], unit["density"], kernels)
+            outputs: list[Any] = []
+            for item in unit["passes"]:
+                args = [widened(value) for value in item["args"]]
+                options = {name: widened(value) for name, value in item["options"].items()}
+                with model.trace(*args, **options):  # noqa: SIM117 (what follows a trace is shipped)
+                    with torch.no_grad():
+                        buffer = SiteBuffer(names, item["keep"].long(), item["shape"], item["pooled"], item["has_tokens"])
+                        noted: list[Any] = []
+                        given: dict[str, Any] = {}
+                        hidden: Any = None
+                        for step in steps:
+                            read_step(step, buffer, given, noted if calling else None)
+                            hidden = step.envoy.output if step.is_block and not step.incoming else hidden
+                        device = buffer.activations.device
+                        here: dict[str, Any] = {name: ids.long().to(device) for name, ids in item["kept"].items()}
+                        lens = None if unembed is None or hidden is None else remote_lens(unembed, first_tensor(hidden))
+                        view = View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None)
+                        outputs.append(reduce(plan.kernels_of(item["number"]), view))
+                        if len(outputs) == len(unit["passes"]):
+                            add_leaves(stack, unit["leaf"], plan.finish(outputs), joined)
         found = nnsight.save(stack)  # noqa: F841 (a result is taken by this name)
+
+
+def known_view(unit: dict[str, Any]) -> View:
+    """What is known of the samples of a batch before its forward passes.
+
+    Args:
+        unit: the batch, as `RemoteSource.pack` gives it.
+    """
+    sequence = []
+    for item in unit["passes"]:
+        buffer = SiteBuffer((), item["keep"].long(), item["shape"], item["pooled"], item["has_tokens"])
+        sequence.append(buffer.samples // item["shape"][1] + unit["starts"][item["number"]])
+    tokens, row = (torch.cat([item["kept"][name].long() for item in unit["passes"]]) for name in ("tokens", "row"))
+    rows = torch.cat(sequence)
+    return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row)
+
+
+def add_leaves(stack: list[Any], leaf: int, leaves: list[Any], joined: bool) -> None:
+    """Put the sums of the leaves of a batch onto a stack.
+
+    Args:
+        stack: changed in place.
+        leaf: rows of a leaf.
+        leaves: outputs of `reduce` for each.
+        joined: whether neighbours are added.
+    """
+    for own in leaves:
+        if joined:
+            push(stack, leaf, on_cpu(own), add_batch_sums)
+        else:
+            stack.append((leaf, on_cpu(own)))
 
 
 def lens_gap_of(
@@ -164,12 +203,12 @@ def add_batch_sums(a: Any, b: Any) -> Any:
     total: dict[str, dict[str, Tensor]] = {}
     for name, one in a[1].items():
         other = b[1][name]
-        total[name] = {}
-        for key in {**one, **other}:
-            x, y = one.get(key), other.get(key)
-            if x is None or y is None or x.shape != y.shape:
-                shapes = [None if value is None else tuple(value.shape) for value in (x, y)]
-                return counts, f"{name}: sum {key!r} has shape {shapes[0]} and {shapes[1]}"
+        # A leaf without samples, or in which no pool ends, has no sums.
+        total[name] = {**one, **other}
+        for key in one.keys() & other.keys():
+            x, y = one[key], other[key]
+            if x.shape != y.shape:
+                return counts, f"{name}: sum {key!r} has shape {tuple(x.shape)} and {tuple(y.shape)}"
             wide = torch.float64 if x.is_floating_point() else torch.int64
             total[name][key] = x.to(wide) + y.to(wide)
     return counts, total

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
+from ..core.errors import LayersimError
 from ..core.intervals import bounds_of
 from ..core.provenance import JOINT
 from ..core.results import Result
@@ -28,7 +30,7 @@ from .matrix import layer_heatmap, series_heatmap
 from .names_of_models import names_of_models
 from .site_labels import site_words
 from .stitches import step_curve
-from .style import MOST_LINES, described, series_look
+from .style import GREY, MOST_LINES, described, series_look
 from .two_models import model_lines
 
 LAYER_MATRICES = (
@@ -60,6 +62,31 @@ def figure(result: Result, field: str, axes: tuple[str, ...]) -> go.Figure:
     bounds = bounds_of(result).get(held) or (-math.inf, math.inf)
     fig = from_lower_bound(with_least_span(_field_figure(result, field, axes), bounds), bounds[0])
     return described(fig, result.provenance, result.measured_on(field))
+
+
+def untrained_figure(result: Result, field: str) -> go.Figure:
+    """The figure of the mean of a field over untrained models.
+
+    Args:
+        result: with untrained models.
+        field: its name.
+
+    Raises:
+        LayersimError: the run had no untrained models.
+    """
+    held = "values" if field == result.values_name else field
+    twins = result.of_untrained(held)
+    if twins is None:
+        raise LayersimError(
+            f"`untrained {field}` was not measured.",
+            given=f"{len(result.untrained)} untrained models",
+            expected="a run with them",
+            do='lsim.analyze(model, data, analyzers, baseline="untrained")',
+        )
+    own: dict[str, Any] = {held: twins.mean(0)}
+    shown = replace(result, **own, replicates=(), block_tokens=(), untrained=())
+    fig = shown.plot(field)
+    return fig.update_layout(title_text=f"{fig.layout.title.text}, untrained")
 
 
 def title_of(result: Result, field: str) -> str:
@@ -149,7 +176,16 @@ def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None
     reference = result.baseline(field)
     # Beside a reference line, the legend has no room for the unit, which stands on the axis.
     own = Series(unit if reference is None else unit.partition(" (")[0], values, ends)
-    names, series = _of_two_models(result, field, own, names) or (names, [own])
+    both = _of_two_models(result, field, own, names)
+    names, series = both or (names, [own])
+    twins = result.of_untrained("values" if field == result.values_name else field)
+    if both is None and twins is not None:
+        least, most = twins.min(0).values.numpy(), twins.max(0).values.numpy()
+        label = f"untrained, mean and range of {len(twins)}"
+        series = [
+            own._replace(label="trained"),
+            Series(label, twins.mean(0).numpy(), Ends(least, most), GREY, "square", "dash"),
+        ]
     fig = lines(names, series, title, unit, axis, log)
     if field in FAR_FROM_ZERO:
         fig.update_yaxes(rangemode="normal")

@@ -15,7 +15,7 @@ from jinja2 import Environment
 
 from ..core.intervals import headline_texts
 from ..core.provenance import Provenance
-from ..core.results import Result
+from ..core.results import UNTRAINED, Result
 from ..core.storage import replacing
 from .figure_json import figure_json
 from .findings import finding, side_by_side
@@ -115,12 +115,17 @@ def _section(name: str, result: Result, figures: list[dict[str, Any]]) -> dict[s
     """What the page shows of one result; the data of its figures are added to a list."""
     plots = []
     for picture in result.pictures:
-        if _has_values(result, picture.field):
-            figure = figure_json(result.plot(picture.field))
+        if not _has_values(result, picture.field):
+            continue
+        shown = [(picture.field, picture.title)]
+        if len(result.tensor_fields().get(picture.field, ())) == 2 and result.of_untrained(picture.field) is not None:
+            shown.append((f"{UNTRAINED}{picture.field}", f"{picture.title}, untrained"))
+        for field, title in shown:
+            figure = figure_json(result.plot(field))
             layout = figure["layout"]
             size = {"width": layout.get("width", 700), "height": layout.get("height", 450)}
             table = number_table(result, picture.field)
-            plots.append({"number": len(figures), "title": picture.title, "meaning": picture.meaning, "table": table, **size})
+            plots.append({"number": len(figures), "title": title, "meaning": picture.meaning, "table": table, **size})
             figures.append(figure)
     models, lines = side_by_side(result)
     return {

@@ -1,0 +1,311 @@
+"""The null of similarities: whole rows of the columns are exchanged, position with position, in each pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analyzers._draws import draw_grid, draw_minibatches, draw_permutations, pool_key
+from tl_layersim.core import Sums
+from tl_layersim.core.sums import POOL, with_pools
+from tl_layersim.models import View
+from tl_layersim.models.pools import samples_of
+
+from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import layer_run, residuals, samples, view
+
+LENGTHS = (7, 3, 9, 6, 8, 7, 1, 6)
+# Of half of these rows, the held-out ones; the sixth row is in neither grid: it has one token.
+SPLIT = {"test_fraction": 0.5, "seed": 0}
+
+
+def ragged(x: np.ndarray, **more) -> View:
+    """A view of rows of unequal lengths."""
+    row = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    position = torch.cat([torch.arange(length) for length in LENGTHS])
+    return replace(view(x), sequence=row, position=position, row=row, calls=None, **more)
+
+
+def computed(analyzer, *views: View) -> lsim.Result:
+    """The result of an analyzer on one pool."""
+    kernels = {"k": analyzer.kernel(Sums())}
+    if (pool := analyzer.pool_kernel(Sums())) is not None:
+        kernels[POOL + "k"] = pool
+    sums = with_pools({name: Sums.of(kernel(*views)) for name, kernel in kernels.items()}, "k")
+    run = replace(layer_run(len(views[0].activations)), column_layers=layer_run(len(views[-1].activations)).layers)
+    return analyzer.compute(sums, replace(run, models=(object(), object())[: len(views)]))
+
+
+def some(one: View, index: torch.Tensor) -> View:
+    """The view of some samples."""
+    names = ("tokens", "sequence", "position", "row")
+    return replace(one, activations=one.activations[:, index], **{name: getattr(one, name)[index] for name in names}, memo={})
+
+
+def exchanged(one: View, grid: torch.Tensor, order: torch.Tensor) -> View:
+    """The view of samples `row position`, with the activations of other rows."""
+    flat = some(one, grid.flatten())
+    return replace(flat, activations=one.activations[:, grid[order].flatten()])
+
+
+PAIRS = {
+    "cka": lambda **more: lsim.CKA(**more),
+    "biased cka": lambda **more: lsim.CKA(estimator="biased", **more),
+    "rsa": lambda **more: lsim.RSA(**more),
+    "mutual_knn": lambda **more: lsim.MutualKNN(k=3, **more),
+    "procrustes": lambda **more: lsim.Procrustes(**more),
+    "cca": lambda **more: lsim.CCA(**more),
+}
+
+
+@pytest.mark.parametrize("two", [True, False])
+@pytest.mark.parametrize("name", PAIRS)
+def test_null_values_are_those_of_exchanged_rows(name, two):
+    """Each value of the null is what the measure gives on rows of which those of the columns are in another order."""
+    count = sum(LENGTHS)
+    a = ragged(residuals(0, layers=3, tokens=count))
+    b = ragged(residuals(1, layers=2, tokens=count, width=5)) if two else a
+    found = computed(PAIRS[name](permutations=23), *((a, b) if two else (a,)))
+    known = samples_of(a, False)
+    in_pairs = name not in ("procrustes", "cca")
+    grid = draw_grid(
+        known, 256 if in_pairs else count * 64, 0, *((5, 4) if name == "mutual_knn" else (4, 4) if in_pairs else (1, 1))
+    )
+    assert grid.shape == (6, 6)
+    assert a.sequence[grid[:, 0]].tolist() == [0, 2, 3, 4, 5, 7]
+    # The seed of the orders depends on the samples that were drawn.
+    drawn = known if in_pairs else known.some(grid.flatten().sort().values)
+    if in_pairs:
+        used = torch.unique(torch.cat([*draw_minibatches(known, 256, 0, 4, True), grid.flatten()]))
+        drawn = known.some(used)
+    orders = draw_permutations(23, 6, pool_key(drawn, 0))
+    plain = PAIRS[name]()
+    values = [computed(plain, some(a, grid.flatten()), exchanged(b, grid, order)).values for order in orders]
+    expected = torch.stack(values)
+    pair = (0, 1)
+    np.testing.assert_allclose(found.null_mean[pair], expected.mean(0)[pair], atol=1e-9)
+    quantiles = np.quantile(expected[:, 0, 1], found.quantiles)
+    np.testing.assert_allclose(found.null_quantiles[:, 0, 1], quantiles, atol=1e-9)
+    own = computed(plain, some(a, grid.flatten()), some(b, grid.flatten()))
+    np.testing.assert_allclose(found.observed[pair], own.values[pair], atol=1e-9)
+    reached = (expected[:, 0, 1] >= own.values[pair] - 1e-10).sum()
+    assert float(found.p_values[pair]) == pytest.approx((1 + float(reached)) / 24)
+    # Values are of all samples, with a null and without.
+    torch.testing.assert_close(found.values, computed(plain, *((a, b) if two else (a,))).values, rtol=0, atol=0)
+
+
+def test_training_and_held_out_rows_are_exchanged_among_themselves():
+    count = sum(LENGTHS)
+    a, b = ragged(residuals(0, layers=2, tokens=count)), ragged(residuals(1, layers=2, tokens=count, width=5))
+    found = computed(lsim.LinearPredictivity(permutations=23, ridge=1.0, **SPLIT), a, b)
+    out = oracles.held_out_rows(len(LENGTHS), 0.5, 0)
+    known, grids = samples_of(a, False), []
+    for held in (False, True):
+        index = torch.tensor([i for i, row in enumerate(known.row.tolist()) if out[row] is held])
+        grids.append(index[draw_grid(known.some(index), 64 * len(index), 0, 1, 1)])
+    drawn = known.some(torch.cat([grid.flatten() for grid in grids]).sort().values)
+    orders = [draw_permutations(23, len(grid), pool_key(drawn, 0)) for grid in grids]
+    values = []
+    for own in zip(*orders, strict=True):
+        # Rows in the order of the data, as the analyzer reads them.
+        left = [some(a, grid.flatten()) for grid in grids]
+        right = [exchanged(b, grid, order) for grid, order in zip(grids, own, strict=True)]
+        place = torch.cat([grid.flatten() for grid in grids]).argsort()
+        sides = [some(_joined(side), place) for side in (left, right)]
+        values.append(computed(lsim.LinearPredictivity(ridge=1.0, **SPLIT), *sides).values[0, 1])
+    np.testing.assert_allclose(found.null_mean[0, 1], torch.stack(values).mean(), atol=1e-9)
+
+
+def _joined(views: list[View]) -> View:
+    parts = {name: torch.cat([getattr(one, name) for one in views]) for name in ("tokens", "sequence", "position", "row")}
+    return replace(views[0], activations=torch.cat([one.activations for one in views], 1), **parts)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_independent_samples_are_exchanged_one_by_one(name):
+    """A row of one sample, and `unit="token"` for samples of one row, have one null."""
+    x = residuals(0, layers=3, tokens=24)
+    by_row = computed(PAIRS[name](permutations=40), samples(x))
+    by_token = computed(PAIRS[name](permutations=40, unit="token"), samples(x))
+    spread = (by_row.null_quantiles[-1] - by_row.null_quantiles[0])[0, 1]
+    np.testing.assert_allclose(by_row.null_mean[0, 1], by_token.null_mean[0, 1], atol=float(spread) / 2)
+    np.testing.assert_allclose(by_row.values, by_token.values, atol=1e-9)
+
+
+POOLED = [
+    lsim.CKA(permutations=19),
+    lsim.CKA(estimator="biased"),
+    lsim.CKA(level="sequence", pool="last", permutations=19, minibatch=24),
+    lsim.RSA(permutations=19),
+    lsim.MutualKNN(k=3, permutations=19),
+    lsim.Procrustes(permutations=19),
+    lsim.CCA(permutations=19),
+    lsim.Procrustes(level="sequence", permutations=19),
+    lsim.LinearPredictivity(permutations=19),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Intervals of")
+@pytest.mark.parametrize("analyzer", POOLED, ids=lambda one: repr(one)[:60])
+def test_a_result_does_not_depend_on_the_rows_of_a_forward_pass(analyzer):
+    model = tiny_llama()
+    rows = [random_tokens(1, 12 + i % 9, seed=i)[0] for i in range(40)]
+    first = None
+    for batch_size in (1, 5, 16, 40):
+        found = lsim.analyze(model, rows, [analyzer], batch_size=batch_size, intervals=batch_size == 5)[analyzer.name]
+        first = first or found
+        for field in found.tensor_fields():
+            torch.testing.assert_close(getattr(found, field), getattr(first, field), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_a_longer_run_of_rows_has_more_pools():
+    model, rows = tiny_llama(), random_tokens(40, 32)
+    found = lsim.analyze(model, rows, lsim.CKA())["cka"]
+    # 16 rows of 32 tokens are two minibatches; the last eight rows are one.
+    assert (found.minibatches, found.samples) == (5, 1280)
+    assert 8 <= found.rows <= 16
+    of_rows = lsim.analyze(model, rows, lsim.CKA(level="sequence"))["cka"]
+    assert (of_rows.minibatches, of_rows.samples, of_rows.rows) == (1, 40, 40)
+
+
+@pytest.mark.parametrize(("rows", "warned"), [(7, True), (8, False)])
+def test_few_rows_are_warned_of(rows, warned):
+    model, data = tiny_llama(), random_tokens(rows, 40)
+    with pytest.warns(lsim.LayersimWarning) as given:
+        lsim.analyze(model, data, lsim.RSA())
+        lsim.analyze(model, random_tokens(4, 20), lsim.CKA())
+    said = [str(one.message) for one in given if "different rows" in str(one.message)]
+    assert [("RSA" in one, "7 different" in one) for one in said[:-1]] == ([(True, True)] if warned else [])
+    assert "CKA have 4 different rows" in said[-1]
+
+
+def test_draws_depend_on_the_rows_and_the_seed():
+    tokens = random_tokens(8, 12).flatten()
+    one = samples_of(replace(view(residuals(0, tokens=96), rows=8), tokens=tokens), False)
+    other = samples_of(replace(view(residuals(0, tokens=96), rows=8), tokens=tokens + (torch.arange(96) == 50)), False)
+
+    def order(known, seed: int = 0) -> list[int]:
+        return torch.cat(draw_minibatches(known, 32, seed, 4, True)).tolist()
+
+    assert sorted(order(one)) == list(range(96))
+    assert order(one) == order(one)
+    assert order(one) != order(one, seed=1)
+    # Another token changes the draw of its row alone.
+    assert order(one) != order(other)
+    assert not torch.equal(draw_grid(one, 48, 0), draw_grid(one, 48, 1))
+    assert draw_grid(one, 48, 0).shape == (8, 6)
+    assert pool_key(one, 0) != pool_key(other, 0)
+
+
+def test_minibatches_are_whole():
+    known = samples_of(samples(residuals(0, tokens=64)), False)
+    assert [len(part) for part in draw_minibatches(known, 10, 0, 4, True)] == [10] * 6
+    few = known.some(torch.arange(7))
+    assert [len(part) for part in draw_minibatches(few, 10, 0, 4, True)] == [7]
+    assert draw_minibatches(known.some(torch.arange(3)), 10, 0, 4, True) == []
+    # At most 64 samples of a row, and four rows at least.
+    long = samples_of(view(residuals(0, tokens=400), rows=4), False)
+    assert [len(part) for part in draw_minibatches(long, 256, 0, 4, True)] == [256]
+    assert draw_minibatches(samples_of(view(residuals(0, tokens=90), rows=3), False), 90, 0, 4, True) == []
+
+
+def test_permutations_follow_their_key_and_grow_by_more():
+    few, more = draw_permutations(3, 8, 5), draw_permutations(6, 8, 5)
+    assert torch.equal(few, more[:3])
+    assert all(sorted(one.tolist()) == list(range(8)) for one in more)
+    assert len({tuple(one.tolist()) for one in more}) == 6
+    assert not torch.equal(few, draw_permutations(3, 8, 6))
+    assert draw_permutations(0, 8, 5).shape == (0, 8)
+
+
+@pytest.mark.parametrize("make", [PAIRS["cka"], PAIRS["biased cka"], PAIRS["rsa"], PAIRS["mutual_knn"]])
+def test_models_that_are_apart_give_what_they_give_together(make):
+    """From statistics of each, as of models on servers."""
+    count = sum(LENGTHS)
+    for analyzer in (make(permutations=20), make(minibatch=20), make(permutations=20, unit="token")):
+        a, b = ragged(residuals(0, tokens=count)), ragged(residuals(1, layers=3, tokens=count, width=5))
+        exchange = analyzer.exchange()
+        joined = exchange.join(*(exchange.prepare(exchange.kernel(one)) for one in (a, b)))
+        together = analyzer.kernel(Sums())(a, b)
+        assert joined.keys() == together.keys()
+        for field, value in together.items():
+            torch.testing.assert_close(joined[field], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_pool_of_too_few_rows_adds_nothing():
+    few = view(residuals(0, tokens=9), rows=3)
+    assert lsim.CKA(permutations=19).kernel(Sums())(few) == {}
+    assert lsim.CKA().exchange().kernel(few) == {}
+
+
+def test_what_crosses_between_models_is_as_large_as_was_said():
+    """Upper triangles in float32 and the row of each sample, of minibatches and of the null."""
+    one = view(residuals(0, tokens=320).astype(np.float32), rows=16)
+    for analyzer in (lsim.CKA(), lsim.CKA(permutations=19), lsim.CKA(minibatch=64)):
+        exchange = analyzer.exchange()
+        sent = sum(part.numel() * part.element_size() for part in exchange.kernel(one).values())
+        assert exchange.size(16, 20.0, 4) == pytest.approx(sent, rel=0.02)
+
+
+def test_compare_and_compare_grid_exchange_the_same_rows():
+    models = {"a": tiny_llama(), "b": tiny_llama(seed=1), "c": tiny_llama(seed=2)}
+    rows, analyzer = random_tokens(8, 16), lsim.CKA(permutations=40)
+    grid = lsim.compare_grid(models, rows, analyzer, batch_size=2)
+    null = ("observed", "calibrated", "p_values", "null_mean", "null_quantiles", "null_threshold", "max_null", "max_p_value")
+    for pair in (("a", "b"), ("a", "c")):
+        alone = lsim.compare(*(models[name] for name in pair), rows, analyzer, batch_size=2)
+        for name in null:
+            torch.testing.assert_close(getattr(grid[pair], name), getattr(alone, name), rtol=1e-6, atol=1e-6)
+    own = lsim.analyze(models["b"], rows, [analyzer], batch_size=2)["cka"]
+    # A model beside itself has no pair of a layer and itself.
+    torch.testing.assert_close(grid["b", "b"].max_null, own.max_null, rtol=1e-6, atol=1e-6)
+    assert float(own.max_value) < 1
+    assert torch.equal(grid["b", "a"].p_values, grid["a", "b"].p_values.T)
+
+
+def test_related_layers_stand_out():
+    model, rows = tiny_llama(), random_tokens(32, 20)
+    related = lsim.analyze(model, rows, [lsim.CKA(permutations=99)])["cka"]
+    assert torch.equal(related.p_values, related.p_values.T)
+    assert bool((related.p_values.diagonal(1) == 0.01).all())
+    assert related.headline()["p-value of the maximum over pairs of layers"] == 0.01
+
+
+def test_the_null_of_a_layer_without_differences_is_nan():
+    x = residuals(0, tokens=30)
+    x[1] = 1.0
+    with pytest.warns(lsim.LayersimWarning, match="not defined"):
+        found = computed(lsim.CKA(permutations=19), view(x, rows=10))
+    assert bool(found.p_values[1].isnan().all())
+    assert not bool(found.p_values[0, 2:].isnan().any())
+    assert 0 < float(found.max_p_value) <= 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lsim.CKA, {"permutations": 10}),
+        (lsim.CKA, {"permutations": -1}),
+        (lsim.CKA, {"permutations": 200, "estimator": "exact"}),
+        (lsim.CKA, {"permutations": 20.0}),
+        (lsim.CKA, {"unit": "word"}),
+        (lsim.RSA, {"unit": "text"}),
+        (lsim.Procrustes, {"unit": "text"}),
+    ],
+)
+def test_wrong_options_are_refused(make, options):
+    with pytest.raises(lsim.LayersimError, match=next(iter(options))):
+        make(**options)
+
+
+def test_a_null_that_does_not_fit_is_refused_before_the_run():
+    with pytest.raises(lsim.LayersimError, match="max_memory_gb"):
+        lsim.analyze(tiny_llama(), random_tokens(), lsim.CKA(permutations=100, max_memory_gb=1e-6))
+    models = {name: tiny_llama(seed=n) for n, name in enumerate("abc")}
+    with pytest.raises(lsim.LayersimError, match="96 pairs of layers"):
+        lsim.compare_grid(models, random_tokens(), lsim.CKA(permutations=100, max_memory_gb=2e-4))

@@ -1,0 +1,98 @@
+"""Texts with known population values: sites whose covariances are written down, and what the package says of samples of them.
+
+A row is a text: its tokens share an effect of the text and follow an AR(1). All simulations run at once, as sites of one view:
+the first half are the x of each simulation, the others its y.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tl_layersim.analysis.replicates import blocks_of, replicated
+from tl_layersim.analyzers import Analyzer
+from tl_layersim.core import Result, Sums
+from tl_layersim.core.sums import POOL, with_pools
+from tl_layersim.core.blocks import MOST_BLOCKS, DataBlock
+from tl_layersim.models import View
+
+from .views import sites_run
+
+WIDTH = 8
+# Rows of one pool.
+POOL_ROWS = 16
+
+
+def texts(lengths: Sequence[int], sites: int, rho: float, effect: float, generator: torch.Generator) -> list[Tensor]:
+    """For each text `site token width` of variance 1: `effect` of it is shared by the text, the rest an AR(1) with `rho`."""
+    rows = []
+    for length in lengths:
+        own = torch.randn(sites, length, WIDTH, generator=generator)
+        for token in range(1, length):
+            own[:, token] = rho * own[:, token - 1] + math.sqrt(1 - rho**2) * own[:, token]
+        shared = torch.randn(sites, 1, WIDTH, generator=generator)
+        rows.append(math.sqrt(1 - effect) * own + math.sqrt(effect) * shared)
+    return rows
+
+
+def mixtures(width: int = WIDTH) -> tuple[Tensor, Tensor]:
+    """The matrices A and B of x = A s and y = B s, in which later dimensions of s have less weight."""
+    fixed = torch.Generator().manual_seed(7)
+    a, b = torch.randn(2, width, width, generator=fixed) * torch.linspace(1, 0.2, width)
+    return a, b
+
+
+def population_cka(shared: float) -> float:
+    """CKA of x = A(sqrt(c) s + sqrt(1 - c) u) and y = B(sqrt(c) s + sqrt(1 - c) v): Cov(x, y) = c AB'."""
+    a, b = (m.double() for m in mixtures())
+    return float((shared * a @ b.T).square().sum() / ((a @ a.T).norm() * (b @ b.T).norm()))
+
+
+def pools(
+    lengths: Sequence[int], simulations: int, rho: float, effect: float, shared: float, seed: int
+) -> list[tuple[View, int]]:
+    """Views of 16 texts each, and the number of their tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = mixtures()
+    found = []
+    for start in range(0, len(lengths), POOL_ROWS):
+        own = lengths[start : start + POOL_ROWS]
+        s, u, v = (torch.cat(texts(own, simulations, rho, effect, generator), 1) for _ in range(3))
+        x = (math.sqrt(shared) * s + math.sqrt(1 - shared) * u) @ a.T
+        y = (math.sqrt(shared) * s + math.sqrt(1 - shared) * v) @ b.T
+        row = torch.repeat_interleave(torch.arange(len(own)), torch.tensor(own))
+        position = torch.cat([torch.arange(length) for length in own])
+        # Token ids on which draws depend.
+        ids = torch.randint(1000, (len(row),), generator=generator)
+        found.append((View(torch.cat([x, y]), ids, row, position, row=row + start), len(row)))
+    return found
+
+
+def measured(analyzer: Analyzer, views: list[tuple[View, int]]) -> Result:
+    """The result of an analyzer over pools of texts, with intervals."""
+    first = Sums()
+    if (kernel := analyzer.first_kernel()) is not None:
+        for view, _ in views:
+            first = first + Sums.of(kernel(view))
+    kernels = {"k": analyzer.kernel(first)}
+    if (pool := analyzer.pool_kernel(first)) is not None:
+        kernels[POOL + "k"] = pool
+    each = [DataBlock(1, tokens, {name: Sums.of(kernel(view)) for name, kernel in kernels.items()}) for view, tokens in views]
+    while len(each) > MOST_BLOCKS:
+        each = [sum(each[i + 1 : i + 2], start=each[i]) if i + 1 < len(each) else each[i] for i in range(0, len(each), 2)]
+    total = each[0]
+    for block in each[1:]:
+        total = total + block
+    names = tuple(f"site {number}" for number in range(len(views[0][0].activations)))
+    run = sites_run(names, first)
+    result = analyzer.compute(with_pools(total.sums, "k"), run)
+    return replicated(result, analyzer, run, "k", blocks_of(each, "k"))
+
+
+def of_pairs(matrix: Tensor) -> Tensor:
+    """The entries of each simulation's x and y in a matrix over all sites."""
+    half = len(matrix) // 2
+    return matrix[:half, half:].diagonal()

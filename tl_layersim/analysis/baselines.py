@@ -1,0 +1,87 @@
+"""Results of untrained twins beside those of trained models, as `baseline="untrained"` asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+from ..core.errors import LayersimError
+from ..core.results import Report, Result
+from .model_grid import ModelGrid
+
+BaselineArgument: TypeAlias = Literal["untrained"] | None
+# Seeds of the fresh weights.
+SEEDS = 3
+
+
+def with_untrained(found: Any, data: Any, run: Callable[[int], Any]) -> Any:
+    """A result or a report with those of untrained twins, which `plot`, `to_frame` and `print` show beside it.
+
+    Args:
+        found: of the trained models.
+        data: of the run.
+        run: measures untrained twins of a seed on the same data, and returns what `found` is.
+
+    Raises:
+        LayersimError: the data can be read once.
+    """
+    if isinstance(data, Iterator):
+        raise LayersimError(
+            '`data` can be read only once, and `baseline="untrained"` needs it for each model.',
+            given=type(data).__name__,
+            expected="data that can be iterated over again",
+            do="list(data)",
+        )
+    twins = [run(seed) for seed in range(SEEDS)]
+    if isinstance(found, Report):
+        return Report({name: _joined(result, [twin[name] for twin in twins]) for name, result in found.items()})
+    return _joined(found, twins)
+
+
+def _joined(result: Result, twins: list[Any]) -> Result:
+    if isinstance(result, ModelGrid):
+        pairs = {name: _joined(own, [twin.results[name] for twin in twins]) for name, own in result.results.items()}
+        result = replace(result, results=Report(pairs))
+    return replace(result, untrained=tuple(twins))
+
+
+def refuse_no_twin(remote: Any, blocking: bool, shard: Any) -> None:
+    """Refuse runs in which no untrained model can be measured.
+
+    Args:
+        remote: where the model or the models run.
+        blocking: whether the run waits.
+        shard: of the data, None for all.
+
+    Raises:
+        LayersimError: names the argument.
+    """
+    places = remote if isinstance(remote, tuple) else (remote,)
+    idle = {
+        "remote": any(place not in (False, "local") for place in places),
+        "blocking": not blocking,
+        "shard": shard is not None,
+    }
+    for name, wrong in idle.items():
+        if wrong:
+            raise LayersimError(
+                f'`baseline="untrained"` cannot be combined with `{name}`: fresh weights are made and run in this process.',
+                given=f"{name}=",
+                expected="a model in this process and all data in one call",
+                do="lsim.analyze(lsim.untrained(model), data, analyzers) of a model that is loaded here",
+            )
+
+
+def seeds_of(seed: int, models: int) -> range:
+    """Seeds of the weights of several models, none of which another seed gives.
+
+    Args:
+        seed: of the twins.
+        models: their number.
+
+    Examples:
+        >>> [list(seeds_of(seed, 2)) for seed in range(3)]
+        [[0, 1], [2, 3], [4, 5]]
+    """
+    return range(seed * models, (seed + 1) * models)

@@ -1,0 +1,138 @@
+"""Random draws of samples from a pool of rows: minibatches, and rows and positions that a permutation null exchanges.
+
+Plain functions of torch: they are serialised by value with the kernels that call them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..models.pools import SAMPLES_OF_ROW, Samples, mixed
+
+# Distinct rows of which HSIC without pairs of one row is defined.
+LEAST_ROWS = 4
+
+
+def draw_minibatches(samples: Samples, size: int, seed: int, least: int, by_row: bool) -> list[Tensor]:
+    """Draw the samples of each minibatch without replacement, as indices.
+
+    The draw depends on the rows of the pool and the seed, not on the number of the pool.
+
+    Args:
+        samples: of a pool.
+        size: samples of a minibatch; a pool of fewer samples is one smaller minibatch, of fewer than `least` none.
+        seed: of the draw.
+        least: samples that the measure needs.
+        by_row: whether pairs of one row are left out, so that a minibatch needs `LEAST_ROWS` rows, and each sample `least` - 1
+            others of other rows.
+
+    Examples:
+        >>> rows = torch.arange(4).repeat_interleave(3)
+        >>> pool = Samples(rows, torch.arange(3).repeat(4), rows, rows)
+        >>> [len(one) for one in draw_minibatches(pool, size=6, seed=0, least=4, by_row=False)]
+        [6, 6]
+    """
+    key = mixed(samples.key + mixed(samples.rank * 1000003 + samples.row * 8191 + seed * 131071))
+    order = key.argsort()
+    order = order[samples.row[order].argsort(stable=True)]
+    counts: Tensor = torch.unique_consecutive(samples.row[order], return_counts=True)[1]
+    place = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    chosen = order[place < SAMPLES_OF_ROW]
+    size = min(size, len(chosen))
+    if size < least:
+        return []
+    chosen = chosen[mixed(key[chosen]).argsort()]
+    drawn = torch.split(chosen[: len(chosen) // size * size], size)
+    return [one for one in drawn if not by_row or _has_rows(samples.row[one], least)]
+
+
+def _has_rows(row: Tensor, least: int) -> bool:
+    counts: Tensor = torch.unique(row, return_counts=True)[1]
+    return len(counts) >= LEAST_ROWS and len(row) - int(counts.max()) >= least - 1
+
+
+def draw_grid(samples: Samples, size: int, seed: int, least: int = 1, least_rows: int = LEAST_ROWS) -> Tensor:
+    """Draw rows and positions that all these rows have, as indices `row position`.
+
+    Of rows of unequal lengths those are taken that give most samples, half of the rows at least. The choice depends on the
+    numbers of samples of the rows alone.
+
+    Args:
+        samples: of a pool.
+        size: samples at most.
+        seed: of the positions.
+        least: as in `draw_minibatches`; fewer samples give an empty grid.
+        least_rows: fewer rows give an empty grid.
+
+    Examples:
+        Rows of 3, 1, 3, 3 and 3 samples: four rows of three positions are most.
+
+        >>> rows = torch.tensor([0, 0, 0, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4])
+        >>> pool = Samples(rows, torch.tensor([0, 1, 2, 0, 0, 1, 2, 0, 1, 2, 0, 1, 2]), rows, rows)
+        >>> draw_grid(pool, size=12, seed=0).sort(1).values[1:3]
+        tensor([[4, 5, 6],
+                [7, 8, 9]])
+    """
+    counts: Tensor = torch.unique_consecutive(samples.row, return_counts=True)[1]
+    if not len(counts):
+        return counts.new_zeros(0, 0)
+    starts = counts.cumsum(0) - counts
+    most, order = counts.sort(descending=True, stable=True)
+    rows = torch.arange(1, min(len(counts), size) + 1)
+    each = torch.minimum(most[: len(rows)], size // rows).clamp(max=SAMPLES_OF_ROW)
+    area = (rows * each)[(len(rows) - 1) // 2 :]
+    # The most rows among equal areas.
+    taken = len(rows) - int(area.flip(0).argmax())
+    chosen = order[:taken].sort().values
+    shared = mixed(torch.arange(int(most[taken - 1])) * 1000003 + samples.key[starts].sum() + seed * 131071).argsort()
+    width = int(each[taken - 1])
+    if taken < least_rows or (taken - 1) * width < least - 1:
+        return starts.new_zeros(0, 0)
+    return starts[chosen][:, None] + shared[:width]
+
+
+def draw_orders(count: int, rows: int, key: int) -> Tensor:
+    """Random orders of rows, `order row`; cyclic shifts of each give the permutations, as many as `count` needs.
+
+    Args:
+        count: number of permutations.
+        rows: number of rows.
+        key: seed of the draw, see `pool_key`.
+    """
+    generator = torch.Generator().manual_seed(key)
+    drawn = [torch.randperm(rows, generator=generator) for _ in range(-(-count // rows))]
+    return torch.stack(drawn) if drawn else torch.zeros(0, rows, dtype=torch.int64)
+
+
+def draw_permutations(count: int, rows: int, key: int) -> Tensor:
+    """Permutations of rows, `permutation row`: the cyclic shifts of random orders.
+
+    Each permutation is uniformly distributed. Those of one order send a row to different places, and the similarities of
+    all of them follow from one Fourier transform. The first permutations of a larger count are those of a smaller one.
+
+    Args:
+        count: number of permutations.
+        rows: number of rows.
+        key: seed of the draw, see `pool_key`.
+
+    Examples:
+        >>> draw_permutations(3, 4, key=0)
+        tensor([[0, 1, 3, 2],
+                [1, 3, 2, 0],
+                [3, 2, 0, 1]])
+    """
+    orders = draw_orders(count, rows, key)
+    place = torch.arange(rows)
+    shifted = orders[:, (place[:, None] + place) % rows]
+    return shifted.flatten(0, 1)[:count]
+
+
+def pool_key(samples: Samples, seed: int) -> int:
+    """A seed that depends on the token ids of a pool and on the user's seed.
+
+    Args:
+        samples: of the pool.
+        seed: of the user.
+    """
+    return int(mixed(samples.key.sum() + seed * 131071 + 1)) & 0x7FFFFFFFFFFFFFFF

@@ -1,0 +1,392 @@
+"""Pools of rows: samples that are drawn from several forward passes, for measures over pairs of samples.
+
+The sums of a batch are those of its leaves, groups of 1 to 16 rows, and of its pools. `BatchPlan` runs all kernels on a batch
+whose rows need several forward passes. Plain functions of torch and small classes: they are serialised by value with the
+kernels that they call, and run on servers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .view import Kernel, Reduced, View, in_full_precision, some_sites, tokens_alone
+
+if TYPE_CHECKING:
+    from ..data.batches import Batch
+
+# Rows of a pool at least, and of a leaf at most.
+ROWS = 16
+# Samples of one row at most. On SmolLM2 and 126 tokens a row, all of them make the error of CKA smaller by a tenth.
+SAMPLES_OF_ROW = 64
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Where the samples of some rows come from.
+
+    Attributes:
+        row: `sample`, number of its row in the batch or in the pool, ascending.
+        rank: `sample`, its number among the samples of its row.
+        key: `sample`, a hash of the token ids of its row.
+        origin: `sample`, number of its row in the data; -1 if it is not known.
+    """
+
+    row: Tensor
+    rank: Tensor
+    key: Tensor
+    origin: Tensor
+
+    def some(self, index: Tensor) -> Samples:
+        """The samples of these indices."""
+        return Samples(self.row[index], self.rank[index], self.key[index], self.origin[index])
+
+
+Draws = Mapping[str, Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class PoolKernel:
+    """The kernel of a measure over pairs of samples: it draws samples from a pool of rows, and sums over them.
+
+    Attributes:
+        read: takes a view and returns its samples, `site sample width`.
+        whole_rows: whether `read` returns one sample for each row.
+        size: samples that a pool needs.
+        draw: takes the `Samples` of a pool and returns indices of those that are used, by name.
+        sums: takes the samples of each model, `site sample width`, the widths of its sites, the `Samples` and their draws, and
+            returns tensors that are added over pools.
+        sites: for each model, indices of the sites that are read; None for all.
+    """
+
+    read: Callable[[View], Tensor]
+    whole_rows: bool
+    size: int
+    draw: Callable[[Samples], Draws]
+    sums: Callable[..., dict[str, Tensor]]
+    sites: tuple[tuple[int, ...], ...] | None = None
+
+    def rows(self, density: float) -> int:
+        """Rows of a pool, 16 times a power of two.
+
+        Args:
+            density: mean number of counted positions of a row.
+        """
+        return pool_rows(self.size, 1 if self.whole_rows else density)
+
+    def __call__(self, *views: View) -> dict[str, Tensor]:
+        """The sums of views that are one pool.
+
+        Args:
+            *views: of the same tokens, one for each model.
+        """
+        rows = int(views[0].sequence[-1]) + 1 if len(views[0].sequence) else 1
+        plan = plan_batch(views[0], (0, rows), rows, None, {"": self})
+        [(_, out)] = plan.finish([([], {"": plan.kernels_of(0)[""](*views)})])
+        return out[""]
+
+    def samples_in(self, rows: int, density: float) -> int:
+        """About how many samples are drawn from some rows.
+
+        Args:
+            rows: their number.
+            density: mean number of counted positions of a row.
+        """
+        return int(rows * (1 if self.whole_rows else min(density, SAMPLES_OF_ROW)))
+
+
+AnyKernel = Kernel | PoolKernel
+
+
+def pool_rows(size: int, density: float) -> int:
+    """Rows whose samples are as many as a pool needs: 16 times a power of two.
+
+    Args:
+        size: samples that the pool needs.
+        density: mean number of samples of a row.
+
+    Examples:
+        >>> pool_rows(256, 100.0), pool_rows(256, 10.0), pool_rows(256, 1)
+        (16, 32, 256)
+    """
+    rows, each = ROWS, min(max(density, 1), SAMPLES_OF_ROW)
+    while rows * each < size:
+        rows *= 2
+    return rows
+
+
+def samples_of(view: View, whole_rows: bool) -> Samples:
+    """The samples of a view.
+
+    Args:
+        view: its `tokens`, `sequence` and `row` are read.
+        whole_rows: whether each row is one sample.
+    """
+    row = view.sequence.cpu()
+    number, counts = torch.unique_consecutive(row, return_inverse=True, return_counts=True)[1:]
+    starts = counts.cumsum(0) - counts
+    rank = torch.arange(len(row)) - starts[number]
+    hashes = torch.zeros(len(counts), dtype=torch.int64).index_add(0, number, mixed(view.tokens.cpu() * 8191 + rank))
+    origin = torch.full_like(row, -1) if view.row is None else view.row.cpu()
+    if whole_rows:
+        return Samples(row[starts], torch.zeros_like(starts), hashes, origin[starts])
+    return Samples(row, rank, hashes[number], origin)
+
+
+def mixed(values: Tensor) -> Tensor:
+    """A hash of each whole number (the finaliser of SplitMix64).
+
+    Args:
+        values: int64.
+    """
+    values = (values ^ ((values >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    values = (values ^ ((values >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return values ^ ((values >> 31) & 0x1FFFFFFFF)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """One pool of a batch.
+
+    Attributes:
+        leaf: the leaf of its last row, to which its sums are added.
+        index: of the samples that were drawn, among the samples of the batch.
+        samples: those that were drawn.
+        draws: indices among those.
+    """
+
+    leaf: int
+    index: Tensor
+    samples: Samples
+    draws: Draws
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The kernels of a run on one batch: what each forward pass computes, and the sums of the leaves.
+
+    Attributes:
+        starts: number of the first row of each forward pass, and of the row after the last.
+        leaf: rows of a leaf, a power of two up to 16.
+        kernels: by name.
+        pools: of each `PoolKernel`, by name.
+        bounds: for each kind of samples (`whole_rows`), the number of those before each forward pass.
+    """
+
+    starts: tuple[int, ...]
+    leaf: int
+    kernels: Mapping[str, AnyKernel]
+    pools: Mapping[str, list[_Pool]] = field(default_factory=dict)
+    bounds: Mapping[bool, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> int:
+        """Number of leaves of the batch."""
+        return -(-self.starts[-1] // self.leaf)
+
+    def kernels_of(self, number: int) -> dict[str, Kernel]:
+        """The kernels of one forward pass.
+
+        Args:
+            number: of the forward pass.
+        """
+        first, end = self.starts[number : number + 2]
+        out: dict[str, Kernel] = {}
+        for name, kernel in self.kernels.items():
+            if not isinstance(kernel, PoolKernel):
+                out[name] = partial(by_leaf, kernel=kernel, first=first, rows=end - first, leaf=self.leaf)
+                continue
+            low, high = self.bounds[kernel.whole_rows][number : number + 2]
+            index = torch.cat([pool.index for pool in self.pools[name]])
+            index = index[(index >= low) & (index < high)] - low
+            out[name] = partial(drawn, read=kernel.read, sites=kernel.sites, index=index)
+        return out
+
+    def finish(self, passes: Sequence[Reduced]) -> list[Reduced]:
+        """The sums of each leaf, from the outputs of all forward passes.
+
+        Args:
+            passes: what `reduce` returned with the kernels of each forward pass.
+
+        Returns:
+            For each leaf the outputs of `reduce`; one for the whole batch without sums if activations are not finite.
+        """
+        counts = [sum(each) for each in zip(*(own for own, _ in passes), strict=True)]
+        if any(bool(count.any()) for count in counts):
+            return [(counts, {})]
+        leaves: list[dict[str, dict[str, Tensor]]] = [{name: {} for name in self.kernels} for _ in range(self.leaves)]
+        for name, kernel in self.kernels.items():
+            outputs = [out[name] for _, out in passes]
+            if isinstance(kernel, PoolKernel):
+                for pool, sums in zip(self.pools[name], self._pool_sums(name, kernel, outputs), strict=True):
+                    leaves[pool.leaf][name] = sums
+                continue
+            for output in outputs:
+                for key, value in output.items():
+                    leaf, _, field_name = key.partition("/")
+                    own = leaves[int(leaf)][name]
+                    own[field_name] = value if field_name not in own else added(own[field_name], value)
+        zero = [torch.zeros_like(count) for count in counts]
+        return [(counts if number == 0 else zero, own) for number, own in enumerate(leaves)]
+
+    def _pool_sums(self, name: str, kernel: PoolKernel, outputs: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        models = sum(key.startswith("samples") for key in outputs[0])
+        sides = [torch.cat([output[f"samples {i}"] for output in outputs], 1) for i in range(models)]
+        widths = [tuple(outputs[0][f"widths {i}"].tolist()) for i in range(models)]
+        out, start = [], 0
+        for pool in self.pools[name]:
+            end = start + len(pool.index)
+            own = [side[:, start:end] for side in sides]
+            out.append(in_full_precision(own[0].device, partial(kernel.sums, own, widths, pool.samples, pool.draws)))
+            start = end
+        return out
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two outputs of a kernel, int64 or float64.
+
+    Args:
+        a: of some rows.
+        b: of others.
+
+    Raises:
+        ValueError: they have different shapes, which broadcasting would hide.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"the kernel returned tensors of shape {tuple(a.shape)} and {tuple(b.shape)}")
+    wide = torch.float64 if a.is_floating_point() else torch.int64
+    return a.to(wide) + b.to(wide)
+
+
+def plan_batch(
+    known: View, starts: tuple[int, ...], leaf: int, density: float | None, kernels: Mapping[str, AnyKernel]
+) -> BatchPlan:
+    """Draw the samples of all pools of a batch.
+
+    Args:
+        known: `tokens`, `sequence` and `row` of all counted positions of the batch.
+        starts: see `BatchPlan`.
+        leaf: rows of a leaf.
+        density: mean number of counted positions of a row of the data; None to take the batch for one pool.
+        kernels: by name.
+    """
+    pools: dict[str, list[_Pool]] = {}
+    bounds: dict[bool, tuple[int, ...]] = {}
+    for name, kernel in kernels.items():
+        if not isinstance(kernel, PoolKernel):
+            continue
+        samples = samples_of(known, kernel.whole_rows)
+        bounds[kernel.whole_rows] = tuple(torch.searchsorted(samples.row, torch.tensor(starts)).tolist())
+        rows = starts[-1] if density is None else kernel.rows(density)
+        pools[name] = [
+            _pool(kernel, samples, inside, first, (min(first + rows, starts[-1]) - 1) // leaf)
+            for first in range(0, starts[-1], rows)
+            if len(inside := ((samples.row >= first) & (samples.row < first + rows)).nonzero()[:, 0])
+        ]
+    return BatchPlan(starts, leaf, kernels, pools, bounds)
+
+
+def _pool(kernel: PoolKernel, samples: Samples, inside: Tensor, first: int, leaf: int) -> _Pool:
+    """Draw the samples of one pool.
+
+    Args:
+        kernel: of the measure.
+        samples: of the batch.
+        inside: indices of those of the pool.
+        first: number of the first row of the pool in the batch.
+        leaf: see `_Pool`.
+    """
+    own = samples.some(inside)
+    # Counted from the pool's first row, so that draws do not depend on the rows of a batch.
+    own = replace(own, row=own.row - first)
+    draws = kernel.draw(own)
+    used = [one.flatten() for own in draws.values() for one in own]
+    chosen = torch.unique(torch.cat(used)) if used else inside[:0]
+    place = torch.zeros(len(inside), dtype=torch.int64).index_copy(0, chosen, torch.arange(len(chosen)))
+    mapped = {name: [place[one] for one in each] for name, each in draws.items()}
+    return _Pool(leaf, inside[chosen], own.some(chosen), mapped)
+
+
+def by_leaf(*views: View, kernel: Kernel, first: int, rows: int, leaf: int) -> dict[str, Tensor]:
+    """Run a kernel on each leaf of a forward pass; the names of its outputs begin with the number of the leaf.
+
+    Views that carry calls of blocks are not divided, because a call replays all rows of a forward pass.
+
+    Args:
+        *views: of the forward pass, one for each model.
+        kernel: of an analyzer.
+        first: number of the first row in the batch.
+        rows: number of rows.
+        leaf: rows of a leaf.
+    """
+    whole = views[0].calls is not None
+    out: dict[str, Tensor] = {}
+    start = first
+    while start < first + rows:
+        end = first + rows if whole else min((start // leaf + 1) * leaf, first + rows)
+        parts = [some_rows(view, start - first, end - first) for view in views]
+        if len(parts[0].tokens):
+            out |= {f"{(end - 1) // leaf}/{name}": value for name, value in kernel(*parts).items()}
+        start = end
+    return out
+
+
+def some_rows(view: View, start: int, stop: int) -> View:
+    """The view of some of its rows; views of equal rows share a memo.
+
+    Args:
+        view: of one forward pass.
+        start: number of the first row.
+        stop: number of the row after the last.
+    """
+    inside = ((view.sequence >= start) & (view.sequence < stop)).nonzero()[:, 0]
+    if len(inside) == len(view.sequence):
+        return view
+    key = f"rows {start} {stop}"
+    if key not in view.memo:
+        low, high = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
+        names = ("tokens", "sequence", "position", "next_token", "row", "column", "labels")
+        own: dict[str, Any] = {name: value[low:high] for name in names if (value := getattr(view, name)) is not None}
+        view.memo[key] = replace(view, activations=view.activations[:, low:high], **own, memo={})
+    part: View = view.memo[key]
+    return part
+
+
+def drawn(
+    *views: View, read: Callable[[View], Tensor], sites: tuple[tuple[int, ...], ...] | None, index: Tensor
+) -> dict[str, Tensor]:
+    """The samples of a forward pass that were drawn, and the widths of the sites, by number of the model.
+
+    Args:
+        *views: of the forward pass, one for each model.
+        read: see `PoolKernel`.
+        sites: see `PoolKernel`.
+        index: of the samples.
+    """
+    out: dict[str, Tensor] = {}
+    for number, view in enumerate(views):
+        own = view if sites is None else some_sites(view, sites[number])
+        x = read(own)
+        out[f"samples {number}"] = x[:, index.to(x.device)]
+        out[f"widths {number}"] = torch.tensor(own.widths, dtype=torch.int64)
+    return out
+
+
+def run_batch(
+    run: Callable[[Batch, Mapping[str, Kernel]], Reduced], batch: Batch, kernels: Mapping[str, AnyKernel]
+) -> list[Reduced]:
+    """The sums of the leaves of a batch.
+
+    Args:
+        run: runs one forward pass, and `reduce` on its views.
+        batch: of one forward pass or more.
+        kernels: by name.
+    """
+    plan = plan_batch(tokens_alone(batch), batch.starts, batch.leaf, batch.density, kernels)
+    passes = [run(part, plan.kernels_of(number)) for number, part in enumerate(batch.passes()) if bool(part.counted.any())]
+    return plan.finish(passes)

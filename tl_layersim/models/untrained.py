@@ -1,0 +1,84 @@
+"""Untrained twins: models of the same architecture with fresh weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from ..core.argument_checks import typed
+from ..core.errors import LayersimError
+from .open import is_nnsight
+from .transformer_lens import is_transformer_lens
+
+
+@typed
+def untrained(model: Any, seed: int = 0) -> Any:
+    """A model of the same architecture with fresh weights, as its class initialises them.
+
+    Two trained models are similar because of their training and because both read the same tokens through the same
+    architecture. Untrained models show the second part alone.
+
+    Args:
+        model: a Hugging Face model, a HookedTransformer, a TransformerBridge, or an nnsight model in this process.
+        seed: of the weights. The state of torch's random numbers is left as it is.
+
+    Returns:
+        The model in evaluation mode, with the dtype, the device and the tokenizer of `model`; of an nnsight model the Hugging
+        Face model.
+
+    Raises:
+        LayersimError: the model has no configuration from which its class makes another one, or makes weights of other shapes.
+
+    Examples:
+        >>> import tl_layersim as lsim
+        >>> model = lsim.demo_model()
+        >>> twin = lsim.untrained(model)
+        >>> twin.config.hidden_size == model.config.hidden_size, lsim.untrained(model, seed=1) is twin
+        (True, False)
+    """
+    if is_nnsight(model):
+        made = untrained(model._module, seed)
+        made.tokenizer = getattr(model, "tokenizer", None)
+        return made
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = _made(model)
+    weight = next(model.parameters())
+    made = made.to(device=weight.device, dtype=weight.dtype).eval()
+    shapes, own = ({name: tuple(value.shape) for name, value in one.state_dict().items()} for one in (model, made))
+    if shapes != own:
+        different = next(name for name in shapes | own if shapes.get(name) != own.get(name))
+        raise LayersimError(
+            "`model` has other weights than its configuration describes, so it has no untrained twin.",
+            given=f"{different} of shape {shapes.get(different)}",
+            expected=f"shape {own.get(different)}",
+            do="a model without quantisation or adapters, with the configuration that it was made from",
+        )
+    if hasattr(model, "tokenizer") and not hasattr(made, "tokenizer"):
+        made.tokenizer = model.tokenizer
+    return made
+
+
+def _made(model: Any) -> Any:
+    """A model of the same class from the configuration of a model."""
+    if is_transformer_lens(model):
+        original = getattr(model, "original_model", None)
+        if original is None:
+            cfg = copy.deepcopy(model.cfg)
+            cfg.init_weights, cfg.seed = True, None
+            return type(model)(cfg, tokenizer=model.tokenizer)
+        if not getattr(model, "compatibility_mode", False):
+            from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+            fresh, kind = type(original)(copy.deepcopy(original.config)), type(original).__name__
+            return build_bridge_from_module(fresh, kind, hf_config=fresh.config, tokenizer=model.tokenizer)
+    elif hasattr(type(model), "_from_config") and getattr(model, "config", None) is not None:
+        return type(model)(copy.deepcopy(model.config))
+    raise LayersimError(
+        "`model` has no untrained twin: its class makes no model from a configuration.",
+        given=type(model).__name__,
+        expected="a Hugging Face model, a HookedTransformer, or a TransformerBridge without compatibility mode",
+        do="measure a model with fresh weights of your own, lsim.analyze(fresh, data, analyzers), and compare the results",
+    )
