@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from ..analyzers.base import Analyzer, Exchange, Run, code_digest
+from ..analyzers.base import Analyzer, Exchange, Run, Weight, code_digest
 from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.results import Report, Result
 from ..core.sums import Sums
@@ -87,6 +87,10 @@ class AllPairs(Analyzer):
     @property
     def needs_positions(self) -> bool:
         return self.measure.needs_positions
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return self.measure.weighs
 
     @property
     def by_statistics(self) -> bool:

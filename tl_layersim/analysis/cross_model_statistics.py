@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..analyzers.base import Analyzer, Exchange
 from ..core.errors import LayersimError, in_words
+from ..core.sums import SIZES
 from ..data.batches import Batch, BatchSize
 from ..models.source import PartialSums, Source
 from ..models.view import Reduced
@@ -53,7 +54,9 @@ def exchange(
     """
     by_name = exchanges(analyzers)
     kernels = [
-        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()} for number in range(len(sources))
+        {name: plan.kernel(name, item.kernel, number) for name, item in by_name.items()}
+        | plan.kernels_of_sizes(analyzers, number)
+        for number in range(len(sources))
     ]
     for batch in batches:
         sides = []
@@ -76,6 +79,9 @@ def _joined(by_name: Mapping[str, Exchange], leaves: Sequence[Reduced]) -> Reduc
     for name, item in by_name.items():
         statistics = [own[name] for _, own in leaves]
         out[name] = item.join(*map(item.prepare, statistics)) if all(statistics) else {}
+        sizes = [own.get(SIZES + name, {}) for _, own in leaves]
+        # Each was number 0 in its own pass.
+        out[SIZES + name] = {f"{i}{key[1:]}": value for i, each in enumerate(sizes) for key, value in each.items()}
     return not_finite, out
 
 

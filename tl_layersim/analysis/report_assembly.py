@@ -17,6 +17,7 @@ from ..core.results import Report, Result
 from ..core.sums import Sums, with_pools
 from ..models.model_info import Model
 from .replicates import blocks_of, replicated, warn_of_few
+from .size_warnings import warn_of_sizes
 
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
 
@@ -56,6 +57,7 @@ def make_report(
 
     own_blocks = {} if blocks is None else {name: blocks_of(blocks, name) for name in analyzers}
     few = warn_of_few(own_blocks)
+    large = warn_of_sizes(analyzers, models_of, sums, data_options)
     results = {}
     for name, analyzer in analyzers.items():
         options = {**analyzer.options(), **data_options}
@@ -74,8 +76,8 @@ def make_report(
                 expected="a Result, such as LayerCurve or LayerMatrix",
                 do="return tl_layersim.core.LayerCurve(values=..., layers=run.layers, provenance=run.provenance)",
             )
-        if name in few:
-            given.append(few[name])
+        given += [few[name]] if name in few else []
+        given += large[name]
         results[name] = replace(result, provenance=replace(result.provenance, warnings=tuple(dict.fromkeys(given))))
     return Report(results)
 

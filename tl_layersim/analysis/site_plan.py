@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 from ..analyzers.base import Analyzer
 from ..core.errors import LayersimError
-from ..core.sums import POOL, Sums
+from ..core.sums import POOL, SIZES, Sums
 from ..data.positions import PositionRule
+from ..models.activation_sizes import activation_sizes
 from ..models.hook_point import HookPoint
 from ..models.model_info import Model
 from ..models.pools import AnyKernel, PoolKernel
@@ -64,7 +65,8 @@ class SitePlan:
         return replace(kernel, sites=sites) if isinstance(kernel, PoolKernel) else partial(at_sites, kernel=kernel, sites=sites)
 
     def kernels(self, analyzers: Mapping[str, Analyzer], first: Mapping[str, Sums]) -> dict[str, AnyKernel]:
-        """The kernels of the main pass, by analyzer; those of pools beside a kernel of views under `POOL` and its name.
+        """The kernels of the main pass, by analyzer; those of pools beside a kernel of views under `POOL` and its name,
+        those of sizes under `SIZES` and its name.
 
         Args:
             analyzers: by name.
@@ -76,7 +78,16 @@ class SitePlan:
             out[name] = self.kernel(name, analyzer.kernel(own))
             if (pool := analyzer.pool_kernel(own)) is not None:
                 out[POOL + name] = self.kernel(name, pool)
-        return out
+        return out | self.kernels_of_sizes(analyzers)
+
+    def kernels_of_sizes(self, analyzers: Mapping[str, Analyzer], number: int | None = None) -> dict[str, AnyKernel]:
+        """The kernels of the sizes of activations, for analyzers that weight samples or dimensions by them.
+
+        Args:
+            analyzers: by name.
+            number: see `kernel`.
+        """
+        return {SIZES + name: self.kernel(name, activation_sizes, number) for name, a in analyzers.items() if a.weighs}
 
     def models(self, name: str, models: Sequence[Model], sources: Sequence[Source]) -> list[Model]:
         """The descriptions of the models with the sites of one analyzer in place of the residual layers.

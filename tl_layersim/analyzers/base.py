@@ -30,6 +30,7 @@ from ..models.unembed import Head
 from ..models.view import Kernel
 
 SiteNeed = Literal["any", "equal_width", "stream", "every_block"]
+Weight = Literal["samples", "power", "variance"]
 
 
 @named
@@ -139,6 +140,14 @@ class Analyzer(ABC):
     def needs_positions(self) -> bool:
         """Whether samples must be single positions of rows, because the mean of a row has no lens, next token or block call."""
         return self.needs_unembed or self.needs_calls
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        """What has more weight in the measure the larger its activations are; the run warns where few have most of it.
+
+        "samples"; and dimensions, by "power" if the measure reads activations as they are, by "variance" if it subtracts means.
+        """
+        return ()
 
     @property
     def by_statistics(self) -> bool:
@@ -398,4 +407,4 @@ def check_memory(lens_memory_mb: float) -> None:
         )
 
 
-__all__ = ["Analyzer", "Exchange", "Kernel", "Run", "SiteNeed", "need_head", "need_tokens"]
+__all__ = ["Analyzer", "Exchange", "Kernel", "Run", "SiteNeed", "Weight", "need_head", "need_tokens"]

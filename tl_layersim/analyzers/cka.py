@@ -26,10 +26,7 @@ from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
 from ._permutation_null import null_pictures
 from ._sample_vectors import samples
-from .base import Exchange, Run, need_tokens
-
-# A warning is issued below this fraction of effective samples; docs/traps.md has the measurements.
-LEAST_EFFECTIVE_FRACTION = 0.2
+from .base import Exchange, Run, Weight, need_tokens
 
 
 @typed
@@ -45,8 +42,7 @@ class CKAResult(MinibatchMatrix):
             equal; a `LayersimWarning` names such layers.
         effective_samples: `residual`, number of equally weighted samples that would carry as much information:
             (sum r)^2 / sum r^2, with r the squared distance of a sample from the mean of its minibatch. CKA weights samples by
-            r. If a few tokens have massive activations, CKA describes these tokens; below a fifth of all samples a
-            `LayersimWarning` is issued.
+            r. If a few tokens have massive activations, CKA describes these tokens.
         column_effective_samples: `column`, the same for the second model, or for the first again.
         samples: number of tokens (or sequences) in all minibatches.
         minibatches: number of minibatches; 1 for the exact estimator.
@@ -175,6 +171,10 @@ class CKA(MinibatchAnalyzer):
     permutations: int = 0
 
     @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return ("samples", "variance")
+
+    @property
     def matrix(self) -> Matrix:
         return gram_matrices
 
@@ -250,7 +250,8 @@ class CKA(MinibatchAnalyzer):
         self._undefined(defined_x, defined_y, run, f"{count} {self.samples_in_words}")
         effective_x = (power["x"][0].square() / power["x"][1]).where(defined_x, math.nan)
         effective_y = (power["y"][0].square() / power["y"][1]).where(defined_y, math.nan)
-        _warn_of_few(effective_x, effective_y, run, count, self.level)
+        if count < 100:
+            warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
         values = (cross / _scale(own_x, own_y)).where(defined_x[:, None] & defined_y, math.nan)
         if self.estimator == "exact":
             about: dict[str, Any] = {
@@ -327,21 +328,3 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
     flat, signs = terms.flat()
     pairs = terms.by_row(rows) if by_row else (None, None)
     return Relation(flat, signs, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, *pairs)
-
-
-def _warn_of_few(effective_x: Tensor, effective_y: Tensor, run: Run, count: int, level: str) -> None:
-    """Warn of results that rest on few samples."""
-    layers = [*zip(run.layers, effective_x, strict=True), *zip(run.column_layers, effective_y, strict=True)]
-    few = dict.fromkeys(name for name, effective in layers if effective < LEAST_EFFECTIVE_FRACTION * count)
-    if count < 100:
-        warn(f"CKA rests on {count} samples here; with so few samples its values scatter by tenths. Pass more data.")
-    if few and count >= 200:
-        least = min(value for _, effective in layers if not math.isnan(value := float(effective)))
-        skipped = int(run.provenance.options.get("skip_first") or 0)
-        whole = level == "token" and run.provenance.options.get("positions", "all") == "all"
-        remedy = f"leave them out with skip_first={max(2, 2 * skipped)}" if whole else "inspect these rows"
-        warn(
-            f"CKA is dominated by a few samples with massive activations at {len(few)} layers, {next(iter(few))} among them: "
-            f"{least:.1f} effective samples of {count} ({least / count:.1%}). These are often the first tokens of a row: "
-            f"{remedy}, and see result.effective_samples."
-        )

@@ -20,7 +20,7 @@ from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.view import Kernel
 from ._cosine_kernel import cosine_kernel, mean_kernel
-from .base import Analyzer, Run, SiteNeed, need_tokens
+from .base import Analyzer, Run, SiteNeed, Weight, need_tokens
 
 
 @typed
@@ -240,6 +240,10 @@ class Cosine(Analyzer):
 
     def first_kernel(self) -> Kernel | None:
         return mean_kernel if isinstance(self.center, str) and self.center == "dataset" else None
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return ("power",) if isinstance(self.center, str) and self.center == "none" else ("variance",)
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(cosine_kernel, mean=self._mean(first), bins=self.histogram_bins)

@@ -20,7 +20,7 @@ from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._ridge_probe import samples_differ
 from ._sample_vectors import samples
-from .base import Analyzer, Run, need_tokens
+from .base import Analyzer, Run, Weight, need_tokens
 
 
 @typed
@@ -177,6 +177,10 @@ class EffectiveRank(Analyzer):
     def compute_seconds(self, model: Model) -> float:
         # The eigenvalues of one site of width 576 take about 0.03 seconds.
         return len(model.layers) * 0.03 * ((model.widest or 0) / 576) ** 3
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return ("samples", "variance" if self.center == "dataset" else "power")
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(second_moments_kernel, level=self.level, pool=self.pool)

@@ -23,7 +23,7 @@ from ._covariances import Covariances, are_defined, check_defined, check_sums_fi
 from ._cross_product_analyzer import CrossProductAnalyzer
 from ._cross_products import draw_exchanged_split, split_cross_product_kernel
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
-from .base import Run, need_whole_rows
+from .base import Run, Weight, need_whole_rows
 
 
 @typed
@@ -162,6 +162,10 @@ class LinearPredictivity(CrossProductAnalyzer):
 
     def cost(self, model: Model) -> str:
         return cost_in_words(model, "LinearPredictivity", self.compute_seconds(model), self.permutations)
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return ("samples",)
 
     def compute_seconds(self, model: Model) -> float:
         return seconds_of_pairs(model, 0.1, self.permutations)

@@ -18,7 +18,7 @@ from ._dissimilarities import dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
 from ._permutation_null import null_pictures
-from .base import Run
+from .base import Run, Weight
 
 
 @typed
@@ -107,6 +107,10 @@ class MutualKNN(MinibatchAnalyzer):
     seed: int = 0
     max_memory_gb: int | float = 4.0
     permutations: int = 0
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return ("power",)
 
     @property
     def matrix(self) -> Matrix:

@@ -19,7 +19,7 @@ from ._arccos_distance import arccos_distance
 from ._covariances import Covariances, are_defined, check_defined, cost_in_words, seconds_of_pairs
 from ._cross_product_analyzer import CrossProductAnalyzer
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
-from .base import Run, need_tokens
+from .base import Run, Weight, need_tokens
 
 
 @typed
@@ -121,6 +121,10 @@ class Procrustes(CrossProductAnalyzer):
     def cost(self, model: Model) -> str:
         return cost_in_words(model, "Procrustes", self.compute_seconds(model), self.permutations)
 
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return ("samples", "variance")
+
     def compute_seconds(self, model: Model) -> float:
         return seconds_of_pairs(model, 0.07, self.permutations)
 
@@ -135,8 +139,8 @@ class Procrustes(CrossProductAnalyzer):
         if count < sums["x"].shape[-1]:
             warn(
                 f"Procrustes rests on {count} {self.samples_in_words} of {sums['x'].shape[-1]} dimensions: with fewer "
-                "samples than dimensions, unrelated sites are similar too. Pass more data, or measure this with permutations=200 "
-                "at a few sites."
+                "samples than dimensions, unrelated sites are similar too. Pass more data, or measure this with "
+                "permutations=200 at a few sites."
             )
         known = defined[0][:, None] & defined[1]
         values = _similarities(products, products, itself=False).where(known, math.nan)

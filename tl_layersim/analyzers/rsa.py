@@ -19,7 +19,7 @@ from ._dissimilarities import average_ranks, dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
 from ._permutation_null import null_pictures
-from .base import Run
+from .base import Run, Weight
 
 
 @typed
@@ -105,6 +105,10 @@ class RSA(MinibatchAnalyzer):
     deconfound: Literal["input"] | None = None
     max_memory_gb: int | float = 4.0
     permutations: int = 0
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return ("samples", "power")
 
     @property
     def matrix(self) -> Matrix:

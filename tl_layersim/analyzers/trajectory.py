@@ -22,7 +22,7 @@ from ..models.view import Kernel
 from ._citations import AUBRY
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
 from ._trajectory_kernel import DECADES, trajectory_kernel
-from .base import Analyzer, Run, SiteNeed, need_tokens
+from .base import Analyzer, Run, SiteNeed, Weight, need_tokens
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -281,6 +281,10 @@ class Trajectory(Analyzer):
 
     def first_kernel(self) -> Kernel | None:
         return row_counts_kernel if self.per_prompt else None
+
+    @property
+    def weighs(self) -> tuple[Weight, ...]:
+        return ("power",)
 
     def kernel(self, first: Sums) -> Kernel:
         return partial(trajectory_kernel, window=self.window or 0, rows=counted_rows(first) if self.per_prompt else None)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 # Before the name of an analyzer: its sums over pools of rows, beside those over views.
 POOL = "pools of "
+# Before the name of an analyzer: sums of the sizes of the activations that it reads.
+SIZES = "sizes of "
 
 
 @dataclass(frozen=True, eq=False)

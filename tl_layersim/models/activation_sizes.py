@@ -1,0 +1,57 @@
+"""Sizes of activations: how much a few tokens, and one dimension, weigh in measures that weight them by size.
+
+Plain functions of torch: they are serialised by value with the kernels of a run, and run on servers too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .view import View
+
+# Positions 0 to 3 of a row are counted apart, all later ones together.
+FIRST = 4
+
+
+def activation_sizes(*views: View) -> dict[str, Tensor]:
+    """Sums of the squared norms of samples by position, and of the largest dimension; names begin with the model's number.
+
+    Args:
+        *views: of the same tokens, one for each model.
+
+    Returns:
+        For each model "tokens", `place`; "norm^2" and "norm^4", `site place`, sums of |x|^2 and |x|^4; and `site`: "all power"
+        and "largest power", sums over rows of the mean of |x|^2 and of its largest term, that of one dimension; "all variance"
+        and "largest variance", the same of the variances over the samples of a row after position 3.
+    """
+    return {f"{number} {name}": value for number, view in enumerate(views) for name, value in _sizes(view).items()}
+
+
+def _sizes(view: View) -> dict[str, Tensor]:
+    if "sizes" not in view.memo:
+        place = view.position.to(view.activations.device).clamp(max=FIRST)
+        sites = [_sizes_of(x, place, view.sequence.to(x.device)) for x in view.activations]
+        stacked = {name: torch.stack([site[name] for site in sites]) for name in sites[0]}
+        view.memo["sizes"] = {"tokens": torch.bincount(place, minlength=FIRST + 1), **stacked}
+    sizes: dict[str, Tensor] = view.memo["sizes"]
+    return sizes
+
+
+def _sizes_of(x: Tensor, place: Tensor, sequence: Tensor) -> dict[str, Tensor]:
+    squares = x.square()
+    norm = squares.sum(-1).double()
+    out = {f"norm^{2 * power}": _by_group(norm**power, place, FIRST + 1) for power in (1, 2)}
+    for name, inside in (("power", place <= FIRST), ("variance", place == FIRST)):
+        row, count = torch.unique_consecutive(sequence[inside], return_inverse=True, return_counts=True)[1:]
+        mean = _by_group(squares[inside], row, len(count)) / count[:, None]
+        if name == "variance":
+            mean = mean - (_by_group(x[inside], row, len(count)) / count[:, None]).square()
+        largest = mean.amax(1) if len(count) else mean.new_zeros(0)
+        out |= {f"all {name}": mean.sum().double(), f"largest {name}": largest.sum().double()}
+    return out
+
+
+def _by_group(values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Sums of the values of each group."""
+    return values.new_zeros(groups, *values.shape[1:]).index_add_(0, group, values)
