@@ -71,30 +71,33 @@ def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) ->
     """What is said of large samples; "" for nothing."""
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
-    start, fractions = 0, {}
-    while start <= FIRST:
-        each = [effective_fraction(sums, number, start) for number in range(len(models))]
-        few = {
-            layer: float(value)
-            for model, own in zip(models, each, strict=True)
-            for layer, value in zip(model.layers, own, strict=True)
-            if value < LEAST_EFFECTIVE_FRACTION
-        }
-        if start == 0:
-            fractions = few
-        if not few:
-            break
-        start += 1
-    if not fractions:
+    # By number of first positions that are left out, the sites at which few samples weigh most.
+    few = [_few(sums, models, start) for start in range(FIRST + 1)]
+    if not few[0]:
         return ""
-    layer = min(fractions, key=lambda one: fractions[one])
-    what = f"skip_first={start} leaves them out" if start <= FIRST else "they are not the first ones of a row: inspect the rows"
-    if start <= FIRST and options.get("positions", "all") != "all":
-        what = f"they are the first {start} of a row: leave these out of positions="
+    least = min(few[0], key=lambda layer: few[0][layer])
+    start = min(range(FIRST + 1), key=lambda number: len(few[number]))
+    unskipped = options.get("positions", "all") == "all"
+    first = f"skip_first={start} leaves them out" if unskipped else f"leave the first {start} out of positions="
+    left = f" at all but {len(few[start])} of these" if few[start] else ""
     return (
-        f"few tokens decide these numbers at {len(fractions)} sites, most at {site_in_words(layer)}, where the sizes of "
-        f"activations are those of {fractions[layer]:.2g} of all tokens: {what}."
+        f"few tokens decide these numbers at {_sites(few[0])}, most at {site_in_words(least)}, where {few[0][least]:.2g} of "
+        "the tokens would carry as much if they were equally large: "
+        + (f"{first}{left}." if start else "they are not the first ones of a row; inspect the rows.")
     )
+
+
+def _few(sums: Sums, models: Sequence[Model], start: int) -> dict[str, float]:
+    return {
+        layer: float(value)
+        for number, model in enumerate(models)
+        for layer, value in zip(model.layers, effective_fraction(sums, number, start), strict=True)
+        if value < LEAST_EFFECTIVE_FRACTION
+    }
+
+
+def _sites(named: Mapping[str, float]) -> str:
+    return f"{len(named)} site{'s' * (len(named) > 1)}"
 
 
 def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
@@ -108,9 +111,8 @@ def _dimension(sums: Sums, models: Sequence[Model], what: str) -> str:
     if not large:
         return ""
     layer = max(large, key=lambda one: large[one])
-    of = "of the squared norm" if what == "power" else "of the variance"
+    of = "of a token's squared norm" if what == "power" else "of the variance"
     return (
-        f"one dimension has {large[layer]:.0%} {of} at {site_in_words(layer)}, and more than {LARGEST_DIMENSION:.0%} at "
-        f"{len(large)} sites in all: these numbers are about it. CCA and LinearPredictivity are not, as they weight "
-        "dimensions equally."
+        f"one dimension decides these numbers at {_sites(large)}: it has {large[layer]:.0%} {of} at {site_in_words(layer)}. "
+        "CCA and LinearPredictivity weight all dimensions equally."
     )

@@ -22,8 +22,8 @@ def activation_sizes(*views: View) -> dict[str, Tensor]:
 
     Returns:
         For each model "tokens", `place`; "norm^2" and "norm^4", `site place`, sums of |x|^2 and |x|^4; and `site`: "all power"
-        and "largest power", sums over rows of the mean of |x|^2 and of its largest term, that of one dimension; "all variance"
-        and "largest variance", the same of the variances over the samples of a row after position 3.
+        and "largest power", sums over rows of the mean of x^2 / |x|^2 over samples, of all dimensions and of the largest one;
+        "all variance" and "largest variance", the same of the variance over the samples of a row after position 3.
     """
     return {f"{number} {name}": value for number, view in enumerate(views) for name, value in _sizes(view).items()}
 
@@ -42,11 +42,13 @@ def _sizes_of(x: Tensor, place: Tensor, sequence: Tensor) -> dict[str, Tensor]:
     squares = x.square()
     norm = squares.sum(-1).double()
     out = {f"norm^{2 * power}": _by_group(norm**power, place, FIRST + 1) for power in (1, 2)}
-    for name, inside in (("power", place <= FIRST), ("variance", place == FIRST)):
-        row, count = torch.unique_consecutive(sequence[inside], return_inverse=True, return_counts=True)[1:]
-        mean = _by_group(squares[inside], row, len(count)) / count[:, None]
+    share = squares / squares.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    later = place == FIRST
+    for name, terms, rows in (("power", share, sequence), ("variance", squares[later], sequence[later])):
+        row, count = torch.unique_consecutive(rows, return_inverse=True, return_counts=True)[1:]
+        mean = _by_group(terms, row, len(count)) / count[:, None]
         if name == "variance":
-            mean = mean - (_by_group(x[inside], row, len(count)) / count[:, None]).square()
+            mean = mean - (_by_group(x[later], row, len(count)) / count[:, None]).square()
         largest = mean.amax(1) if len(count) else mean.new_zeros(0)
         out |= {f"all {name}": mean.sum().double(), f"largest {name}": largest.sum().double()}
     return out

@@ -1,0 +1,89 @@
+"""Tokens and dimensions of activations far larger than all others are named at the end of a run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.models.activation_sizes import activation_sizes
+
+from ..tiny_models import random_tokens, tiny_llama
+from ..views import view
+
+# What is warned of is read from the provenance.
+pytestmark = pytest.mark.filterwarnings("ignore")
+MEASURES = [lsim.CKA(minibatch=64), lsim.EffectiveRank(), lsim.Procrustes(), lsim.Cosine()]
+
+
+def with_large(first: float = 1.0, dimension: float = 1.0, third: float = 1.0, seed: int = 0):
+    """A model whose embeddings have one large dimension, or of which those of two ids are large as a whole."""
+    model = tiny_llama(seed=seed)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 3] *= dimension
+        model.model.embed_tokens.weight[1] *= first
+        model.model.embed_tokens.weight[2] *= third
+    return model
+
+
+def rows(count: int = 24) -> torch.Tensor:
+    """Rows of which each begins with id 1; id 2 stands at position 7 of a few, and nowhere else."""
+    tokens = random_tokens(count, 20).clamp(min=3)
+    tokens[:, 0] = 1
+    tokens[::12, 7] = 2
+    return tokens
+
+
+def warned(report: lsim.Report) -> dict[str, str]:
+    return {name: " ".join(report[name].provenance.warnings) for name in report}
+
+
+@pytest.mark.parametrize("by", [1, 3, 24])
+def test_massive_first_tokens_are_named_once_with_how_many_to_leave_out(by):
+    with pytest.warns(lsim.LayersimWarning) as given:
+        report = lsim.analyze(with_large(first=300.0), rows(), MEASURES, batch_size=by)
+    assert sum("skip_first=1" in str(one.message) for one in given) == 1
+    said = warned(report)
+    assert all("skip_first=1" in said[name] for name in ("cka", "effective_rank", "procrustes"))
+    assert "skip_first" not in said["cosine"]
+    again = lsim.analyze(with_large(first=300.0), rows(), MEASURES, skip_first=1)
+    assert not any("tokens would" in text for text in warned(again).values())
+
+
+def test_massive_tokens_inside_of_rows_are_not_called_first_ones():
+    said = warned(lsim.analyze(with_large(third=300.0), rows(), MEASURES))
+    assert "inspect" in said["cka"] and "skip_first" not in said["cka"]
+
+
+def test_one_large_dimension_is_named():
+    said = warned(lsim.analyze(with_large(dimension=40.0), rows(), [*MEASURES, lsim.MutualKNN(k=3, minibatch=64)]))
+    assert all("dimension" in said[name] for name in ("cka", "procrustes", "cosine", "mutual_knn"))
+
+
+def test_nothing_is_said_of_ordinary_activations():
+    assert not any("decide" in text for text in warned(lsim.analyze(with_large(), rows(), MEASURES)).values())
+
+
+def test_the_model_with_large_tokens_is_found_in_a_comparison_and_in_a_grid():
+    models = {"a": with_large(), "b": with_large(first=300.0, seed=1)}
+    pair = lsim.compare(models["a"], models["b"], rows(), lsim.CKA(minibatch=64))
+    grid = lsim.compare_grid(models, rows(), lsim.CKA(minibatch=64))
+    for found in (pair, grid):
+        assert "skip_first=1" in " ".join(found.provenance.warnings)
+
+
+def test_the_sums_are_those_of_the_formulas():
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(2, 36, 5)) * generator.lognormal(size=(2, 36, 1))
+    found = activation_sizes(view(x, rows=3))
+    norm = (x**2).sum(-1).reshape(2, 3, 12)
+    for power in (1, 2):
+        by_place = np.concatenate([(norm**power)[..., :4].sum(1), (norm**power)[..., 4:].sum((1, 2))[:, None]], 1)
+        np.testing.assert_allclose(found[f"0 norm^{2 * power}"], by_place)
+    np.testing.assert_array_equal(found["0 tokens"], [3, 3, 3, 3, 24])
+    share = (x**2 / (x**2).sum(-1, keepdims=True)).reshape(2, 3, 12, 5).mean(2)
+    variance = x.reshape(2, 3, 12, 5)[:, :, 4:].var(2)
+    for name, each in (("power", share), ("variance", variance)):
+        np.testing.assert_allclose(found[f"0 all {name}"], each.sum((1, 2)))
+        np.testing.assert_allclose(found[f"0 largest {name}"], each.max(2).sum(1))
