@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tl_layersim import CKA
 from tl_layersim.analysis.replicates import blocks_of, replicated
 from tl_layersim.analyzers import Analyzer
+from tl_layersim.analyzers._permutation_null import CalibratedMatrix
 from tl_layersim.core import Result, Sums
-from tl_layersim.core.sums import POOL, with_pools
 from tl_layersim.core.blocks import MOST_BLOCKS, DataBlock
+from tl_layersim.core.sums import POOL, with_pools
 from tl_layersim.models import View
 
 from .views import sites_run
@@ -71,8 +73,8 @@ def pools(
     return found
 
 
-def measured(analyzer: Analyzer, views: list[tuple[View, int]]) -> Result:
-    """The result of an analyzer over pools of texts, with intervals."""
+def measured(analyzer: Analyzer, views: list[tuple[View, int]], intervals: bool = False) -> Result:
+    """The result of an analyzer over pools of texts."""
     first = Sums()
     if (kernel := analyzer.first_kernel()) is not None:
         for view, _ in views:
@@ -89,10 +91,42 @@ def measured(analyzer: Analyzer, views: list[tuple[View, int]]) -> Result:
     names = tuple(f"site {number}" for number in range(len(views[0][0].activations)))
     run = sites_run(names, first)
     result = analyzer.compute(with_pools(total.sums, "k"), run)
-    return replicated(result, analyzer, run, "k", blocks_of(each, "k"))
+    return replicated(result, analyzer, run, "k", blocks_of(each, "k")) if intervals else result
 
 
 def of_pairs(matrix: Tensor) -> Tensor:
     """The entries of each simulation's x and y in a matrix over all sites."""
     half = len(matrix) // 2
     return matrix[:half, half:].diagonal()
+
+
+def lengths_of(count: int, seed: int = 0) -> list[int]:
+    """Lengths of texts, 8 to 120 tokens."""
+    return torch.randint(8, 121, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def cka_coverage(count: int, simulations: int, rho: float, effect: float, seed: int) -> tuple[float, Tensor]:
+    """Share of 95 % intervals of CKA that contain the population value, and the estimates less that value.
+
+    Args:
+        count: number of texts.
+        simulations: that share one view.
+        rho: of the AR(1) of tokens.
+        effect: share of the variance that a text has in common.
+        seed: of the data.
+    """
+    shared = 0.6
+    found = measured(CKA(), pools(lengths_of(count, seed), simulations, rho, effect, shared, seed), True)
+    interval = found.interval("values")
+    value, low, high = (of_pairs(one) for one in interval[:3])
+    truth = population_cka(shared)
+    return float(((low <= truth) & (truth <= high)).double().mean()), value - truth
+
+
+def rejections(
+    analyzer: Analyzer, count: int, simulations: int, rho: float, effect: float, shared: float, seed: int
+) -> tuple[float, float]:
+    """Share of simulations with p at most .05, and the mean calibrated value; `shared` 0 for independent sites."""
+    found = measured(analyzer, pools(lengths_of(count, seed), simulations, rho, effect, shared, seed))
+    assert isinstance(found, CalibratedMatrix)
+    return float((of_pairs(found.p_values) <= 0.05).double().mean()), float(of_pairs(found.calibrated).mean())
