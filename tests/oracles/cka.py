@@ -53,10 +53,17 @@ def oracle_cka(
     biased: bool = False,
     exact: bool = False,
     rows: int = 1,
+    row: list[np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Each batch is one minibatch; exact takes all of them together as one. `rows` tokens are of one row."""
+    """Each batch is one minibatch; exact takes all of them together as one.
+
+    `rows` tokens are of one row, or `row` is that of each token, batch by batch.
+    """
     others = batches if others is None else others
-    row = [np.arange(batch.shape[1]) // rows + 1000 * number for number, batch in enumerate(batches)]
+    if row is None:
+        row = [np.arange(batch.shape[1]) // rows + 1000 * number for number, batch in enumerate(batches)]
+    else:
+        rows = 2
     if exact:
         batches, others, row = [np.concatenate(batches, axis=1)], [np.concatenate(others, axis=1)], [np.concatenate(row)]
     elif rows > 1 and not biased:
