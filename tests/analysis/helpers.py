@@ -19,7 +19,7 @@ each_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
 def analyzers():
-    return [lsim.Cosine(center="none"), lsim.CKA(estimator="exact")]
+    return [lsim.Cosine(center="none"), lsim.CKA()]
 
 
 def hooks(model: torch.nn.Module) -> int:

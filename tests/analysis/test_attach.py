@@ -29,7 +29,7 @@ def test_it_sums_what_analyze_sums(make):
 
 @each_model
 def test_outputs_gradients_and_hooks_are_untouched(make):
-    tokens = random_tokens(2, 12)
+    tokens = random_tokens(4, 12)
 
     def step(model):
         model.zero_grad()
@@ -47,7 +47,7 @@ def test_outputs_gradients_and_hooks_are_untouched(make):
     assert len(grads) == len(plain_grads) > 0
     assert all(torch.equal(a, b) for a, b in zip(grads, plain_grads, strict=True))
     assert hooks(model) == before
-    assert probe.results()["cosine"].provenance.tokens == 24
+    assert probe.results()["cosine"].provenance.tokens == 48
 
 
 @each_model
@@ -67,12 +67,14 @@ def test_no_hook_is_left_after_an_exception(make):
 
 
 def test_single_positions_are_gathered_into_minibatches():
-    model, tokens = tiny_llama(), random_tokens(1, 40)
+    model, tokens = tiny_llama(), random_tokens(4, 40)
     with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=10)) as probe:
         past = None
         for i in range(40):
             past = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True).past_key_values
-    assert probe.results()["cka"].minibatches == 4
+    # Four forward passes of four rows are a pool.
+    found = probe.results()["cka"]
+    assert (found.minibatches, found.samples) == (10, 100)
 
 
 def test_mixed_precision():

@@ -84,9 +84,9 @@ def cosine(values):
     return torch.stack([torch.stack([(a * b).sum(-1).mean() for b in unit]) for a in unit])
 
 
-def cka(values, others=None):
+def cka(keep, values, others=None):
     batches = [None if v is None else [np.stack([x.numpy() for x in v])] for v in (values, others)]
-    return torch.from_numpy(oracle_cka(*batches)["values"])
+    return torch.from_numpy(oracle_cka(*batches, row=[keep.nonzero()[:, 0].numpy()])["values"])
 
 
 def wrapped(model):
@@ -98,7 +98,7 @@ def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(ke
     model, given, heads = MODELS[key](), rows(), 4 * at.endswith("z")
     options = {"at": at, "per_head": bool(heads)}
     expected = by_hand(model, SITES[key, at], given, counted(given, at), heads)
-    analyzers = [COSINE, lsim.CKA(estimator="exact")]
+    analyzers = [COSINE, lsim.CKA()]
     found = {
         "hooked": lsim.analyze(model, given, analyzers, **options),
         "one by one": lsim.analyze(model, given, analyzers, batch_size=1, **options),
@@ -110,7 +110,7 @@ def test_every_source_equals_hooks_placed_by_hand_with_padding_in_both_stacks(ke
     found["attached"] = probe.results()
     for name, report in found.items():
         torch.testing.assert_close(report["cosine"].values, cosine(expected), atol=1e-6, rtol=0, msg=name)
-        torch.testing.assert_close(report["cka"].values, cka(expected), atol=1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(report["cka"].values, cka(counted(given, at), expected), atol=1e-5, rtol=0, msg=name)
         assert all(site.startswith(f"{side(at)}.blocks.") for site in report["cosine"].layers)
         assert report["cosine"].provenance.tokens == int(counted(given, at).sum())
     assert len({report["cka"].provenance.data for name, report in found.items() if name != "attached"}) == 1
@@ -313,7 +313,7 @@ def test_two_models_are_compared_at_one_stack():
     for at, mask in keep.items():
         x, y = (by_hand(m, SITES[key, at], given, mask) for m, key in ((a, "T5"), (b, "BART")))
         found = lsim.compare(a, b, given, TOKEN_CKA, at=at)
-        torch.testing.assert_close(found.values, cka(x, y), atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.values, cka(mask, x, y), atol=1e-5, rtol=0)
     from ..tiny_models import tiny_gpt2
 
     with pytest.raises(lsim.LayersimError, match="read different inputs of the data"):

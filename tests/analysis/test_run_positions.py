@@ -110,8 +110,14 @@ def test_a_mean_of_the_data_and_cka_are_of_the_same_positions(rule):
     found = lsim.analyze(model, padded(), analyzers, positions=given, batch_size=2)
     # All first tokens are at position 0, and distinct.
     check(found["cosine"], x, center="dataset")
-    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([x], exact=True)["values"], atol=1e-9)
+    expected = oracles.oracle_cka([x], exact=True, row=[rows_by_hand(choose)])
+    np.testing.assert_allclose(found["cka"].values, expected["values"], atol=1e-9)
     assert found["cka"].samples == x.shape[1]
+
+
+def rows_by_hand(choose):
+    """The row of each counted position."""
+    return np.concatenate([np.full(len(list(choose(row.tolist()))), number) for number, row in enumerate(ROWS)])
 
 
 def means_by_hand(kind, skip=0):
@@ -295,7 +301,7 @@ def test_two_models_are_compared_at_the_same_positions(rule):
     a, x = by_hand("llama", choose)
     b = tiny_gpt2().double()
     parts = [states(b, b.transformer.h, row)[:, list(choose(row.tolist()))] for row in ROWS]
-    expected = oracles.oracle_cka([x], [np.concatenate(parts, axis=1)], exact=True)["values"]
+    expected = oracles.oracle_cka([x], [np.concatenate(parts, axis=1)], exact=True, row=[rows_by_hand(choose)])["values"]
     found = lsim.compare(a, b, padded(), lsim.CKA(estimator="exact"), positions=given, batch_size=2)
     np.testing.assert_allclose(found.values, expected, atol=1e-9)
     assert found.provenance.tokens == x.shape[1]

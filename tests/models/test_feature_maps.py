@@ -135,7 +135,7 @@ def test_forward_passes_of_a_loop():
     stack = np.stack([places(x) for x in maps(model, at)])
     found = probe.results()["cosine"]
     np.testing.assert_allclose(found.values, oracles.oracle_cosine([stack], center="none")["values"], atol=1e-12)
-    with torch.no_grad(), lsim.attach(model, CKA, at=["stem", "wide", "classes"], positions="mean") as probe:
+    with torch.no_grad(), lsim.attach(model, lsim.CKA(), at=["stem", "wide", "classes"], positions="mean") as probe:
         model(PIXELS)
     *seen, last = maps(model, ["stem", "wide", "classes"])
     means = [*(x.mean((2, 3)).numpy() for x in seen), last.numpy()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import tl_layersim as lsim
@@ -11,7 +12,9 @@ from .helpers import bridge, run
 
 
 def test_one_layer_and_one_row():
-    found = run(tiny_llama(layers=1), random_tokens(1, 20))
+    analyzers = [lsim.Cosine(), lsim.CKA(minibatch=16, unit="token"), lsim.LogitLens()]
+    found = lsim.analyze(tiny_llama(layers=1), random_tokens(1, 20), analyzers)
+    assert float(found["cka"].values[0, 0]) == pytest.approx(1)
     assert found["cosine"].values.shape == (2, 2)
     assert found["cosine"].norm_ratio.shape == (1,)
 

@@ -41,11 +41,9 @@ def hsic_of_rows(k: np.ndarray, m: np.ndarray, row: np.ndarray) -> tuple[float, 
     # i, j, q, u of four distinct rows.
     second, quadruples = 0.0, 0.0
     for i in range(len(k)):
-        for j in range(len(k)):
-            if apart[i, j]:
-                others = apart[i] * apart[j]
-                second += k[i, j] * (others @ m @ others)
-                quadruples += others @ apart @ others
+        others = apart[i] * apart
+        second += k[i] @ np.sum((others @ m) * others, 1)
+        quadruples += apart[i] @ np.sum((others @ apart) * others, 1)
     return float(first + second / quadruples - 2 * third), int(pairs)
 
 
@@ -55,10 +53,17 @@ def oracle_cka(
     biased: bool = False,
     exact: bool = False,
     rows: int = 1,
+    row: list[np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Each batch is one minibatch; exact takes all of them together as one. `rows` tokens are of one row."""
+    """Each batch is one minibatch; exact takes all of them together as one.
+
+    `rows` tokens are of one row, or `row` is that of each token, batch by batch.
+    """
     others = batches if others is None else others
-    row = [np.arange(batch.shape[1]) // rows + 1000 * number for number, batch in enumerate(batches)]
+    if row is None:
+        row = [np.arange(batch.shape[1]) // rows + 1000 * number for number, batch in enumerate(batches)]
+    else:
+        rows = 2
     if exact:
         batches, others, row = [np.concatenate(batches, axis=1)], [np.concatenate(others, axis=1)], [np.concatenate(row)]
     elif rows > 1 and not biased:
@@ -78,10 +83,11 @@ def oracle_cka(
 
     height, width = len(batches[0]), len(others[0])
     values = np.zeros((height, width))
+    xs, ys = ([[batch[layer] for batch in side] for layer in range(len(side[0]))] for side in (batches, others))
+    own_x, own_y = ([mean_hsic(layer, layer) for layer in side] for side in (xs, ys))
     for a in range(height):
         for b in range(width):
-            x, y = [batch[a] for batch in batches], [batch[b] for batch in others]
-            values[a, b] = mean_hsic(x, y) / np.sqrt(mean_hsic(x, x) * mean_hsic(y, y))
+            values[a, b] = mean_hsic(xs[a], ys[b]) / np.sqrt(own_x[a] * own_y[b])
 
     def effective(parts: list[np.ndarray], layer: int) -> float:
         r = [np.sum((token - part[layer].mean(0)) ** 2) for part in parts for token in part[layer]]

@@ -281,7 +281,7 @@ def plan_batch(
         if not isinstance(kernel, PoolKernel):
             continue
         samples = samples_of(known, kernel.whole_rows)
-        bounds[kernel.whole_rows] = tuple(torch.searchsorted(samples.row, torch.tensor(starts)).tolist())
+        bounds[kernel.whole_rows] = tuple(torch.searchsorted(samples.row.contiguous(), torch.tensor(starts)).tolist())
         rows = starts[-1] if density is None else kernel.rows(density)
         pools[name] = [
             _pool(kernel, samples, inside, first, (min(first + rows, starts[-1]) - 1) // leaf)
