@@ -44,10 +44,10 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--sites", type=int, nargs="+", required=True)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--permutations", type=int, default=200)
-    parser.add_argument("--cross-permutations", type=int, default=20)
+    parser.add_argument("--cross-permutations", type=int, default=19)
     options = parser.parse_args()
     warnings.simplefilter("ignore", lsim.LayersimWarning)
     model = AutoModelForCausalLM.from_pretrained(options.model).eval()
@@ -55,42 +55,33 @@ def main() -> None:
     texts = [line for line in Path(options.data).read_text().splitlines() if len(line) > 40]
     reading: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "seq_len": 256,
+        "seq_len": 128,
         "pack": True,
         "skip_first": 2,
         "max_tokens": options.tokens,
         "batch_size": options.batch,
     }
     every = options.permutations
-    all_layers = [
-        lsim.Cosine(center="none"),
-        lsim.CKA(permutations=every),
-        lsim.CKA(estimator="biased", permutations=every),
-        lsim.RSA(permutations=every),
-        lsim.MutualKNN(permutations=every),
-    ]
+    all_layers = {
+        "Cosine": lsim.Cosine(center="none"),
+        "CKA": lsim.CKA(permutations=every),
+        "CKA, biased": lsim.CKA(estimator="biased", permutations=every),
+        "RSA": lsim.RSA(permutations=every),
+        "MutualKNN": lsim.MutualKNN(permutations=every),
+    }
     few = options.cross_permutations
-    cross = [lsim.Procrustes, lsim.CCA, lsim.LinearPredictivity]
     started = time.time()
-    results, nulls = dict[str, Any](), dict[str, Any]()
-    for analyzer in all_layers:
-        report = lsim.analyze(model, texts, [analyzer], intervals=True, **reading)
-        [result] = report.values()
-        name = type(analyzer).__name__
-        results["CKA, biased" if getattr(analyzer, "estimator", "") == "biased" else name] = result
-        print(f"{name}: {time.time() - started:.0f} s", flush=True)
+    results: dict[str, Any] = dict(lsim.analyze(model, texts, all_layers, intervals=True, **reading))
+    nulls = dict[str, Any]()
     names = results["CKA"].layers
     chosen = [name for name in names if any(name.endswith(f"blocks.{n}.hook_resid_post") for n in options.sites)]
-    for measure in cross:
-        if measure is lsim.LinearPredictivity:
-            # It holds out whole texts.
-            reading |= {"pack": False, "batch_size": 2 * options.batch}
+    cross = {"Procrustes": lsim.Procrustes, "CCA": lsim.CCA}
+    # It holds out whole texts.
+    unpacked = reading | {"pack": False, "batch_size": 2 * options.batch}
+    for measures, how in ((cross, reading), ({"LinearPredictivity": lsim.LinearPredictivity}, unpacked)):
         # Cross-products of each permutation and of each block of the data would be held at once.
-        [results[measure.__name__]] = lsim.analyze(model, texts, [measure()], at=chosen, intervals=True, **reading).values()
-        [null] = lsim.analyze(model, texts, [measure(permutations=few)], at=chosen, **reading).values()
-        nulls[measure.__name__] = null
-        print(f"{measure.__name__}: {time.time() - started:.0f} s", flush=True)
-    reading |= {"pack": True, "batch_size": options.batch}
+        results |= lsim.analyze(model, texts, {n: m() for n, m in measures.items()}, at=chosen, intervals=True, **how)
+        nulls |= lsim.analyze(model, texts, {n: m(permutations=few) for n, m in measures.items()}, at=chosen, **how)
     [ranks] = lsim.analyze(model, texts, [lsim.EffectiveRank()], at=chosen, intervals=True, **reading).values()
 
     tokens = results["CKA"].provenance.tokens
