@@ -16,7 +16,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-SHARDS, KILLED, ROWS, LENGTH = 64, 10, 140, 7
+# About two batches of 16 rows for each shard, in two forward passes each.
+SHARDS, KILLED, ROWS, LENGTH = 64, 10, 2240, 7
 
 
 def settings() -> tuple[Any, Any, list[Any], dict[str, Any]]:
@@ -26,7 +27,7 @@ def settings() -> tuple[Any, Any, list[Any], dict[str, Any]]:
     from ..tiny_models import random_tokens, tiny_llama
 
     analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=8), lsim.LogitLens()]
-    return tiny_llama(), list(random_tokens(ROWS, LENGTH)), analyzers, {"batch_size": 1, "intervals": True}
+    return tiny_llama(), list(random_tokens(ROWS, LENGTH)), analyzers, {"batch_size": 8, "intervals": True}
 
 
 def measure(number: int, folder: Path, arguments: tuple[Any, Any, list[Any], dict[str, Any]], told: int | None) -> None:
@@ -67,14 +68,14 @@ def kill_one(number: int, folder: Path, arguments: Any, draw: random.Random) -> 
     reading, told = os.pipe()
     child = fork(number, folder, arguments, told)
     os.close(told)
-    for _ in range(draw.randint(1, 2)):
+    for _ in range(draw.randint(1, 4)):
         os.read(reading, 1)
     time.sleep(draw.uniform(0, 0.06))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     os.close(reading)
     part = read_part(folder / f"part-{number}.safetensors")
-    held = part.tally.tree.batches if part.tallies else 0
+    held = part.tally.tree.rows if part.tallies else 0
     return {"number": number, "signal": os.WTERMSIG(status), "done": part.is_done, "held": held}
 
 

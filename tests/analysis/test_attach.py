@@ -72,9 +72,22 @@ def test_single_positions_are_gathered_into_minibatches():
         past = None
         for i in range(40):
             past = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True).past_key_values
-    # Four forward passes of four rows are a pool.
-    found = probe.results()["cka"]
-    assert (found.minibatches, found.samples) == (10, 100)
+    # All steps are of four rows, whose pairs of tokens are left out.
+    found, expected = probe.results()["cka"], lsim.analyze(model, tokens, lsim.CKA(minibatch=10))["cka"]
+    assert (found.minibatches, found.samples, found.rows) == (16, 160, 4)
+    assert worst(found, expected) < 1e-5
+
+
+def test_rows_that_are_generated_for_long_need_no_more_memory():
+    model, tokens = tiny_llama(), random_tokens(4, 150)
+    with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=40)) as probe:
+        past, waiting = None, []
+        for i in range(150):
+            past = model(tokens[:, i : i + 1], past_key_values=past, use_cache=True).past_key_values
+            waiting.append(len(probe._waiting["cka"]))
+    assert max(waiting) == 63
+    # Pools of 64 tokens of each row.
+    assert probe.results()["cka"].samples == 240 + 240 + 80
 
 
 def test_mixed_precision():
@@ -123,7 +136,7 @@ def test_nnsight_models_are_analyzed_not_attached_to():
 
 
 def test_asking_for_results_does_not_change_them():
-    model, tokens = tiny_llama(), random_tokens(1, 40)
+    model, tokens = tiny_llama(), random_tokens(4, 40)
     quiet, asked = [], []
     for seen, ask in ((quiet, False), (asked, True)):
         with torch.no_grad(), lsim.attach(model, lsim.CKA(minibatch=16)) as probe:
@@ -133,7 +146,7 @@ def test_asking_for_results_does_not_change_them():
                     probe.results()
         seen.append(probe.results()["cka"])
     assert worst(quiet[0], asked[0]) == 0
-    assert quiet[0].minibatches == asked[0].minibatches == 2
+    assert quiet[0].minibatches == asked[0].minibatches == 10
 
 
 def test_rows_are_not_made_of_single_steps():

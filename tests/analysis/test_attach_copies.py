@@ -34,25 +34,25 @@ WAYS = {"deepcopy": copy.deepcopy, "torch.save": saved, "pickle": lambda model: 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_that_is_made_inside_attach_is_usable_and_does_not_feed_the_probe(way):
-    model, tokens = tiny_llama(), random_tokens(2, 9)
+    model, tokens = tiny_llama(), random_tokens(4, 9)
     with torch.no_grad(), lsim.attach(model, [*analyzers(), lsim.LogitLens()]) as probe:
         expected = model(tokens).logits
         copied = WAYS[way](model)
         assert torch.equal(copied(tokens).logits, expected)
         model(tokens)
-    assert probe.results()["cosine"].provenance.tokens == 36
+    assert probe.results()["cosine"].provenance.tokens == 72
     # Nor does the copy measure differently by itself.
     for name, found in lsim.analyze(copied, tokens, analyzers()).items():
         assert worst(found, lsim.analyze(model, tokens, analyzers())[name]) == 0
     with torch.no_grad(), lsim.attach(copied, analyzers()) as second:
         copied(tokens)
-    assert second.results()["cosine"].provenance.tokens == 18
+    assert second.results()["cosine"].provenance.tokens == 36
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_deep_copy_has_the_users_hooks_and_no_others(make):
     model, calls = make(), []
-    logits(model, random_tokens(2, 9))
+    logits(model, random_tokens(4, 9))
     try:
         before = hooks(copy.deepcopy(model))
     except Exception as error:
@@ -63,7 +63,7 @@ def test_a_deep_copy_has_the_users_hooks_and_no_others(make):
         assert hooks(copied) == before + 1
         for module in copied.modules():
             assert len(module._forward_hooks_always_called) == 0
-    logits(copied, random_tokens(2, 9))
+    logits(copied, random_tokens(4, 9))
     assert len(calls) == 1
     mine.remove()
     assert hooks(model) == before
@@ -71,7 +71,7 @@ def test_a_deep_copy_has_the_users_hooks_and_no_others(make):
 
 def test_an_average_of_weights_over_a_training_and_the_best_model_of_it():
     """Copies at every step, as EMA and early stopping make them."""
-    model, tokens = tiny_llama(), random_tokens(2, 9)
+    model, tokens = tiny_llama(), random_tokens(4, 9)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     average = torch.optim.swa_utils.AveragedModel(model)
     with lsim.attach(model, analyzers()) as probe:
@@ -88,12 +88,12 @@ def test_an_average_of_weights_over_a_training_and_the_best_model_of_it():
             with torch.no_grad():
                 best(tokens)
                 inside(tokens)
-    assert probe.results()["cosine"].provenance.tokens == 3 * 18
+    assert probe.results()["cosine"].provenance.tokens == 3 * 36
     assert hooks(best) == hooks(inside) == 0
 
 
 def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
-    model, tokens = tiny_llama(), random_tokens(2, 9)
+    model, tokens = tiny_llama(), random_tokens(4, 9)
     with torch.no_grad(), lsim.attach(model, analyzers()):
         expected = model(tokens).logits
         torch.save((model, tokens, expected), tmp_path / "model.pt")
@@ -117,7 +117,7 @@ def test_a_saved_model_is_loaded_where_this_package_is_not(tmp_path):
 def test_a_copy_of_a_model_while_another_thread_analyses_it():
     from concurrent.futures import ThreadPoolExecutor
 
-    model, tokens = tiny_llama(), random_tokens(2, 9)
+    model, tokens = tiny_llama(), random_tokens(4, 9)
     made = []
 
     def take(*_):

@@ -16,8 +16,8 @@ from .helpers import analyzers, each_model
 @each_model
 def test_a_mask_leaves_padding_out(make):
     model = make()
-    rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7)]
-    tokens, mask = torch.full((3, 9), 2), torch.zeros(3, 9, dtype=torch.bool)
+    rows = [random_tokens(1, n, seed=n)[0] for n in (9, 5, 7, 8)]
+    tokens, mask = torch.full((4, 9), 2), torch.zeros(4, 9, dtype=torch.bool)
     for i, row in enumerate(rows):
         tokens[i, : len(row)], mask[i, : len(row)] = row, True
     expected = lsim.analyze(model, rows, analyzers())
@@ -61,24 +61,24 @@ def test_pads_that_no_mask_tells_of_are_refused():
     model = tiny_llama()
     model.tokenizer = tiny_tokenizer()
     padded = torch.tensor([[1, 5, 6, 2, 2, 2], [1, 5, 6, 7, 8, 9]])
-    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none")) as probe:
         model(padded)
     with pytest.raises(lsim.LayersimError, match=r"`attention_mask` is missing(.|\n)*probe.mask"):
         probe.results()
-    with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
+    with torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none")) as probe:
         probe.mask = padded != 2
         model(padded)
     assert probe.results()["cosine"].provenance.tokens == 9
 
 
 def test_a_mask_that_cannot_be_read_is_refused():
-    model, tokens = tiny_llama(), random_tokens(2, 6)
-    four = torch.zeros(2, 1, 6, 6)
+    model, tokens = tiny_llama(), random_tokens(4, 6)
+    four = torch.zeros(4, 1, 6, 6)
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
         model(tokens, attention_mask=four)
     with pytest.raises(lsim.LayersimError, match=r"`attention_mask` does not tell(.|\n)*probe.mask"):
         probe.results()
     with torch.no_grad(), lsim.attach(model, analyzers()) as probe:
-        probe.mask = torch.ones(2, 6)
+        probe.mask = torch.ones(4, 6)
         model(tokens, attention_mask=four)
-    assert probe.results()["cosine"].provenance.tokens == 12
+    assert probe.results()["cosine"].provenance.tokens == 24

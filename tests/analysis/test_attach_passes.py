@@ -40,9 +40,9 @@ def test_a_failed_forward_pass_does_not_spoil_the_next():
 def test_generation_with_a_cache_counts_each_token_once():
     model = bridge(tiny_llama())
     with lsim.attach(model, analyzers()) as probe:
-        out = model.generate(random_tokens(2, 6), max_new_tokens=7, stop_at_eos=False, verbose=False, do_sample=False)
+        out = model.generate(random_tokens(4, 6), max_new_tokens=7, stop_at_eos=False, verbose=False, do_sample=False)
     # The last token is generated, but never read.
-    assert probe.results()["cosine"].provenance.tokens == 2 * (6 + 7 - 1)
+    assert probe.results()["cosine"].provenance.tokens == 4 * (6 + 7 - 1)
     expected = lsim.analyze(model, out[:, :-1], analyzers())
     for name in expected:
         assert worst(probe.results()[name], expected[name]) < 1e-5
@@ -69,20 +69,20 @@ class Checkpointed(torch.nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_does_not_count_twice(layers, reentrant):
     """The backward pass runs blocks again, one by one; of a single block that looks like a whole forward pass."""
-    model, tokens = Checkpointed(layers, reentrant), random_tokens(2, 12)
+    model, tokens = Checkpointed(layers, reentrant), random_tokens(4, 12)
     paths = [f"parts.{i}" for i in range(layers)]
     with lsim.attach(model, analyzers(), layers=paths) as probe:
         model(tokens).square().mean().backward()
-    assert probe.results()["cosine"].provenance.tokens == 24
+    assert probe.results()["cosine"].provenance.tokens == 48
 
 
 @each_model
 def test_gradient_checkpointing_of_a_real_layout(make):
-    model, tokens = make().train(), random_tokens(2, 12)
+    model, tokens = make().train(), random_tokens(4, 12)
     getattr(model, "original_model", model).gradient_checkpointing_enable()
     with lsim.attach(model, analyzers()) as probe:
         logits(model, tokens).square().mean().backward()
-    assert probe.results()["cosine"].provenance.tokens == 24
+    assert probe.results()["cosine"].provenance.tokens == 48
 
 
 def test_a_block_that_is_run_alone_is_no_forward_pass():

@@ -81,7 +81,7 @@ def test_the_default_is_the_position_that_the_head_reads(kind, rule):
 
 def test_rows_as_samples_are_whole_by_default():
     model, data = causal_classifier(), padded()
-    with torch.no_grad(), lsim.attach(model, lsim.CKA(level="sequence", estimator="exact")) as probe:
+    with torch.no_grad(), lsim.attach(model, lsim.CKA(level="sequence")) as probe:
         model(input_ids=data["input_ids"], attention_mask=data["attention_mask"])
     found = probe.results()["cka"]
     assert (found.samples, found.provenance.tokens, found.provenance.options["positions"]) == (6, sum(LENGTHS), "all")

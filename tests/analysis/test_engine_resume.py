@@ -25,11 +25,11 @@ class Stopped(KeyboardInterrupt):
     pass
 
 
-@pytest.mark.parametrize("at", [1, 3, 5, 6])
+@pytest.mark.parametrize("at", [1, 6, 14, 17, 22])
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path, monkeypatch):
-    """Four batches twice over: the interrupt falls into the first pass or into the second."""
-    model, data, path = tiny_llama(), list(random_tokens(8, 11)), tmp_path / "run.safetensors"
-    undisturbed = lsim.analyze(model, data, cosine_and_cka(), batch_size=2)
+    """Three batches of four forward passes twice over: the interrupt falls into the first pass or into the second."""
+    model, data, path = tiny_llama(), list(random_tokens(48, 11)), tmp_path / "run.safetensors"
+    undisturbed = lsim.analyze(model, data, cosine_and_cka(), batch_size=4)
     calls = []
     run = HookedSource.run
 
@@ -41,18 +41,20 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_numbers(at, tmp_path,
 
     monkeypatch.setattr(HookedSource, "run", interrupted)
     with pytest.raises(Stopped) as caught:
-        lsim.analyze(model, data, cosine_and_cka(), batch_size=2, checkpoint=path)
+        lsim.analyze(model, data, cosine_and_cka(), batch_size=4, checkpoint=path)
     assert "the same call continues from there" in caught.value.__notes__[0]
     assert path.exists()
-    report = lsim.analyze(model, data, cosine_and_cka(), batch_size=2, checkpoint=path)
-    assert len(calls) == 8 + 1
+    report = lsim.analyze(model, data, cosine_and_cka(), batch_size=4, checkpoint=path)
+    # Forward passes of the batch that was interrupted run again.
+    total = 24 + at % 4 + 1
+    assert len(calls) == total
     for name in report:
         assert worst(report[name], undisturbed[name]) == 0
         assert report[name].provenance.tokens == undisturbed[name].provenance.tokens
         assert report[name].provenance.data == undisturbed[name].provenance.data
     # A run that is complete is read back without a forward pass.
-    again = lsim.analyze(model, data, cosine_and_cka(), batch_size=2, checkpoint=path)
-    assert len(calls) == 9
+    again = lsim.analyze(model, data, cosine_and_cka(), batch_size=4, checkpoint=path)
+    assert len(calls) == total
     assert worst(again["cka"], undisturbed["cka"]) == 0
 
 
@@ -108,15 +110,17 @@ def test_a_checkpoint_of_another_run_or_other_data_is_refused(tmp_path):
 
     def stop(batch, kernels):
         seen.append(1)
-        if len(seen) == 3:
+        if len(seen) == 6:
             raise KeyboardInterrupt
         return run(batch, kernels)
 
     source.run = stop
+    # Batches of 32 rows, which have 256 samples.
+    data = list(random_tokens(64, 11))
     with pytest.raises(KeyboardInterrupt):
-        lsim.analyze(source, data, "cka", batch_size=2, checkpoint=partial)
+        lsim.analyze(source, data, "cka", batch_size=8, checkpoint=partial)
     with pytest.raises(lsim.LayersimError, match="differs from the data of the checkpoint"):
-        lsim.analyze(model, data[::-1], "cka", batch_size=2, checkpoint=partial)
+        lsim.analyze(model, data[::-1], "cka", batch_size=8, checkpoint=partial)
 
 
 def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch):

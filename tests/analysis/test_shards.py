@@ -73,7 +73,7 @@ def test_64_shards_of_which_ten_are_killed_equal_one_process(tmp_path):
 ALL = {
     "one": (1, {}),
     "three, with intervals": (3, {"intervals": True}),
-    "seven, packed and cut short": (7, {"max_tokens": 150, "seq_len": 8, "pack": True, "batch_size": 3}),
+    "seven, packed and cut short": (7, {"max_tokens": 1100, "seq_len": 8, "pack": True, "batch_size": 3}),
     "more than batches": (13, {"batch_size": 4}),
     "some batches without a counted position": (4, {"batch_size": 1, "positions": lambda ids: ids % 4 == 0}),
 }
@@ -81,10 +81,12 @@ ALL = {
 
 @pytest.mark.parametrize(("of", "options"), ALL.values(), ids=ALL)
 def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
-    model, data = tiny_llama(), list(random_tokens(21, 4))
+    model, data = tiny_llama(), list(random_tokens(21 if "positions" in options else 150, 4))
     if "pack" in options:
-        model, data = lsim.demo_model(), lsim.demo_text()[:6]
-    analyzers = [lsim.Cosine(center="none"), lsim.CKA(estimator="exact"), lsim.LogitLens()]
+        model, data = lsim.demo_model(), lsim.demo_text()[:30]
+    # Batches hold whole pools of 16 rows; some of fewer rows have no counted position.
+    pooled = [] if "positions" in options else [lsim.CKA(minibatch=8, permutations=19)]
+    analyzers = [lsim.Cosine(center="none"), *pooled, lsim.LogitLens()]
     options = {"batch_size": 2, **options}
     alone = lsim.analyze(model, data, analyzers, **options)
     parts = measured(tmp_path / "parts", of, model, data, analyzers, **options)
@@ -141,29 +143,29 @@ def test_a_shard_is_its_own_checkpoint(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(HookedSource, "run", interrupted)
     monkeypatch.setattr("tl_layersim.analysis.shard_run.count_data", lambda batches: counted.append(1) or count(batches))
     with pytest.raises(KeyboardInterrupt) as caught:
-        lsim.analyze(model, data, "cka", **call)
+        lsim.analyze(model, data, lsim.Cosine(center="none"), **call)
     # Three of its batches, not those of the other shard before them.
     assert caught.value.__notes__[0].startswith("The sums of 15 tokens are in ")
     assert "the same call continues from there" in caught.value.__notes__[0]
     assert (len(calls), len(counted)) == (4, 1)
-    other = lsim.analyze(model, data, "cka", batch_size=1, shard=(0, 2), save_to=tmp_path / "other")
+    other = lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=1, shard=(0, 2), save_to=tmp_path / "other")
     with pytest.raises(lsim.LayersimError, match=r"^Shards are not finished(.|\n)*part \(shard 1\)(.|\n)*shard=\(1, 2\)"):
         lsim.merge([path, other])
     calls.clear()
-    assert lsim.analyze(model, data, "cka", **call) == path
+    assert lsim.analyze(model, data, lsim.Cosine(center="none"), **call) == path
     # Three batches of eight were in the file; data was counted for the other shard only.
     assert (len(calls), len(counted)) == (5, 2)
     capsys.readouterr()
-    assert lsim.analyze(model, data, "cka", **call) == path
+    assert lsim.analyze(model, data, lsim.Cosine(center="none"), **call) == path
     # Counted once more, to know that the data is that of the file.
     assert (len(calls), len(counted)) == (5, 3)
     assert "is complete" in capsys.readouterr().err
     for others in (data[::-1], data[:8]):
         with pytest.raises(lsim.LayersimError, match=r"^`save_to` holds the shard of other data(.|\n)*80 tokens in 16 rows"):
-            lsim.analyze(model, others, "cka", **call)
+            lsim.analyze(model, others, lsim.Cosine(center="none"), **call)
     with pytest.raises(lsim.LayersimError, match=r"^.*part belongs to another shard or to another run: other number of the"):
-        lsim.analyze(model, data, "cka", **call | {"shard": (0, 2)})
-    assert_same(lsim.merge([path, other]), lsim.analyze(model, data, "cka", batch_size=1), tmp_path)
+        lsim.analyze(model, data, lsim.Cosine(center="none"), **call | {"shard": (0, 2)})
+    assert_same(lsim.merge([path, other]), lsim.analyze(model, data, lsim.Cosine(center="none"), batch_size=1), tmp_path)
 
 
 def test_data_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch):

@@ -27,10 +27,10 @@ def every():
 
 @each_place
 def test_padding_does_not_matter(asked):
-    rows = [random_tokens(1, n, seed=n)[0] for n in (14, 6, 9)]
+    rows = [random_tokens(1, n, seed=n)[0] for n in (14, 6, 9, 12)]
     plain = lsim.analyze(tiny_llama(), rows, every(), **asked)
     for side in ("left", "right"):
-        tokens, mask = random_tokens(3, 17, seed=8), torch.zeros(3, 17, dtype=torch.int64)
+        tokens, mask = random_tokens(4, 17, seed=8), torch.zeros(4, 17, dtype=torch.int64)
         for i, row in enumerate(rows):
             span = slice(17 - len(row), 17) if side == "left" else slice(0, len(row))
             tokens[i, span], mask[i, span] = row, 1
@@ -42,9 +42,10 @@ def test_padding_does_not_matter(asked):
 
 @each_place
 def test_the_order_of_batches_does_not_matter(asked):
-    model, rows = tiny_llama(), random_tokens(8, 11)
-    there = lsim.analyze(model, rows, every(), batch_size=2, **asked)
-    back = lsim.analyze(model, torch.cat(rows.split(2)[::-1]), every(), batch_size=2, **asked)
+    # All tokens are one minibatch, which draws none of them.
+    model, rows, each = tiny_llama(), random_tokens(8, 11), [lsim.Cosine(), lsim.CKA(), lsim.NeuralCollapse(classes=4)]
+    there = lsim.analyze(model, rows, each, batch_size=2, **asked)
+    back = lsim.analyze(model, torch.cat(rows.split(2)[::-1]), each, batch_size=2, **asked)
     for name in there:
         assert worst(there[name], back[name]) < 1e-8
 

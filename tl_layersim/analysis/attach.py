@@ -33,7 +33,7 @@ from ..models.view import View, reduce
 from ..remote.open import open_source
 from .attach_checks import refuse_unattachable
 from .data_pass import sums_of, sums_so_far
-from .forward_pass_positions import ForwardPassPositions
+from .forward_pass_positions import ForwardPassPositions, continues
 from .memory_of_sums import refuse_large_blocks
 from .position_rules import attached_rule
 from .report_assembly import make_report
@@ -58,6 +58,8 @@ class Probe:
         self._source, self._analyzers, self._plan = source, analyzers, plan
         self._positions = ForwardPassPositions(positions, source, any(a.whole_rows for a in analyzers.values()))
         self._masks: WeakKeyDictionary[threading.Thread, Tensor] = WeakKeyDictionary()
+        # By thread: whether its forward pass continues rows from a cache, and the number of its rows.
+        self._calls: WeakKeyDictionary[threading.Thread, tuple[bool, int]] = WeakKeyDictionary()
         self._lock = threading.RLock()
         self._hooks: ExitStack | None = None
         kernels = plan.kernels(analyzers, {})
@@ -78,6 +80,9 @@ class Probe:
         self._tree = SumTree(1 if self._intervals else None)
         # By kernel, the views that wait until they are enough for one call.
         self._waiting: dict[str, list[View]] = {name: [] for name in self._deferred | self._pooled}
+        # By thread, the first row of its last forward pass, and their number; and the rows of all.
+        self._last: WeakKeyDictionary[threading.Thread, tuple[int, int]] = WeakKeyDictionary()
+        self._rows = 0
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
         self._dtypes = self._dtypes[-1:]
 
@@ -208,6 +213,7 @@ class Probe:
         refuse_other_logits(gap, self._source.model, computed)
 
     def _choose(self, call: Call) -> Choice:
+        self._calls[threading.current_thread()] = (continues(call), call.shape[0])
         return self._positions.choose(call, self.mask, bool(self._masks))
 
     def _add_locked(self, view: View) -> None:
@@ -227,16 +233,32 @@ class Probe:
         self._sequences += torch.unique_consecutive(view.sequence).numel()
         self._digest.update(view.tokens.cpu().numpy().tobytes())
         own = {name: self._reduced(name, [view]) for name in self._immediate}
+        first, continued = self._first_row(view)
         for name, views in self._waiting.items():
-            views.append(view)
-            if self._is_enough(name, views):
+            views.append(replace(view, sequence=view.sequence + first) if name in self._pooled else view)
+            if self._is_enough(name, views, continued):
                 own[name] = self._reduced(name, views)
                 self._waiting[name] = []
         if self._intervals and self._forwards == 1:
             refuse_large_blocks(own)
         self._tree = self._tree.add(self._block(count, own))
 
-    def _is_enough(self, name: str, views: list[View]) -> bool:
+    def _first_row(self, view: View) -> tuple[int, bool]:
+        """The number of the first row of a forward pass among all rows, and whether its rows are those of the pass before.
+
+        Steps of cached generation go on with the rows of the prompt: their tokens are of one text.
+        """
+        thread = threading.current_thread()
+        continued, rows = self._calls.get(thread, (False, int(view.sequence.max()) + 1))
+        last = self._last.get(thread)
+        if continued and last is not None and last[1] == rows:
+            return last[0], True
+        first = self._rows
+        self._rows += rows
+        self._last[thread] = (first, rows)
+        return first, False
+
+    def _is_enough(self, name: str, views: list[View], continued: bool) -> bool:
         """Whether views are enough for a call of a kernel: many tokens, or a pool of rows.
 
         Cached generation gives one position at a time, and few calls are faster than many.
@@ -244,10 +266,12 @@ class Probe:
         kernel = self._pooled.get(name)
         if kernel is None:
             return sum(view.tokens.numel() for view in views) >= BUFFERED_TOKENS
-        counts = [torch.unique_consecutive(view.sequence, return_counts=True)[1] for view in views]
-        rows = sum(map(len, counts))
-        samples = rows if kernel.whole_rows else sum(int(own.clamp(max=SAMPLES_OF_ROW).sum()) for own in counts)
-        return rows >= ROWS and samples >= kernel.size
+        counts = torch.unique(torch.cat([view.sequence for view in views]), return_counts=True)[1]
+        rows, taken = len(counts), counts.clamp(max=SAMPLES_OF_ROW)
+        if continued and bool((counts >= SAMPLES_OF_ROW).all()):
+            # Further steps would add to the memory alone.
+            return True
+        return rows >= ROWS and (rows if kernel.whole_rows else int(taken.sum())) >= kernel.size
 
     def _block(self, tokens: int, sums: Mapping[str, Sums]) -> DataBlock:
         """The sums of one forward pass."""
@@ -258,8 +282,9 @@ class Probe:
         """What a kernel returns for some views; nothing if it fails."""
         kernel = (self._immediate | self._deferred | self._pooled)[name]
         try:
+            joined = _by_row(views) if name in self._pooled else _joined(views)
             with kernels_alone():
-                not_finite, out = reduce({name: kernel}, _joined(views))
+                not_finite, out = reduce({name: kernel}, joined)
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
             return sums_of((name,), out, sums_so_far(self._tree))[name]
         except Exception as error:
@@ -281,10 +306,32 @@ def _joined(views: list[View]) -> View:
     for view in views:
         rows.append(view.sequence + offset)
         offset += int(view.sequence.max()) + 1
+    return _with_sequence(views, torch.cat(rows))
+
+
+def _by_row(views: list[View]) -> View:
+    """Join several views, whose sequence numbers are those of all rows, into one in which the samples of a row follow."""
+    rows = torch.cat([view.sequence for view in views])
+    number = torch.unique(rows, return_inverse=True)[1]
+    joined = _with_sequence(views, number)
+    if bool((number[1:] >= number[:-1]).all()):
+        return joined
+    order = number.argsort(stable=True)
+    return replace(
+        joined,
+        activations=joined.activations[:, order.to(joined.activations.device)],
+        tokens=joined.tokens[order.to(joined.tokens.device)],
+        sequence=number[order],
+        position=joined.position[order.to(joined.position.device)],
+        next_token=None,
+    )
+
+
+def _with_sequence(views: list[View], sequence: Tensor) -> View:
     return View(
         activations=torch.cat([v.activations for v in views], dim=1),
         tokens=torch.cat([v.tokens for v in views]),
-        sequence=torch.cat(rows),
+        sequence=sequence,
         position=torch.cat([v.position for v in views]),
         next_token=torch.cat([v.next_token for v in views if v.next_token is not None]),
         sites=views[0].sites,

@@ -50,7 +50,7 @@ class ForwardPassPositions:
         """The positions that the rule selects among those of the mask."""
         if self.rule.rule == "all":
             return known
-        if _continues(call) and self.rule.rule != "last":
+        if continues(call) and self.rule.rule != "last":
             raise LayersimError(
                 f"`positions={self.rule.record()}` refers to whole rows, but this forward pass continues rows from a cache.",
                 given=f"{call.shape[1]} new positions, as in cached generation",
@@ -138,8 +138,12 @@ def _has_mask_shape(attention: Any, call: Call) -> bool:
     return attention.shape[1] == call.shape[1] or (call.cached and attention.shape[1] > call.shape[1])
 
 
-def _continues(call: Call) -> bool:
-    """Whether a forward pass continues rows whose earlier positions are in a cache."""
+def continues(call: Call) -> bool:
+    """Whether a forward pass continues rows whose earlier positions are in a cache.
+
+    Args:
+        call: the forward pass.
+    """
     if isinstance(call.attention, Tensor) and call.attention.dim() == 2:
         # The first pass of a generation may be given an empty cache.
         return call.cached and call.attention.shape[1] > call.shape[1]
