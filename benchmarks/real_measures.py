@@ -65,7 +65,7 @@ def main() -> None:
     all_layers = {
         "Cosine": lsim.Cosine(center="none"),
         "CKA": lsim.CKA(permutations=every),
-        "CKA, biased": lsim.CKA(estimator="biased", permutations=every),
+        "CKA_biased": lsim.CKA(estimator="biased", permutations=every),
         "RSA": lsim.RSA(permutations=every),
         "MutualKNN": lsim.MutualKNN(permutations=every),
     }

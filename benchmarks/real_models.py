@@ -2,7 +2,7 @@
 
     python benchmarks/real_models.py --model stories15M=FOLDER --model smollm2=FOLDER --text FILE --tokens 16384 > tables.md
 
-Folders hold Hugging Face weights; the text is cut into full rows of 256 tokens.
+Folders hold Hugging Face weights; the text is cut into full rows of 256 tokens, and of 128 for the intervals of the traps.
 """
 
 import argparse
@@ -47,42 +47,32 @@ def by_layer(name: str, report: lsim.Report) -> None:
     )
 
 
-def traps(name: str, model: Any, texts: list[str], tokens: int, exact_gb: float) -> None:
+def traps(name: str, model: Any, texts: list[str], tokens: int) -> None:
     """One pair of layers, early and late, under each choice."""
-    options: dict[str, Any] = {"pack": True, "max_tokens": tokens, "seq_len": 256}
     depth = model.config.num_hidden_layers
-    early, late = depth * 2 // 5, depth - 1
-
-    def cka(analyzer: lsim.CKA, **more: Any) -> str:
-        found = lsim.analyze(model, texts, analyzer, **(options | more))["cka"]
-        return f"{found.values[early, late]:.3f} | {found.effective_samples[early]:.0f} of {found.samples}"
-
-    def cosine(analyzer: lsim.Cosine, **more: Any) -> str:
-        values = lsim.analyze(model, texts, analyzer, **(options | more))["cosine"].values
-        return f"{values[early, late]:.3f} |"
-
-    print(f"### {name}: after block {early - 1} and after block {late - 1}, of {depth} blocks\n")
-    print(f"The first {SKIP} tokens of each row are left out where nothing else is said.\n")
-    print(f"| measure | value | effective samples after block {early - 1} |\n| --- | --- | --- |")
-    exact = lsim.CKA(estimator="exact", max_memory_gb=exact_gb)
-    two = {"skip_first": SKIP}
-    rows = [
-        ("CKA, exact", cka(exact, **two)),
-        ("CKA, minibatches of 256 shuffled tokens", cka(lsim.CKA(), **two)),
-        ("the same, another seed", cka(lsim.CKA(seed=1), **two)),
-        ("CKA, minibatches of 64 shuffled tokens", cka(lsim.CKA(minibatch=64), **two)),
-        ("CKA, minibatches of contiguous tokens, one row each", cka(lsim.CKA(minibatch=254), batch_size=1, **two)),
-        ("CKA, biased, n = 256", cka(lsim.CKA(estimator="biased"), **two)),
-        ("CKA, biased, n = 64", cka(lsim.CKA(estimator="biased", minibatch=64), **two)),
-        ("CKA, minibatches of 256, first token left out, second counted", cka(lsim.CKA(), skip_first=1)),
-        ("CKA, minibatches of 256, all tokens counted", cka(lsim.CKA())),
-        ("COS, dataset-centred", cosine(lsim.Cosine(), **two)),
-        ("COS, uncentred", cosine(lsim.Cosine(center="none"), **two)),
-        ("COS, dataset-centred, all tokens counted", cosine(lsim.Cosine())),
-        ("COS, uncentred, all tokens counted", cosine(lsim.Cosine(center="none"))),
-    ]
-    for label, value in rows:
-        print(f"| {label} | {value} |")
+    early, late = depth * 2 // 5 - 1, depth - 2
+    sites = [f"blocks.{block}.hook_resid_post" for block in (early, late)]
+    common = {"CKA, minibatches of 256": lsim.CKA(), "COS, centred": lsim.Cosine(), "COS": lsim.Cosine(center="none")}
+    choices = {
+        "CKA, exact": lsim.CKA(estimator="exact"),
+        **common,
+        "the same CKA, another seed": lsim.CKA(seed=1),
+        "CKA, minibatches of 64": lsim.CKA(minibatch=64),
+        "CKA, pairs of tokens of one row counted": lsim.CKA(unit="token"),
+        "CKA, biased, n = 256": lsim.CKA(estimator="biased"),
+        "CKA, biased, n = 64": lsim.CKA(estimator="biased", minibatch=64),
+    }
+    print(f"### {name}: after block {early} and after block {late}, of {depth} blocks\n")
+    print(f"| measure | value | 95 % interval | effective samples after block {early} |\n| --- | --- | --- | --- |")
+    for skip, own in ((SKIP, choices), (1, common), (0, common)):
+        named = {f"m{number}": analyzer for number, analyzer in enumerate(own.values())}
+        options: dict[str, Any] = {"pack": True, "max_tokens": tokens, "seq_len": 128, "intervals": True}
+        report = lsim.analyze(model, texts, named, at=sites, skip_first=skip, **options)
+        for label, found in zip(own, report.values(), strict=True):
+            value, low, high, _ = (one[0, 1] for one in found.interval("values"))
+            samples = f"{found.effective_samples[0]:.0f} of {found.samples}" if "CKA" in label else ""
+            skipped = "" if skip == SKIP else f", {skip} first tokens left out" if skip else ", all tokens counted"
+            print(f"| {label}{skipped} | {value:.3f} | {low:.3f} to {high:.3f} | {samples} |", flush=True)
     print()
 
 
@@ -91,8 +81,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", required=True, help="NAME=FOLDER, once for each model")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--trap-tokens", type=int, default=8192)
-    parser.add_argument("--exact-gb", type=float, default=8.0, help="memory that exact CKA may take")
+    parser.add_argument("--trap-tokens", type=int, default=32768)
     arguments = parser.parse_args()
     texts = [line.strip() for line in arguments.text.read_text().splitlines() if len(line.strip()) > 40]
     for item in arguments.model:
@@ -102,7 +91,7 @@ def main() -> None:
         by_layer(
             name, lsim.analyze(model, texts, analyzers, pack=True, max_tokens=arguments.tokens, skip_first=SKIP, seq_len=256)
         )
-        traps(name, model, texts, arguments.trap_tokens, arguments.exact_gb)
+        traps(name, model, texts, arguments.trap_tokens)
 
 
 if __name__ == "__main__":
