@@ -60,7 +60,7 @@ def measure_exits(
     heads: HeadsOption = None,
     intervals: o.IntervalsOption = False,
     config: o.ConfigOption = None,
-    batch_size: o.BlockBatchSizeOption = None,
+    batch_size: o.BatchSizeOption = 16,
     checkpoint: o.CheckpointOption = None,
     out: o.OutOption = o.OUT,
     format: o.FormatOption = "html",

@@ -13,8 +13,6 @@ from .run_file import is_set, merged_analyzer_options
 # Models that ship with the package, by the names that commands take.
 DEMO, ALIGNED = "demo", "demo-aligned"
 # Rows in a forward pass. Intervals need 16 batches at least.
-BATCH, BATCH_FOR_INTERVALS = 16, 2
-
 
 def server_of(context: typer.Context) -> bool | str:
     """The server that the options name, as `remote=` takes it; False for this process.
@@ -114,14 +112,12 @@ def reading_options(options: dict[str, Any], data: Any, of_prompts: bool = False
         of_prompts: whether an analyzer takes each row for a prompt.
     """
     first, comma, second = (options["column"] or "").partition(",")
-    pack, batch_size = options["pack"], options["batch_size"]
-    if batch_size is None:
-        batch_size = BATCH_FOR_INTERVALS if options["intervals"] else BATCH
+    pack = options["pack"]
     return {
         "column": (first.strip(), second.strip()) if comma else options["column"],
         "max_tokens": options["max_tokens"],
         "seq_len": options["seq_len"],
-        "batch_size": batch_size,
+        "batch_size": options["batch_size"],
         "skip_first": options["skip_first"],
         # Some analyzers take each row for a prompt.
         "pack": isinstance(data, list) and not of_prompts if pack is None else pack,
@@ -129,7 +125,7 @@ def reading_options(options: dict[str, Any], data: Any, of_prompts: bool = False
 
 
 def measuring(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `analyze` and `compare` on sites, positions, intervals and checkpoint.
+    """The options of `analyze` and `compare` on sites, positions, intervals, baseline and checkpoint.
 
     Args:
         options: of the command.
@@ -142,6 +138,7 @@ def measuring(options: dict[str, Any]) -> dict[str, Any]:
         "per_head": options["per_head"],
         "positions": as_rule(options["positions"]),
         "intervals": options["intervals"],
+        "baseline": options["baseline"],
         "checkpoint": options["checkpoint"],
     }
 

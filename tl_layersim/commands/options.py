@@ -154,6 +154,10 @@ PerHeadOption = Annotated[bool, option(MEASURES, None, "Read each head of z, q, 
 IntervalsOption = Annotated[
     bool, option(MEASURES, None, "Give every number a confidence interval, from blocks of the data.", "--intervals")
 ]
+BaselineOption = Annotated[
+    str | None,
+    option(MEASURES, "untrained", "Measure models of the same architecture with fresh weights too, of three seeds.", "--baseline"),
+]
 
 ConfigOption = Annotated[
     Path | None,
@@ -167,10 +171,6 @@ ConfigOption = Annotated[
     ),
 ]
 BatchSizeOption = Annotated[int, option(RUN, "N", "Rows in a forward pass.", "--batch-size")]
-BlockBatchSizeOption = Annotated[
-    int | None,
-    option(RUN, "N", "Rows in a forward pass. Default: 16; with --intervals 2, for many blocks of few rows.", "--batch-size"),
-]
 CheckpointOption = Annotated[
     Path | None,
     option(
