@@ -63,8 +63,8 @@ def test_a_vocabulary_of_whole_groups_needs_no_weights():
 
 
 @pytest.mark.filterwarnings("ignore:Intervals of 'cka' rest on")
-@pytest.mark.parametrize(("batches", "intervals"), [(1, False), (7, False), (8, False), (8, True), (37, True)])
-def test_bytes_of_sums_are_the_most_that_a_run_holds(monkeypatch, batches, intervals):
+@pytest.mark.parametrize(("pools", "intervals"), [(1, False), (7, False), (8, False), (8, True), (37, True)])
+def test_bytes_of_sums_are_the_most_that_a_run_holds(monkeypatch, pools, intervals):
     held, add = [], SumTree.add
 
     def noting(self, more):
@@ -73,9 +73,9 @@ def test_bytes_of_sums_are_the_most_that_a_run_holds(monkeypatch, batches, inter
 
     monkeypatch.setattr(SumTree, "add", noting)
     model = tiny_llama()
-    tokens = torch.randint(model.config.vocab_size, (batches, 16), generator=torch.Generator().manual_seed(0))
-    lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], batch_size=1, intervals=intervals)
-    cost = lsim.estimate(model, [lsim.CKA(minibatch=16)], tokens=16 * batches, batch_size=1, seq_len=16, intervals=intervals)
+    tokens = torch.randint(model.config.vocab_size, (16 * pools, 16), generator=torch.Generator().manual_seed(0))
+    lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], batch_size=8, intervals=intervals)
+    cost = lsim.estimate(model, [lsim.CKA(minibatch=16)], tokens=16 * 16 * pools, batch_size=8, seq_len=16, intervals=intervals)
     assert cost.sums_bytes == {"cka": max(held)}
 
 
@@ -213,6 +213,6 @@ def test_a_run_prints_the_notice(monkeypatch, capsys):
     clock = iter(range(0, 10**6, 50))
     monkeypatch.setattr(LongRunNotice.__init__, "__defaults__", (lambda: float(next(clock)),))
     model = tiny_llama()
-    tokens = torch.randint(model.config.vocab_size, (8, 16), generator=torch.Generator().manual_seed(0))
-    lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], batch_size=2)
+    tokens = torch.randint(model.config.vocab_size, (48, 16), generator=torch.Generator().manual_seed(0))
+    lsim.analyze(model, tokens, [lsim.CKA(minibatch=16)], batch_size=16)
     assert "This pass takes about" in capsys.readouterr().err

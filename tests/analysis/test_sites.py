@@ -43,7 +43,7 @@ def test_padding_does_not_matter(asked):
 @each_place
 def test_the_order_of_batches_does_not_matter(asked):
     # All tokens are one minibatch, which draws none of them.
-    model, rows, each = tiny_llama(), random_tokens(8, 11), [lsim.Cosine(), lsim.CKA(), lsim.NeuralCollapse(classes=4)]
+    model, rows, each = tiny_llama().double(), random_tokens(8, 11), [lsim.Cosine(), lsim.CKA(), lsim.NeuralCollapse(classes=4)]
     there = lsim.analyze(model, rows, each, batch_size=2, **asked)
     back = lsim.analyze(model, torch.cat(rows.split(2)[::-1]), each, batch_size=2, **asked)
     for name in there:

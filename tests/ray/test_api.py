@@ -12,13 +12,13 @@ from tl_layersim.core.errors import LayersimError
 from .loaders import assert_same, load, load_missing, load_nan, texts
 
 ANALYZERS = [lsim.Cosine(), lsim.CKA(minibatch=32), lsim.LogitLens()]
-OPTIONS = {"batch_size": 2, "intervals": True, "max_tokens": 700}
+OPTIONS = {"batch_size": 2, "intervals": True, "max_tokens": 2800}
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of")
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return lsim.analyze(load(), texts(), ANALYZERS, **OPTIONS)
+    return lsim.analyze(load(), texts(210), ANALYZERS, **OPTIONS)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def on_ray(small_ray):
     """A run with two workers, all of which are ended after it, whatever happens."""
     from tl_layersim.ray import analyze_on_ray
 
-    yield partial(analyze_on_ray, dataset=texts(), analyzers=ANALYZERS, num_workers=2, **OPTIONS)
+    yield partial(analyze_on_ray, dataset=texts(210), analyzers=ANALYZERS, num_workers=2, **OPTIONS)
     assert small_ray.actors
     assert all(actor.instance is None for actor in small_ray.actors)
 
@@ -53,7 +53,7 @@ def test_errors_of_workers_reach_the_caller_as_they_are(on_ray):
 
 def test_an_interrupted_run_continues_from_its_checkpoint(small_ray, on_ray, whole, tmp_path):
     def interrupt():
-        if small_ray.calls.count("sums") >= 20:
+        if small_ray.calls.count("sums") >= 10:
             raise KeyboardInterrupt
 
     small_ray.on_wait = interrupt

@@ -79,7 +79,7 @@ def test_a_copy_follows_settings_and_adds_as_a_tree():
 
     copy = ModelCopy(load, {"either_stack": True})
     points = copy.ask(Settings(), "hook_points", "attn_out", False)
-    batches = list(Batches(texts(14), open_source(load()).model, DataOptions(2)))
+    batches = list(Batches(texts(7), open_source(load()).model, DataOptions(1)))
     settings = Settings(1, None, None, points, batches[0].first_row)
     assert copy.facts(settings).sites == tuple(point.name for point in points)
     assert copy.facts(replace(settings, number=2, points=None, settled_on=None)).sites[0] == "blocks.0.hook_resid_pre"

@@ -33,11 +33,11 @@ def chunks(rows, size):
 
 @pytest.fixture(scope="module")
 def whole():
-    return lsim.analyze(load(), texts(), ANALYZERS, batch_size=2, intervals=True)
+    return lsim.analyze(load(), texts(), ANALYZERS, batch_size=2)
 
 
 def test_equal_calls_equal_one_process_to_the_last_bit(whole, tmp_path):
-    worker = pickle.loads(pickle.dumps(Worker(load, ANALYZERS, batch_size=2, intervals=True)))
+    worker = pickle.loads(pickle.dumps(Worker(load, ANALYZERS, batch_size=2)))
     found = []
     for number, rows in enumerate(chunks(texts(), 16)):
         # Files, texts, mappings and tables alike.
@@ -46,7 +46,18 @@ def test_equal_calls_equal_one_process_to_the_last_bit(whole, tmp_path):
         path = tmp_path / str(number)
         path.write_bytes(sums)
         found.append(sums if number % 2 else path)
-    assert_same(whole, worker.report(found), ("seconds", "data"))
+    assert_same(whole, worker.report(found), ("seconds", "data"), intervals=False)
+
+
+def test_intervals_of_equal_calls_agree_to_rounding():
+    """Each call begins with leaves of one row, and one process has larger ones later."""
+    alone = lsim.analyze(load(), texts(64), ANALYZERS, batch_size=2, intervals=True)
+    worker = Worker(load, ANALYZERS, batch_size=2, intervals=True)
+    found = worker.report(map(worker, chunks(texts(64), 16)))
+    for name, one in alone.items():
+        mine, theirs = one.interval(), found[name].interval()
+        assert torch.allclose(one.values, found[name].values, atol=1e-6)
+        assert torch.allclose(mine.error, theirs.error, atol=1e-6)
 
 
 def test_unequal_calls_agree_to_rounding(whole):
@@ -61,7 +72,7 @@ def test_trees_that_do_not_fit_together_are_added_one_after_another():
     def tree(size, *counts):
         return SumTree(size, 0, tuple(DataBlock(n, n, {"a": Sums({"x": torch.tensor(n)})}) for n in counts))
 
-    assert [node.batches for node in module._one_tree([tree(2, 2, 2), tree(2, 2, 1)]).nodes] == [2, 2, 2, 1]
+    assert [node.rows for node in module._one_tree([tree(2, 2, 2), tree(2, 2, 1)]).nodes] == [2, 2, 2, 1]
     assert module._one_tree([tree(None, 2, 1), tree(None, 2)]).total() == DataBlock(5, 5, ANY)
     assert int(module._one_tree([tree(None, 2, 1), tree(None, 2)]).total().sums["a"]["x"]) == 5
     with pytest.raises(LayersimError, match="blocks of equal size"):
@@ -82,7 +93,7 @@ def test_a_process_loads_the_model_once_for_all_copies_of_a_worker():
 
 def test_a_pool_of_processes_measures_and_raises_errors_of_this_package():
     # A new process imports this model in less time than one of transformers.
-    tokens, options = random_tokens(70, 12).tolist(), {"batch_size": 2, "intervals": True, **PLAIN_PARTS}
+    tokens, options = random_tokens(70, 12).tolist(), {"batch_size": 2, **PLAIN_PARTS}
     worker, broken = Worker(load_plain, ANALYZERS, **options), Worker(load_plain_nan, ANALYZERS, **options)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(worker, chunks(tokens, 32)))
@@ -91,7 +102,7 @@ def test_a_pool_of_processes_measures_and_raises_errors_of_this_package():
     assert refused.value.do
     assert not refused.value.__notes__
     whole = lsim.analyze(load_plain(), tokens, ANALYZERS, **options)
-    assert_same(whole, worker.report(found), ("seconds", "data"))
+    assert_same(whole, worker.report(found), ("seconds", "data"), intervals=False)
 
 
 def test_what_a_worker_cannot_do_is_refused():

@@ -10,7 +10,9 @@ from ..core.argument_checks import named
 from ..core.blocks import first_block_size
 from ..core.errors import LayersimError, in_words
 from ..core.sum_tree import most_nodes
+from ..core.sums import POOL
 from ..core.wording import duration_in_words
+from ..models.pools import ROWS
 from ..remote.request_sizes import MOST_BATCHES
 from .device_speeds import Devices, devices_of
 from .submitted_run import TOKENS_PER_REQUEST
@@ -120,7 +122,7 @@ class CostEstimate:
         rows, positions = self.workload.shape
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
-        blocks = f", {_blocks(self.batches)} blocks" if self.intervals else ""
+        blocks = f", {_blocks(math.ceil(self.tokens / self.workload.samples * self.workload.shape[0]))} blocks" if self.intervals else ""
         lines += [("sums", f"at most {in_words(sum(self.sums_bytes.values()))}{blocks}")]
         lines += [(f"  {name}", in_words(size)) for name, size in self.sums_bytes.items()]
         lines += [("weights", f"{in_words(self.weights_bytes)}, {self.workload.parameters:,} parameters")]
@@ -136,9 +138,9 @@ class CostEstimate:
         return "\n".join([self.title, *(f"{name:<{width}}  {text}" for name, text in self.rows())])
 
 
-def _blocks(batches: int) -> int:
+def _blocks(rows: int) -> int:
     """Number of blocks that a run with intervals keeps."""
-    return math.ceil(batches / first_block_size(batches))
+    return math.ceil(rows / first_block_size(rows))
 
 
 def _long(seconds: float) -> str:
@@ -172,10 +174,19 @@ def assemble(
     share = tokens / workload.samples
     batches = math.ceil(share)
     counts = {operation: count * share for operation, count in workload.counts.items()}
-    parts = ["forward", "head", *workload.sums]
-    nodes, first_nodes = most_nodes(batches, intervals), most_nodes(batches, False)
-    traffic = _traffic(workload, batches, tokens_per_request) if remote else None
-    compute = workload.compute_seconds * ((1 + _blocks(batches)) if intervals else 1)
+    parts = ["forward", "head", *dict.fromkeys(name.removeprefix(POOL) for name in workload.sums)]
+    rows = math.ceil(share * workload.shape[0])
+    leaf = min(ROWS, workload.capacity)
+    first_nodes = most_nodes(math.ceil(rows / leaf), False)
+    sums_bytes = dict.fromkeys(parts[2:], 0)
+    for name, size in workload.sums.items():
+        # With intervals the first leaves are single rows.
+        units = math.ceil(rows / workload.pools.get(name, 1 if intervals else leaf))
+        sums_bytes[name.removeprefix(POOL)] += most_nodes(units, intervals) * size
+    for name, size in workload.first_sums.items():
+        sums_bytes[name] += first_nodes * size
+    traffic = _traffic(workload, rows, tokens_per_request) if remote else None
+    compute = workload.compute_seconds * ((1 + _blocks(rows)) if intervals else 1)
     seconds, basis = None, "neither weights nor devices are given"
     size = workload.weights + workload.activations
     if devices is not None:
@@ -192,9 +203,7 @@ def assemble(
         sites=workload.sites,
         passes=workload.passes,
         flops={part: flops * share for part in parts if (flops := workload.flops(part))},
-        sums_bytes={
-            name: nodes * size + first_nodes * workload.first_sums.get(name, 0) for name, size in workload.sums.items()
-        },
+        sums_bytes=sums_bytes,
         weights_bytes=workload.weights,
         activations_bytes=workload.activations,
         traffic=traffic,
@@ -218,8 +227,9 @@ def _basis(devices: Devices, size: float) -> str:
     return f"{devices}, {held}; stated speed, {reached} assumed"
 
 
-def _traffic(workload: Workload, batches: int, tokens_per_request: int | None) -> Traffic:
-    positions = workload.shape[0] * workload.shape[1]
+def _traffic(workload: Workload, rows: int, tokens_per_request: int | None) -> Traffic:
+    # Requests hold whole pools.
+    batches, positions = math.ceil(rows / workload.capacity), workload.capacity * workload.shape[1]
     fit = max(1, (tokens_per_request or TOKENS_PER_REQUEST) // positions)
     # A request holds a power of two of batches.
     each = min(MOST_BATCHES, 1 << (fit.bit_length() - 1))

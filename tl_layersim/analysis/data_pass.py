@@ -141,7 +141,8 @@ class PassReader:
         sources: the models; the first batch shows what is not known of their sites before a forward pass.
         deal: which batches this process takes.
         within: numbers of the batches with a counted position that this process takes; None for all that it is dealt.
-        by_rows: whether blocks of rows are kept, so that the first batches have small leaves.
+        first_block: number of rows in the first block of the data; the first batches then have small leaves. None to keep no
+            blocks.
     """
 
     batches: Batches
@@ -152,7 +153,7 @@ class PassReader:
     sources: Sequence[Source] = ()
     deal: Deal = ALONE
     within: range | None = None
-    by_rows: bool = False
+    first_block: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         held, digest, number, marked = self.state.tally, new_digest(), 0, self.batches.options.selection.marked
@@ -175,7 +176,10 @@ class PassReader:
             if measured:
                 self._check(batch)
             # Of rows that an earlier pass over the same data, or another process, may have counted: one rule for all.
-            batch = replace(batch, leaf=min(ROWS, batch.capacity, rows_in_block(index, 1) if self.by_rows else ROWS))
+            batch = replace(batch, leaf=min(ROWS, batch.capacity))
+            if self.first_block is not None:
+                leaf, block = min(batch.leaf, rows_in_block(index, 1)), rows_in_block(index, self.first_block)
+                batch = replace(batch, leaf=leaf, block=block)
             tokens = batch.leaf_tokens() if measured else (int(batch.counted.sum()),)
             step = Step(measured, number, len(batch.tokens), tokens, digest.hexdigest(), batch.leaf)
             self.state.waiting.append(step)
@@ -310,7 +314,7 @@ class DataPass:
     def _reader(self) -> Iterator[Batch]:
         reads_head = self.label == "main" and any(analyzer.needs_unembed for analyzer in self.analyzers.values())
         lens_of = self.sources[0] if self.sources and reads_head else None
-        about = (self.state, self.plan, lens_of, self.sources, self.deal, self.within, self.first_block is not None)
+        about = (self.state, self.plan, lens_of, self.sources, self.deal, self.within, self.first_block)
         return iter(PassReader(self.batches, self.analyzers, *about))
 
     def _side_by_side(self, batch: Batch, kernels: Mapping[str, Kernel]) -> Reduced:

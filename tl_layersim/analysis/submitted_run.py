@@ -296,7 +296,7 @@ def start(
     lens_of = source if any(analyzer.needs_unembed for analyzer in analyzers.values()) else None
     most = source.schedule.most_tokens or TOKENS_PER_REQUEST
     sent, jobs = time.time(), list[Job]()
-    reader = PassReader(batches, analyzers, state, plan, lens_of, [source], by_rows=first_block is not None)
+    reader = PassReader(batches, analyzers, state, plan, lens_of, [source], first_block=first_block)
     reading = iter(tqdm(reader, desc="sending", unit="batch", disable=None))
     for group in source.schedule.groups(reading, 0, most, lambda: source.schedule.most_batches, first_block):
         rows = sum(batch.leaf_rows for batch in group)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from ..analyzers.base import Analyzer
 from ..core.operation_meter import Operation, OperationMeter, TooManyOperations
-from ..core.sums import Sums
+from ..core.sums import POOL, Sums
 from ..data.batches import Batch
 from ..models.hooks import kernels_alone
 from ..models.model_info import Model
+from ..models.pools import AnyKernel, Draws, PoolKernel, Samples, drawn, plan_batch
 from ..models.source import Source
-from ..models.view import Kernel, View, tokens_alone
+from ..models.view import Kernel, View, in_full_precision, tokens_alone
 from ..models.without_weights import WeightlessSource, without_values
 from .site_plan import SitePlan
 
@@ -42,7 +44,8 @@ class Workload:
         sites: number of sites that are read.
         passes: number of passes over the data in which the model runs.
         counts: how often each operation runs in all passes over one batch.
-        sums: bytes of the sums of each analyzer.
+        sums: bytes of the sums of each kernel, those over pools of rows under `POOL` and the name of the analyzer.
+        pools: rows of a pool, of each kernel that sums over pools.
         first_sums: bytes of the sums of each analyzer with a first pass, which its main pass reads.
         weights: bytes of the parameters and buffers.
         parameters: number of parameters.
@@ -58,12 +61,18 @@ class Workload:
     passes: int
     counts: Mapping[Operation, float]
     sums: Mapping[str, int]
+    pools: Mapping[str, int]
     first_sums: Mapping[str, int]
     weights: int
     parameters: int
     activations: int
     compute_seconds: float
     batch_seconds: float | None
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a batch of the data, which holds whole pools in one forward pass or several; a power of two."""
+        return max([1 << (self.shape[0].bit_length() - 1), *self.pools.values()])
 
     def flops(self, part: str) -> float:
         """FLOPs of a part for one batch."""
@@ -102,6 +111,7 @@ def meter(
         passes=run.passes,
         counts=run.counts,
         sums=run.sums,
+        pools={name: pool.rows for name, pool in run.pools.items()},
         first_sums={name: _size(sums) for name, sums in run.first.items()},
         weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
@@ -116,7 +126,8 @@ class _MeteredRun:
 
     Attributes:
         counts: how often each operation ran.
-        sums: bytes of the sums of each analyzer.
+        sums: bytes of the sums of each kernel.
+        pools: by kernel, a pool of rows.
         first: sums of the first pass.
         passes: number of passes in which the model runs.
         peak: most bytes beside the weights that were alive at once.
@@ -129,6 +140,7 @@ class _MeteredRun:
         self.source, self.module, self.batch, self.analyzers, self.plan = source, module, batch, analyzers, plan
         self.counts: Counter[Operation] = Counter()
         self.sums: dict[str, int] = {}
+        self.pools: dict[str, _Pool] = {}
         self.first: dict[str, Sums] = {}
         self.passes, self.peak, self.samples = 1, 0, 0
         head = source.model.head
@@ -148,13 +160,18 @@ class _MeteredRun:
             self.passes = 2
         with without_values() if self.weightless else nullcontext():
             kernels = self._main_kernels()
+        self.pools = {
+            name: _Pool.of(kernel, self.batch, self.source.model.vocabulary or 1)
+            for name, kernel in kernels.items()
+            if isinstance(kernel, PoolKernel)
+        }
         outputs = self._pass(kernels)
         self.sums = {name: _size(self._widened(out)) for name, out in outputs.items()}
 
-    def _main_kernels(self) -> dict[str, Kernel]:
-        return {name: self.plan.kernel(name, a.kernel(self.first.get(name, Sums()))) for name, a in self.analyzers.items()}
+    def _main_kernels(self) -> dict[str, AnyKernel]:
+        return self.plan.kernels(self.analyzers, self.first)
 
-    def _pass(self, kernels: Mapping[str, Kernel]) -> dict[str, dict[str, Tensor]]:
+    def _pass(self, kernels: Mapping[str, AnyKernel]) -> dict[str, dict[str, Tensor]]:
         """Run kernels on the batch, count their operations, and return their outputs."""
         outputs: dict[str, dict[str, Tensor]] = {}
         with self._metered() as meter:
@@ -163,6 +180,18 @@ class _MeteredRun:
             self.samples = view.activations.shape[1]
             for name, kernel in kernels.items():
                 counts = meter.counts.copy()
+                if name in self.pools:
+                    pool = self.pools[name]
+                    with meter.counting(name.removeprefix(POOL)), kernels_alone():
+                        outputs[name] = pool.sums(view)
+                    # Of a pool, of which the batch is a part or several.
+                    share: Any = {
+                        operation: counts[operation] + (count - counts[operation]) * len(self.batch.tokens) / pool.rows
+                        for operation, count in meter.counts.items()
+                    }
+                    meter.counts = Counter(share)
+                    continue
+                assert not isinstance(kernel, PoolKernel)
                 try:
                     with meter.counting(name, MOST_OPERATIONS if self.weightless else None), kernels_alone():
                         outputs[name] = kernel(view)
@@ -171,7 +200,7 @@ class _MeteredRun:
             held = meter.live
         self.counts.update(meter.counts)
         self.peak = max(self.peak, meter.peak)
-        looping = {name: kernel for name, kernel in kernels.items() if name not in outputs}
+        looping: dict[str, Any] = {name: kernel for name, kernel in kernels.items() if name not in outputs}
         return (outputs | self._on_short_row(looping, held)) if looping else outputs
 
     def _on_short_row(self, kernels: Mapping[str, Kernel], held: int) -> dict[str, dict[str, Tensor]]:
@@ -216,16 +245,70 @@ class _MeteredRun:
 
     def calibrate(self) -> float:
         """Seconds of all passes over the batch: the median of runs within `CALIBRATION` seconds, after one to warm up."""
-        steps = [kernels for kernels in (self.first_kernels, self._main_kernels()) if kernels]
+        steps: list[Mapping[str, AnyKernel]] = [kernels for kernels in (self.first_kernels, self._main_kernels()) if kernels]
         taken: list[float] = []
+        view = self.source.collect(self.batch) if self.pools else None
         start = time.perf_counter()
         while not taken or (len(taken) <= TIMED_BATCHES and time.perf_counter() - start < CALIBRATION):
-            before = time.perf_counter()
+            before, of_pools = time.perf_counter(), 0.0
             for kernels in steps:
-                for out in self.source.run(self.batch, kernels)[1].values():
+                single = {name: kernel for name, kernel in kernels.items() if not isinstance(kernel, PoolKernel)}
+                for out in self.source.run(self.batch, single)[1].values():
                     Sums.of(out)
-            taken.append(time.perf_counter() - before)
+            whole = time.perf_counter() - before
+            for pool in self.pools.values():
+                assert view is not None
+                before = time.perf_counter()
+                in_full_precision(view.activations.device, partial(pool.sums, view))
+                of_pools += (time.perf_counter() - before) * len(self.batch.tokens) / pool.rows
+            taken.append(whole + of_pools)
         return statistics.median(taken[1:] or taken)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """A pool of rows of which one batch is at hand: its samples stand in the place of all others.
+
+    Attributes:
+        kernel: of the pool.
+        rows: of the pool.
+        samples: that are drawn.
+        draws: see `PoolKernel`.
+        index: of the samples, among those of the batch.
+    """
+
+    kernel: PoolKernel
+    rows: int
+    samples: Samples
+    draws: Draws
+    index: Tensor
+
+    @classmethod
+    def of(cls, kernel: PoolKernel, batch: Batch, vocabulary: int) -> _Pool:
+        """A pool of rows with as many counted positions as the rows of a batch have.
+
+        Args:
+            kernel: of the pool.
+            batch: one batch of the run.
+            vocabulary: size of the vocabulary, on whose ids the draws depend.
+        """
+        counted = int(batch.counted.sum())
+        each = max(1, counted // len(batch.tokens))
+        rows = kernel.rows(each)
+        row = torch.arange(rows).repeat_interleave(each)
+        ids = torch.randint(vocabulary, (len(row),), generator=torch.Generator().manual_seed(0))
+        known = View(torch.empty(0, len(row), 0), ids, row, row, row=row)
+        [pool] = plan_batch(known, (0, rows), rows, None, {"": kernel}).pools[""]
+        return cls(kernel, rows, pool.samples, pool.draws, pool.index % (len(batch.tokens) if kernel.whole_rows else counted))
+
+    def sums(self, view: View) -> dict[str, Tensor]:
+        """The sums of the pool.
+
+        Args:
+            view: of the batch.
+        """
+        out = drawn(view, read=self.kernel.read, sites=self.kernel.sites, index=self.index)
+        return self.kernel.sums([out["samples 0"]], [tuple(out["widths 0"].tolist())], self.samples, self.draws)
 
 
 def _size(sums: Sums) -> int:

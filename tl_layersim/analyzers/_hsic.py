@@ -156,13 +156,14 @@ def without_rows(gram: Tensor, row: Tensor) -> tuple[RowTerms, Tensor]:
     """
     gram = gram.double()
     squares = gram.diagonal(dim1=1, dim2=2).clone()
+    counts = torch.bincount(row.cpu()).double()
     row = row.to(gram.device)
     pairs = gram.masked_fill(row[:, None] == row, 0)
-    member = torch.nn.functional.one_hot(row, int(row.max()) + 1).double()
+    member = torch.nn.functional.one_hot(row, len(counts)).double()
     with_row, of_sample = pairs @ member, pairs.sum(2)
     between = member.T @ with_row
     of_row = between.sum(2)
-    powers = [float(member.sum(0).pow(power).sum()) for power in range(1, 5)]
+    powers = [float(counts.pow(power).sum()) for power in range(1, 5)]
     two, three, four = tuples_of_rows(*powers)
     quadruple, triple = (two / four) ** 0.5, (2 * two / three) ** 0.5
     terms = RowTerms(

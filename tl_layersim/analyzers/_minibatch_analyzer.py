@@ -225,10 +225,18 @@ class MinibatchAnalyzer(Analyzer):
             LayersimError: no pool had enough samples.
         """
         if "samples" not in sums.fields:
-            rows = "4 rows, of which pairs of tokens of one row are left out" if self.unit == "row" else ""
-            raise LayersimError(
-                f"{type(self).__name__} needs {rows or f'{self.least} {self.samples_in_words}'}, and the data has fewer.",
-                given=f"{run.provenance.tokens} tokens in {run.provenance.sequences} rows, level={self.level!r}",
-                expected=f"at least 4 rows and {self.least} {self.samples_in_words}",
-                do="pass more rows" + (', or unit="token" for tokens that do not depend on each other' if rows else ""),
-            )
+            raise self.too_few_rows(run)
+
+    def too_few_rows(self, run: Run) -> LayersimError:
+        """The error of data without enough rows.
+
+        Args:
+            run: the finished run.
+        """
+        rows = "4 rows, of which pairs of tokens of one row are left out" if self.unit == "row" else ""
+        return LayersimError(
+            f"{type(self).__name__} needs {rows or f'{self.least} {self.samples_in_words}'}, and the data has fewer.",
+            given=f"{run.provenance.tokens} tokens in {run.provenance.sequences} rows, level={self.level!r}",
+            expected=f"at least 4 rows and {self.least} {self.samples_in_words}",
+            do="pass more rows" + (', or unit="token" for tokens that do not depend on each other' if rows else ""),
+        )

@@ -21,7 +21,7 @@ from ..models.pools import AnyKernel
 from ..models.view import Kernel
 from ._arccos_distance import arccos_distance
 from ._exact_hsic import exact_hsic, exact_kernel, mean_kernel
-from ._hsic import centred, grams, without_rows
+from ._hsic import centred, grams, tuples_of_rows, without_rows
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
 from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
 from ._permutation_null import null_pictures
@@ -239,6 +239,8 @@ class CKA(MinibatchAnalyzer):
     def compute(self, sums: Sums, run: Run) -> CKAResult:
         if self.estimator == "exact":
             need_tokens(int(sums["samples"]), 4, "CKA", self.samples_in_words)
+            if tuples_of_rows(*sums["tuples"].tolist())[2] <= 0:
+                raise self.too_few_rows(run)
             cross, own_x, own_y = exact_hsic(sums)
             power = {z: (sums[f"xy.r_{z}"], sums[f"xy.r_{z}^2"]) for z in "xy"}
         else:

@@ -50,6 +50,7 @@ class Batch:
         has_tokens: whether the rows have token ids.
         rows_at_once: rows in a forward pass; 0 for all.
         leaf: rows whose sums are kept apart, a power of two; the last leaf of the data may have fewer.
+        block: rows whose sums may be added to each other, see `core.blocks`; 0 for any number.
         capacity: rows of all batches of the data but the last; 0 where they are not known.
         density: mean number of counted positions of a row, over the first rows of the data.
     """
@@ -66,6 +67,7 @@ class Batch:
     has_tokens: bool = True
     rows_at_once: int = 0
     leaf: int = 1
+    block: int = 0
     capacity: int = 0
     density: float = 1.0
 
@@ -253,7 +255,8 @@ class Batches:
         chunk = list(itertools.islice(rows, FIRST_ROWS))
         if not chunk:
             return
-        density = float(self.batch(chunk, 0).counted.sum()) / len(chunk)
+        # Row by row: images of different sizes form no batch.
+        density = sum(float(self.batch([row], number).counted.sum()) for number, row in enumerate(chunk)) / len(chunk)
         # Powers of two, which join to blocks.
         capacity = max(self.pool_rows(density), 1 << (size.bit_length() - 1))
         how: dict[str, Any] = {"rows_at_once": min(size, capacity), "capacity": capacity, "density": density}

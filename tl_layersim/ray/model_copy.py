@@ -151,7 +151,7 @@ class ModelCopy:
                 own = sums_of(tuple(run), out, {}) if out else {}
                 here = {name: dict(sums.fields) for name, sums in own.items()}
                 part = PartialSums(batch.leaf, [count.cpu() for count in not_finite], here)
-                push(stack, batch.leaf, part, _add_parts, start)
+                push(stack, batch.leaf, part, _add_parts, start, batch.block or None)
         return GroupSums([part for _, part in stack], time.monotonic() - began, os.getpid(), len(batches))
 
     def _set(self, settings: Settings) -> Source:

@@ -264,6 +264,7 @@ class RemoteSource(NNsightSource):
             {
                 "starts": batch.starts,
                 "leaf": batch.leaf,
+                "block": batch.block or None,
                 "density": batch.density,
                 "passes": self._passes(batch),
             }

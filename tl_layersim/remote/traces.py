@@ -79,7 +79,7 @@ def submit(
                         view = View(**buffer.fields(), **here, unembed=lens, calls=tuple(noted) if calling else None)
                         outputs.append(reduce(plan.kernels_of(item["number"]), view))
                         if len(outputs) == len(unit["passes"]):
-                            add_leaves(stack, unit["leaf"], plan.finish(outputs), joined)
+                            add_leaves(stack, unit["leaf"], unit["block"], plan.finish(outputs), joined)
         found = nnsight.save(stack)  # noqa: F841 (a result is taken by this name)
 
 
@@ -98,18 +98,19 @@ def known_view(unit: dict[str, Any]) -> View:
     return View(torch.empty(0, len(rows), 0), tokens, rows, rows, row=row)
 
 
-def add_leaves(stack: list[Any], leaf: int, leaves: list[Any], joined: bool) -> None:
+def add_leaves(stack: list[Any], leaf: int, block: int | None, leaves: list[Any], joined: bool) -> None:
     """Put the sums of the leaves of a batch onto a stack.
 
     Args:
         stack: changed in place.
         leaf: rows of a leaf.
+        block: rows of a block of the data, beyond which neighbours are not added; None for no blocks.
         leaves: outputs of `reduce` for each.
         joined: whether neighbours are added.
     """
     for own in leaves:
         if joined:
-            push(stack, leaf, on_cpu(own), add_batch_sums)
+            push(stack, leaf, on_cpu(own), add_batch_sums, 0, block)
         else:
             stack.append((leaf, on_cpu(own)))
 
