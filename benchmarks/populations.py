@@ -57,9 +57,7 @@ def main() -> None:
             covered = sum(each for each, _ in found) / len(found)
             show(f"| {name} | {count} | {covered:.1%} | {float(torch.cat([bias for _, bias in found]).mean()):+.4f} |")
     if args.measures:
-        show(
-            "\n| measure | tokens | rows | p at most .05, nothing shared | p at most .05, 40 % shared |\n| --- | --- | --- | --- | --- |"
-        )
+        show("\n| measure | tokens | rows | p at most .05, nothing shared | 40 % shared |\n| --- | --- | --- | --- | --- |")
     for measure in args.measures:
         for name, (rho, effect) in DEPENDENCE.items():
             for count in (8, 64):

@@ -14,6 +14,7 @@ from .run_file import is_set, merged_analyzer_options
 DEMO, ALIGNED = "demo", "demo-aligned"
 # Rows in a forward pass. Intervals need 16 batches at least.
 
+
 def server_of(context: typer.Context) -> bool | str:
     """The server that the options name, as `remote=` takes it; False for this process.
 

@@ -156,7 +156,7 @@ IntervalsOption = Annotated[
 ]
 BaselineOption = Annotated[
     str | None,
-    option(MEASURES, "untrained", "Measure models of the same architecture with fresh weights too, of three seeds.", "--baseline"),
+    option(MEASURES, "untrained", "Measure the same architecture with fresh weights of three seeds too.", "--baseline"),
 ]
 
 ConfigOption = Annotated[
