@@ -86,7 +86,7 @@ def untrained_figure(result: Result, field: str) -> go.Figure:
     own: dict[str, Any] = {held: twins.mean(0)}
     shown = replace(result, **own, replicates=(), block_tokens=(), untrained=())
     fig = shown.plot(field)
-    return fig.update_layout(title_text=f"{fig.layout.title.text}, untrained")
+    return fig.update_layout(title_text=f"{fig.layout.title.text}, untrained, mean of {len(twins)} seeds")
 
 
 def title_of(result: Result, field: str) -> str:
@@ -180,12 +180,8 @@ def _curve(result: Result, field: str, axis: str, values: Any, ends: Ends | None
     names, series = both or (names, [own])
     twins = result.of_untrained("values" if field == result.values_name else field)
     if both is None and twins is not None:
-        least, most = twins.min(0).values.numpy(), twins.max(0).values.numpy()
-        label = f"untrained, mean and range of {len(twins)}"
-        series = [
-            own._replace(label="trained"),
-            Series(label, twins.mean(0).numpy(), Ends(least, most), GREY, "square", "dash"),
-        ]
+        label = f"untrained, mean of {len(twins)} seeds"
+        series = [own._replace(label="trained"), Series(label, twins.mean(0).numpy(), None, GREY, "square", "dash")]
     fig = lines(names, series, title, unit, axis, log)
     if field in FAR_FROM_ZERO:
         fig.update_yaxes(rangemode="normal")
