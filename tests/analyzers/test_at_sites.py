@@ -20,7 +20,7 @@ PLACES = {"attn_out": {"at": "attn_out"}, "mlp_out": {"at": "mlp_out"}, "z per h
 each_place = pytest.mark.parametrize("place", PLACES)
 
 
-def padded(rows: int = 3, length: int = 9) -> dict[str, torch.Tensor]:
+def padded(rows: int = 6, length: int = 9) -> dict[str, torch.Tensor]:
     mask = torch.ones(rows, length, dtype=torch.int64)
     mask[1, 5:] = 0
     mask[2, :3] = 0
@@ -42,9 +42,10 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
         np.testing.assert_allclose(getattr(found["cosine"], field), cosine[field], atol=2e-6, err_msg=field)
     assert found["cosine"].norm_ratio.isnan().all(), "only of blocks: no other sites are the input and the output of one"
     # One minibatch of all tokens: the shuffle changes nothing.
-    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([samples])["values"], atol=2e-6)
+    row = [data["attention_mask"].nonzero()[:, 0].numpy()]
+    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
     exact = lsim.analyze(model, data, lsim.CKA(estimator="exact"), batch_size=2, **PLACES[place])["cka"]
-    np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True)["values"], atol=2e-6)
+    np.testing.assert_allclose(exact.values, oracles.oracle_cka([samples], exact=True, row=row)["values"], atol=2e-6)
 
 
 @pytest.mark.parametrize("estimator", ["minibatch", "exact", "biased"])
@@ -57,7 +58,8 @@ def test_sites_of_different_widths(estimator, source):
     found = lsim.analyze(given, data, [lsim.CKA(estimator=estimator), lsim.NeuralCollapse(classes=4)], at=at, **options)
     samples = site_samples(model, data, found["cka"].layers)
     assert {x.shape[1] for x in samples} == {16, 32, 48}
-    kind = {"biased": estimator == "biased", "exact": estimator == "exact"}
+    row = [data["attention_mask"].nonzero()[:, 0].numpy()]
+    kind = {"biased": estimator == "biased", "exact": estimator == "exact", "row": row}
     for a, x in enumerate(samples):
         for b, y in enumerate(samples):
             one = oracles.oracle_cka([x[None]], [y[None]], **kind)["values"][0, 0]
@@ -165,7 +167,8 @@ def test_half_precision_models(place):
     samples = np.stack(site_samples(model, data, found["cka"].layers))
     with np.errstate(divide="ignore", invalid="ignore"):
         np.testing.assert_allclose(found["cosine"].values, oracles.oracle_cosine([samples])["values"], atol=2e-6)
-    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([samples])["values"], atol=2e-6)
+    row = [data["attention_mask"].nonzero()[:, 0].numpy()]
+    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([samples], row=row)["values"], atol=2e-6)
     assert found["cka"].provenance.dtype == "torch.bfloat16"
 
 

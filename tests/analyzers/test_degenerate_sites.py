@@ -40,10 +40,10 @@ def test_cka_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype, estimator
     x = with_same_samples(dtype)
     x[0] *= (1 + noise * np.sign(np.random.default_rng(2).normal(size=x[0].shape))).astype(dtype)
     with pytest.warns(lsim.LayersimWarning, match=f"CKA is not defined at {FIRST}, and NaN there"):
-        found = from_views(lsim.CKA(estimator=estimator), [view(x)])
+        found = from_views(lsim.CKA(estimator=estimator), [view(x, rows=8)])
     wide = x.astype(np.float64)
     wide[0] = residuals(0, tokens=120)[0]
-    expected = oracles.oracle_cka([wide - wide.mean(1, keepdims=True)], biased=estimator == "biased")["values"]
+    expected = oracles.oracle_cka([wide - wide.mean(1, keepdims=True)], biased=estimator == "biased", rows=15)["values"]
     rest_equals(found.values, expected, 1e-4 if dtype == np.float32 else 1e-9)
     assert found.effective_samples.isnan().tolist() == [True, False, False, False]
     assert 0 < found.headline()["smallest effective fraction of samples of any layer"] < 1
@@ -72,7 +72,7 @@ def test_the_distance_of_models_is_nan_where_a_block_is_not_defined():
     x = residuals(0, tokens=120)
     x[2] = SAME
     with pytest.warns(lsim.LayersimWarning, match=r"blocks\.1\.hook_resid_post"):
-        found = from_views(lsim.CKA(), [view(x)])
+        found = from_views(lsim.CKA(), [view(x, rows=8)])
     assert np.isnan(found.distance())
 
 
@@ -80,7 +80,7 @@ def test_the_distance_of_models_is_nan_where_a_block_is_not_defined():
 def test_centred_cosine_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype):
     x = with_same_samples(dtype)
     with pytest.warns(lsim.LayersimWarning, match=f"{FIRST}: 120 of 120"):
-        found = from_views(lsim.Cosine(), [view(x)])
+        found = from_views(lsim.Cosine(), [view(x, rows=8)])
     wide = x.astype(np.float64)
     wide[0] = residuals(0, tokens=120)[0]
     expected = oracles.oracle_cosine([wide])
@@ -102,7 +102,7 @@ def test_one_zero_token_is_left_out_of_the_cosines_of_its_site_alone():
     x = residuals(0)
     x[2, 5] = 0
     with pytest.warns(lsim.LayersimWarning, match=r"is zero(.|\n)*blocks\.1\.hook_resid_post: 1 of 40"):
-        found = from_views(lsim.Cosine(center="none"), [view(x)])
+        found = from_views(lsim.Cosine(center="none"), [view(x, rows=8)])
     whole = oracles.oracle_cosine([residuals(0)], center="none")
     less = oracles.oracle_cosine([np.delete(residuals(0), 5, axis=1)], center="none")
     at = torch.arange(4) == 2
@@ -118,7 +118,7 @@ def test_one_zero_token_leaves_the_other_saturation_events_their_cosine():
     x = residuals(0)
     x[1:, 3] = 0
     with pytest.warns(lsim.LayersimWarning, match="residual is zero"):
-        found = from_views(lsim.Saturation(), [view(x)])
+        found = from_views(lsim.Saturation(), [view(x, rows=8)])
     without = from_views(lsim.Saturation(), [view(np.delete(x, 3, axis=1), np.delete(oracles.tokens_of(40), 3))])
     assert found.counts.sum() == 40
     np.testing.assert_allclose(found.cosine_to_last, without.cosine_to_last, atol=1e-12)
@@ -128,7 +128,7 @@ def test_a_block_that_adds_nothing_to_a_token_leaves_the_other_paths_their_shape
     x = residuals(0)
     x[2, 4] = x[1, 4]
     with pytest.warns(lsim.LayersimWarning, match=r"update is zero: blocks\.1\.hook_resid_post: 1 of 40"):
-        found = from_views(lsim.Trajectory(window=2), [view(x)])
+        found = from_views(lsim.Trajectory(window=2), [view(x, rows=8)])
     less = oracles.oracle_trajectory([np.delete(x, 4, axis=1)], 2)
     np.testing.assert_allclose(found.lss_mean, less["lss_mean"], rtol=1e-9)
     np.testing.assert_allclose(found.windowed_lss, less["windowed_lss"], rtol=1e-9)
@@ -143,7 +143,7 @@ def test_a_block_that_adds_nothing_at_all_leaves_norms_and_growth():
     x = residuals(0)
     x[2] = x[1]
     with pytest.warns(lsim.LayersimWarning, match=r"blocks\.1\.hook_resid_post: 40 of 40"):
-        found = from_views(lsim.Trajectory(), [view(x)])
+        found = from_views(lsim.Trajectory(), [view(x, rows=8)])
     assert found.lss.mean.isnan()
     assert found.lss.quantiles.isnan().all()
     assert found.update_norm[1] == 0
@@ -159,7 +159,7 @@ def test_a_zero_residual_and_a_flat_path_are_left_out_of_what_they_do_not_define
     x[0, 3] = 0
     x[-1, 7] = x[0, 7]
     with pytest.warns(lsim.LayersimWarning) as said:
-        found = from_views(lsim.Trajectory(), [view(x)])
+        found = from_views(lsim.Trajectory(), [view(x, rows=8)])
     text = "\n".join(str(one.message) for one in said)
     assert "residual is zero: blocks.0.hook_resid_pre: 1 of 40" in text
     assert "1 of 40 tokens have no expodistance" in text

@@ -19,7 +19,7 @@ from tl_layersim.training.state import open_training_file, state_of
 
 from ..views import provenance
 
-FILES = Path(__file__).parents[1] / "files" / "v0.1"
+FILES = Path(__file__).parents[1] / "files" / "written"
 RESULTS = sorted(path.name for path in FILES.glob("*.safetensors") if path.name != "heads.safetensors")
 
 

@@ -1,6 +1,6 @@
-"""One small file of every kind, as this version writes it: python -m tests.files.write tests/files/v0.1
+"""One small file of every kind, as this version writes it: python -m tests.files.write tests/files/written
 
-Run once with each version that changes what is written; later versions must still read what it left.
+Run again with each version that changes what is written.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_layersim as lsim
+from tl_layersim.core import LayerCurve, LayerMatrix, Result
 from tl_layersim.core.storage import write as write_heads
 from tl_layersim.stitching.experiment import StitchExperiment
 
@@ -60,7 +61,7 @@ def traced():
     return nnsight.TransformersModel(one, task="text-generation", tokenizer=one.tokenizer)
 
 
-def results() -> dict[str, lsim.Result]:
+def results() -> dict[str, Result]:
     """One result of every class, by the name of its file."""
     one, data = model(), rows()
     layers = [lsim.CKA(minibatch=16), lsim.Cosine(), lsim.LogitLens(), lsim.Saturation(), lsim.ExitCurve(thresholds=(0.5, 0.9))]
@@ -68,8 +69,8 @@ def results() -> dict[str, lsim.Result]:
     found = dict(lsim.analyze(one, data, layers))
     same = {"layers": LAYERS, "provenance": provenance()}
     square = torch.arange(9, dtype=torch.float64).view(3, 3)
-    found["layer_matrix"] = lsim.LayerMatrix(values=square, column_layers=LAYERS, **same)
-    found["layer_curve"] = lsim.LayerCurve(values=torch.tensor([0.0, torch.nan, -torch.inf]).double(), **same)
+    found["layer_matrix"] = LayerMatrix(values=square, column_layers=LAYERS, **same)
+    found["layer_curve"] = LayerCurve(values=torch.tensor([0.0, torch.nan, -torch.inf]).double(), **same)
     found["prediction_grid"] = lsim.prediction_grid(one, "w3 w4 w5")
     found["trajectory_pca"] = lsim.trajectory_pca(one, "w3 w4 w5 w6")
     found["block_jacobians"] = lsim.block_jacobians(one, data[0])
@@ -122,7 +123,7 @@ def run_on_a_server(folder: Path) -> None:
             run = lsim.analyze(
                 small.model(),
                 rows(6, 12),
-                [lsim.CKA(minibatch=8)],
+                [lsim.Cosine(center="none")],
                 remote=small.url,
                 blocking=False,
                 batch_size=1,

@@ -95,6 +95,7 @@ QUANTITIES = {
     "null": "Mis-coupling of random vectors",
     "null_by_k": "Mis-coupling of random vectors",
     "participation_ratio": "Participation ratio",
+    "observed": "Similarity of the rows that the null exchanges",
     "null_mean": "Mean similarity of random pairings",
     "null_threshold": "95 % quantile of random pairings",
     "p_values": "p-value",

@@ -1,4 +1,4 @@
-"""Files that earlier versions wrote are still read, with the numbers that they held."""
+"""A file of every kind is read, with the numbers that it holds."""
 
 from __future__ import annotations
 
@@ -14,66 +14,23 @@ from safetensors import safe_open
 import tl_layersim as lsim
 from tl_layersim.analyzers.cka import CKAResult
 from tl_layersim.core import storage
-from tl_layersim.core.result_kinds import KINDS, below, class_of, kind_of
+from tl_layersim.core.result_kinds import KINDS, below, kind_of
 
 from ..views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
 
-# Kinds of results that came after these files.
-NEWER = {
-    "calibrated_matrix",
-    "minibatch_matrix",
-    "cca",
-    "contribution",
-    "detection",
-    "effective_rank",
-    "group_comparison",
-    "group_curves",
-    "linear_predictivity",
-    "linear_probe",
-    "metric_change",
-    "model_grid",
-    "model_matrix",
-    "procrustes",
-    "mutual_knn",
-    "regression_metrics",
-    "rsa",
-    "skip_effect",
-    "stitch_penalties",
-    "task_metrics",
-    "tower_similarity",
-}
-
-
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_result_of_version_0_1_is_read_and_saved_again(name, tmp_path):
-    with pytest.warns(lsim.LayersimWarning, match=r"without a checksum"):
-        old = lsim.load(FILES / name)
+def test_a_result_is_read_and_saved_again(name, tmp_path):
+    old = lsim.load(FILES / name)
     with safe_open(FILES / name, "pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a dict)
             owner, field = (old[key.split("/")[0]], key.split("/")[1]) if isinstance(old, lsim.Report) else (old, key)
             torch.testing.assert_close(getattr(owner, field), file.get_tensor(key), rtol=0, atol=0, equal_nan=True)
-    # Now with a checksum, so without a warning.
     again = lsim.load(old.save(tmp_path / "again"))
     for one, other in zip(old.values(), again.values(), strict=True) if isinstance(old, lsim.Report) else [(old, again)]:
         assert type(one) is type(other)
         assert worst(one, other) == 0
         assert (one.provenance, one.layers) == (other.provenance, other.layers)
-
-
-def test_a_field_that_a_file_lacks_is_not_a_number():
-    cosine = load(FILES / "cosine.safetensors")
-    assert cosine.angular.shape == cosine.values.shape
-    assert cosine.block_influence.shape == cosine.norm_ratio.shape
-    assert cosine.angular.dtype == torch.float64
-    assert bool(cosine.angular.isnan().all())
-    with pytest.raises(lsim.LayersimError, match="a result of this version"):
-        cosine.angular_by_gap(1)
-
-
-def test_there_is_a_file_of_every_kind_of_result():
-    old = {class_of(kind, lsim.Result) for kind in KINDS.keys() - NEWER}
-    assert {type(load(FILES / name)) for name in RESULTS} - {lsim.Report} == old
 
 
 def test_every_class_of_results_has_a_kind_of_its_own():
@@ -93,9 +50,8 @@ def test_a_file_survives_the_rename_of_a_module(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_checkpoint_of_version_0_1_is_read(name):
-    with pytest.warns(lsim.LayersimWarning, match=r"without a checksum"):
-        found = read_checkpoint(FILES / name)
+def test_a_checkpoint_is_read(name):
+    found = read_checkpoint(FILES / name)
     assert found
     if name == "analysis.checkpoint":
         assert (found["main"].tokens, found["main"].done, set(found["main"].tree.total().sums)) == (64, True, {"cka", "cosine"})
@@ -110,9 +66,8 @@ def test_a_checkpoint_of_version_0_1_is_read(name):
         assert [len(job.batches) for job in jobs] == [0, 2, 0]
 
 
-def test_the_heads_of_version_0_1_are_read():
-    with pytest.warns(lsim.LayersimWarning, match="without a checksum"):
-        assert torch.equal(storage.read(FILES / "heads.safetensors", ("heads",))[1]["layer 1"], torch.eye(3))
+def test_heads_are_read():
+    assert torch.equal(storage.read(FILES / "heads.safetensors", ("heads",))[1]["layer 1"], torch.eye(3))
 
 
 def test_a_new_process_reads_a_prediction_grid():
