@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
-from ..core.intervals import aligned, bounded_field, is_p_value, refuse_level, total_of
+from ..core.intervals import aligned, bounded_field, has_margin, refuse_level, total_of
 from ..core.jackknife import ConfidenceInterval
 from ..core.label_table import label_table
 from ..core.result_differences import Estimate, difference_estimate
@@ -227,7 +227,7 @@ class Difference:
 
     def _headlines(self) -> list[str]:
         second = self.second.headline()
-        return [name for name in self.first.headline() if name in second and not is_p_value(name)]
+        return [name for name in self.first.headline() if name in second and has_margin(name)]
 
     def _headline(self, name: str) -> Estimate:
         return self._same_shapes(lambda result: result.headline().get(name, math.nan))

@@ -16,7 +16,7 @@ from ..core.provenance import JOINT, OF_MODELS, Provenance
 from ..core.results import Report, Result
 from ..core.sums import Sums, with_pools
 from ..models.model_info import Model
-from .replicates import blocks_of, replicated, warn_of_few
+from .replicates import blocks_of, replicated, warn_of_drift, warn_of_few
 from .size_warnings import warn_of_sizes
 
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
@@ -79,6 +79,9 @@ def make_report(
         given += [few[name]] if name in few else []
         given += large[name]
         results[name] = replace(result, provenance=replace(result.provenance, warnings=tuple(dict.fromkeys(given))))
+    for name, text in warn_of_drift(results).items():
+        said = results[name].provenance
+        results[name] = replace(results[name], provenance=replace(said, warnings=(*said.warnings, text)))
     return Report(results)
 
 

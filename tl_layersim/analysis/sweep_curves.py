@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.intervals import bounds_of, is_p_value
+from ..core.intervals import bounds_of, has_margin
 from ..core.results import Result
 from ..core.wording import brief
 
@@ -149,7 +149,7 @@ def field_axes(result: Result, field: str) -> tuple[str, ...]:
 
 def _headline(result: Result, name: str, level: float) -> FieldCurve:
     """A headline number; without an interval where its name says a place that depends on the data."""
-    if is_p_value(name):
+    if not has_margin(name):
         return FieldCurve((), (), _single_number(result.headline()[name]), None, None, "")
     return _single(result, lambda one: one.headline().get(name, math.nan), "", level)
 

@@ -74,17 +74,17 @@ class CalibratedMatrix(LayerMatrix):
 
     permutations: int = 0
     observed: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
-    calibrated: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(0, 1))
+    calibrated: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
     p_values: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=None)
     null_mean: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
     null_quantiles: Float64[Tensor, "quantile row column"] = axes(
         "quantile", "row", "column", default=NOT_MEASURED, within=(-math.inf, 1)
     )
     null_threshold: Float64[Tensor, "row column"] = axes("row", "column", default=NOT_MEASURED, within=(-math.inf, 1))
-    max_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=(-math.inf, 1))
+    max_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     max_p_value: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
-    max_threshold: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=(-math.inf, 1))
-    max_calibrated: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=(0, 1))
+    max_threshold: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
+    max_calibrated: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     max_null: Float64[Tensor, " draw"] = axes("draw", default=NOT_MEASURED, within=None)
     split_half: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)
     noise_ceiling: Float64[Tensor, ""] = axes(default=NOT_MEASURED, within=None)

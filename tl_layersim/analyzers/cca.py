@@ -66,10 +66,10 @@ class CCAResult(CalibratedMatrix):
     svcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
     pwcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
     column_pwcca: Float64[Tensor, "row column"] = axes("row", "column", within=(0, 1))
-    dimensions: Float64[Tensor, " row"] = axes("residual", within=(0, math.inf))
-    column_dimensions: Float64[Tensor, " column"] = axes("column", within=(0, math.inf))
-    directions: Float64[Tensor, " row"] = axes("residual", within=(0, math.inf))
-    column_directions: Float64[Tensor, " column"] = axes("column", within=(0, math.inf))
+    dimensions: Float64[Tensor, " row"] = axes("residual", within=None)
+    column_dimensions: Float64[Tensor, " column"] = axes("column", within=None)
+    directions: Float64[Tensor, " row"] = axes("residual", within=None)
+    column_directions: Float64[Tensor, " column"] = axes("column", within=None)
     samples: int
 
     pictures: ClassVar[tuple[Picture, ...]] = (

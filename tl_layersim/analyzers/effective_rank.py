@@ -50,7 +50,7 @@ class EffectiveRankResult(Result):
     eigenvalue_rank: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
     participation_ratio: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
     stable_rank: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
-    directions_90: Float64[Tensor, " residual"] = axes("residual", within=(1, math.inf))
+    directions_90: Float64[Tensor, " residual"] = axes("residual", within=None)
     spectrum: Float64[Tensor, "residual direction"] = axes("residual", "direction", within=(0, 1))
     samples: int
     widths: tuple[int, ...]

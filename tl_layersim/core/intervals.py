@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from .errors import LayersimError, as_fraction
-from .jackknife import ConfidenceInterval, standard_error, t_interval
+from .jackknife import UNBOUNDED, ConfidenceInterval, degrees_of_freedom, standard_error, t_interval
 from .wording import number_text, rounded_to_margin
 
+# Names of headline numbers that have no interval.
+NO_MARGIN = re.compile(r"^p-value|\b(largest|smallest|maximum)\b")
 # A margin below this fraction of its number is rounding: the number does not depend on the blocks.
 MARGIN_ROUNDING = 1e-12
 
@@ -93,8 +96,8 @@ def bounded_field(result: Any, name: str) -> tuple[str, tuple[float, float]]:
     within = declared[field]
     if within is None:
         raise LayersimError(
-            f"{type(result).__name__}.{name} has no interval: it is a p-value, a draw of a null or a value of one "
-            "prompt, or the first pass over the data determines it and the main pass holds it fixed.",
+            f"{type(result).__name__}.{name} has no interval: it is a p-value, a draw of a null, a maximum, a number of layers "
+            "or of directions, or a value of one prompt, or the first pass over the data determines it.",
             given=name,
             expected="a field that the main pass measures over many texts",
             do='result.interval("values")',
@@ -139,7 +142,7 @@ def t_interval_of(
     result: Any,
     function: Callable[[Any], Any],
     level: float,
-    within: tuple[float, float] = (-math.inf, math.inf),
+    within: tuple[float, float] = UNBOUNDED,
     out_of: str = "",
 ) -> ConfidenceInterval:
     """The interval of a function of a result.
@@ -154,9 +157,16 @@ def t_interval_of(
     Raises:
         LayersimError: it returns tensors of different shapes for different blocks, or something else.
     """
+    if isinstance(function(result), int):
+        raise LayersimError(
+            "A whole number, such as the number of a layer, has no interval: blocks that move it do so by jumps.",
+            given=f"a function that returns {function(result)}",
+            expected="a function that returns a number on a scale, or a tensor of such numbers",
+            do='result.interval("values"), and where the intervals of two layers part',
+        )
     value, replicates = with_and_without_blocks(result, function, out_of)
     error = standard_error(value, replicates)
-    return t_interval(value, error, len(result.block_tokens), level, within)
+    return t_interval(value, error, degrees_of_freedom(value, replicates, within), level, within)
 
 
 def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
@@ -220,7 +230,7 @@ def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
     """Half the width of the interval of each headline number, NaN where it has none; empty without intervals.
 
     A number that is whole on all data and on every part of it is a count, such as of prompts, and has no interval. A p-value
-    has none either.
+    has none either, nor an extreme over layers: the jackknife fails where another layer is the largest in other data.
 
     Args:
         result: with or without replicates.
@@ -235,19 +245,19 @@ def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
         own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
         whole = torch.tensor(value[name], dtype=torch.float64)
         error = standard_error(whole, own)
-        found = t_interval(whole, error, len(result.block_tokens), level)
-        none = is_p_value(name) or (float(whole).is_integer() and all(number.is_integer() for number in own.tolist()))
+        found = t_interval(whole, error, degrees_of_freedom(whole, own), level)
+        none = not has_margin(name) or (float(whole).is_integer() and all(number.is_integer() for number in own.tolist()))
         margins[name] = math.nan if none else float(found.high - found.low) / 2
     return margins
 
 
-def is_p_value(headline: str) -> bool:
-    """Whether a headline number is a p-value, by its name.
+def has_margin(headline: str) -> bool:
+    """Whether a headline number may have an interval, by its name: p-values and extremes over layers have none.
 
     Args:
         headline: the name.
     """
-    return headline.startswith("p-value")
+    return NO_MARGIN.search(headline) is None
 
 
 def refuse_no_blocks(result: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Term = TypeVar("Term")
+UNBOUNDED = (-math.inf, math.inf)
 
 
 class ConfidenceInterval(NamedTuple):
@@ -108,40 +109,110 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
     return error.where(error.isfinite(), math.nan)
 
 
-def t_interval(
-    value: Tensor, error: Tensor, blocks: int, level: float, within: tuple[float, float] = (-math.inf, math.inf)
-) -> ConfidenceInterval:
-    """Student's t interval about a statistic, cut at the bounds of the quantity.
+def degrees_of_freedom(value: Tensor, replicates: Tensor, within: tuple[float, float] = UNBOUNDED) -> Tensor:
+    """Degrees of freedom of a jackknife error: one fewer than the blocks that the statistic rests on.
+
+    A block that changes nothing, such as one without held-out rows, is none. Near a bound blocks count by how far they keep the
+    statistic from it: of a rare event only those in which it occurs, (sum w)^2 / sum w^2 with w the distance of the block's
+    pseudo-value from the nearer bound.
 
     Args:
-        value: the statistic.
-        error: its standard error.
-        blocks: number of blocks behind the error; the interval has one degree of freedom fewer.
-        level: of confidence, such as 0.95.
+        value: the statistic on all data.
+        replicates: `block ...`, the statistic without each block.
         within: bounds that no value can exceed.
+
+    Returns:
+        In the shape of `value`: at least 1, and NaN where a single block changes the statistic.
+
+    Examples:
+        Events in one of four blocks, in two, and in all of them.
+
+        >>> hits = torch.tensor([[4.0, 0, 0, 0], [2, 2, 0, 0], [1, 1, 1, 1]]).double()
+        >>> without = ((4 - hits) / 30).T
+        >>> degrees_of_freedom(hits.sum(1) / 40, without, within=(0, 1))
+        tensor([1., 1., 3.], dtype=torch.float64)
     """
-    return interval_from_error(value, error, torch.full_like(error, blocks - 1), level, within)
+    changes = replicates != value
+    changed = changes.sum(0).double()
+    # Moves of the pseudo-values from the statistic.
+    move = (value - replicates) * (changed - 1)
+    to_low, to_high = value - within[0], within[1] - value
+    near = torch.minimum(to_low, to_high)
+    weight = torch.where(to_low <= to_high, near + move, near - move).clamp(min=0) * changes
+    rest = weight.sum(0).square() / weight.square().sum(0)
+    rest = rest.where(near.isfinite() & rest.isfinite(), changed)
+    degrees = (rest - 1).clamp(min=1).where(changed != 1, math.nan)
+    # A constant has an interval without width.
+    return degrees.where(changed > 0, float(max(len(replicates) - 1, 1)))
 
 
-def interval_from_error(
-    value: Tensor, error: Tensor, degrees: Tensor, level: float, within: tuple[float, float] = (-math.inf, math.inf)
+def t_interval(
+    value: Tensor, error: Tensor, degrees: Tensor, level: float, within: tuple[float, float] = UNBOUNDED
 ) -> ConfidenceInterval:
-    """Student's t interval about a statistic, from its standard error and degrees of freedom.
+    """Student's t interval about a statistic, symmetric on a scale on which the quantity has no bounds.
+
+    The scale is log((x - a) / (b - x)) for a quantity between a and b, and log(x - a) or -log(b - x) for one with a single
+    bound. Errors are carried over by the derivative. So the interval of a rare fraction or of a similarity near 1 is longer on
+    the side away from the bound, and no end has to be cut, except at a value that is a bound itself.
 
     Args:
         value: the statistic.
         error: its standard error.
         degrees: of freedom of each error; an interval without any is NaN.
-        level: of confidence.
+        level: of confidence, such as 0.95.
         within: bounds that no value can exceed.
+
+    Examples:
+        >>> one = torch.tensor(0.02).double()
+        >>> t_interval(one, one / 2, 15 * torch.ones(1).double(), 0.95, within=(0, 1)).high.round(decimals=3)
+        tensor([0.0570], dtype=torch.float64)
     """
     from scipy.stats import t
 
+    low, high = within
     margin = torch.as_tensor(t.ppf(0.5 + level / 2, degrees.numpy())) * error
+    plain = ((value - margin).clamp(min=low), (value + margin).clamp(max=high))
+    inside = (value > low) & (value < high)
+    if math.isfinite(low) or math.isfinite(high):
+        # The derivative of the scale is the sum over both bounds; that of no bound is 0.
+        step = margin * (1 / (value - low) + 1 / (high - value))
+        plain = (
+            _moved(value, -step, low, high).where(inside, plain[0]),
+            _moved(value, step, low, high).where(inside, plain[1]),
+        )
     # A value may exceed a bound by rounding; its interval contains it nevertheless.
-    low = torch.minimum((value - margin).clamp(min=within[0]), value)
-    high = torch.maximum((value + margin).clamp(max=within[1]), value)
-    return ConfidenceInterval(value, low.where(~margin.isnan(), math.nan), high.where(~margin.isnan(), math.nan), error)
+    least, most = torch.minimum(plain[0], value), torch.maximum(plain[1], value)
+    return ConfidenceInterval(value, least.where(~margin.isnan(), math.nan), most.where(~margin.isnan(), math.nan), error)
+
+
+def _moved(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
+    """The number that lies a step from x on the scale of `t_interval`."""
+    if math.isinf(high):
+        return low + (x - low) * step.exp()
+    if math.isinf(low):
+        return high - (high - x) * (-step).exp()
+    # Of log odds; the form keeps the digits of small fractions.
+    odds = (x - low) / (high - x) * step.exp()
+    return torch.where(odds.isinf(), high, low + (high - low) * odds / (1 + odds))
+
+
+def neighbour_correlation(replicates: Tensor) -> Tensor:
+    """Correlation of what neighbouring blocks add to a statistic, which is near 0 if blocks are independent.
+
+    Args:
+        replicates: `block ...`, the statistic without each block, in the order of the data.
+
+    Returns:
+        In the shape of the statistic; NaN where no block changes it.
+
+    Examples:
+        A drift through the data.
+
+        >>> round(float(neighbour_correlation(torch.linspace(0, 1, 16).double())), 2)
+        0.82
+    """
+    deviation = replicates - replicates.mean(0)
+    return (deviation[1:] * deviation[:-1]).sum(0) / deviation.square().sum(0)
 
 
 def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
@@ -163,21 +234,21 @@ def p_value_from_error(value: Tensor, error: Tensor, degrees: Tensor) -> Tensor:
     return torch.as_tensor(2 * t.sf(ratio.numpy(), degrees.numpy()), dtype=torch.float64)
 
 
-def welch_degrees(errors: tuple[Tensor, Tensor], blocks: tuple[int, int]) -> Tensor:
+def welch_degrees(errors: tuple[Tensor, Tensor], degrees: tuple[Tensor, Tensor]) -> Tensor:
     """Degrees of freedom of the difference of two independent statistics, after Welch and Satterthwaite.
 
     Args:
         errors: standard errors of the two.
-        blocks: number of blocks behind each, two or more.
+        degrees: of freedom of each.
 
     Examples:
         Equal errors from equally many blocks: all degrees of both.
 
         >>> one = torch.tensor(1.0).double()
-        >>> float(welch_degrees((one, one), (16, 16)))
+        >>> float(welch_degrees((one, one), (15 * one, 15 * one)))
         30.0
     """
     a, b = (error.square() for error in errors)
-    degrees = (a + b).square() / (a.square() / (blocks[0] - 1) + b.square() / (blocks[1] - 1))
+    joint = (a + b).square() / (a.square() / degrees[0] + b.square() / degrees[1])
     # Without any error every number of degrees gives the same interval.
-    return degrees.where(a + b != 0, float(sum(blocks) - 2))
+    return joint.where(a + b != 0, degrees[0] + degrees[1])

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from .intervals import MARGIN_ROUNDING, with_and_without_blocks
-from .jackknife import ConfidenceInterval, interval_from_error, p_value_from_error, standard_error, welch_degrees
+from .jackknife import (
+    ConfidenceInterval,
+    degrees_of_freedom,
+    p_value_from_error,
+    standard_error,
+    t_interval,
+    welch_degrees,
+)
 
 
 @dataclass(frozen=True)
@@ -23,14 +30,12 @@ class Estimate:
         second: the second value.
         error: standard error of second minus first.
         degrees: of freedom of the error.
-        within: bounds that the difference cannot exceed.
     """
 
     first: Tensor
     second: Tensor
     error: Tensor
     degrees: Tensor
-    within: tuple[float, float]
 
     def interval(self, level: float) -> ConfidenceInterval:
         """Student's t interval of the difference.
@@ -38,7 +43,7 @@ class Estimate:
         Args:
             level: of confidence.
         """
-        return interval_from_error(self.second - self.first, self.error, self.degrees, level, self.within)
+        return t_interval(self.second - self.first, self.error, self.degrees, level)
 
     def p_value(self) -> Tensor:
         """Two-sided p-value of the test that the difference is 0."""
@@ -77,13 +82,13 @@ def difference_estimate(
     (a, without_a), (b, without_b) = (with_and_without_blocks(result, function, out_of) for result in (first, second))
     if paired:
         error = standard_error(b - a, without_b - without_a)
-        degrees = torch.full_like(error, len(first.block_tokens) - 1)
+        degrees = degrees_of_freedom(b - a, without_b - without_a)
     else:
         errors = (standard_error(a, without_a), standard_error(b, without_b))
         error = (errors[0].square() + errors[1].square()).sqrt()
-        degrees = welch_degrees(errors, (len(first.block_tokens), len(second.block_tokens)))
+        degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a, within), degrees_of_freedom(b, without_b, within)))
     # Ones on the diagonal of a similarity differ by rounding, which is no finding.
     rounding = MARGIN_ROUNDING * torch.maximum(a.abs(), b.abs())
     is_rounding = (error <= rounding) & ((b - a).abs() <= rounding)
     error, b = error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
-    return Estimate(a, b, error, degrees, (within[0] - within[1], within[1] - within[0]))
+    return Estimate(a, b, error, degrees)
