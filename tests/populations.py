@@ -15,8 +15,8 @@ from torch import Tensor
 from tl_layersim.analysis.replicates import blocks_of, replicated
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Result, Sums
-from tl_layersim.core.sums import POOL, with_pools
 from tl_layersim.core.blocks import MOST_BLOCKS, DataBlock
+from tl_layersim.core.sums import POOL, with_pools
 from tl_layersim.models import View
 
 from .views import sites_run

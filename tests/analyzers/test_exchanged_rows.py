@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -176,7 +177,8 @@ def test_a_longer_run_of_rows_has_more_pools():
 @pytest.mark.parametrize(("rows", "warned"), [(7, True), (8, False)])
 def test_few_rows_are_warned_of(rows, warned):
     model, data = tiny_llama(), random_tokens(rows, 40)
-    with pytest.warns(lsim.LayersimWarning) as given:
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
         lsim.analyze(model, data, lsim.RSA())
         lsim.analyze(model, random_tokens(4, 20), lsim.CKA())
     said = [str(one.message) for one in given if "different rows" in str(one.message)]

@@ -23,7 +23,7 @@ from tl_layersim.analyzers._permutation_null import (
 )
 from tl_layersim.models.model_info import layer_names
 
-from ..views import from_views, provenance, samples
+from ..views import provenance
 from .helpers import _described
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)

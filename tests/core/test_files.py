@@ -19,6 +19,7 @@ from tl_layersim.core.result_kinds import KINDS, below, kind_of
 from ..views import worst
 from .helpers import CHECKPOINTS, FILES, RESULTS, load, read_checkpoint
 
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_result_is_read_and_saved_again(name, tmp_path):
     old = lsim.load(FILES / name)

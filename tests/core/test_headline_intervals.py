@@ -12,7 +12,9 @@ from tl_layersim.core.intervals import headline_margins, headline_texts
 
 def headlines(whole: float, *without: float) -> SimpleNamespace:
     each = [SimpleNamespace(headline=lambda x=x: {"x": x}) for x in without]
-    return SimpleNamespace(has_intervals=True, replicates=each, block_tokens=(1,) * len(each), headline=lambda: {"x": whole}, untrained=())
+    return SimpleNamespace(
+        has_intervals=True, replicates=each, block_tokens=(1,) * len(each), headline=lambda: {"x": whole}, untrained=()
+    )
 
 
 def test_a_margin_is_half_the_width_of_the_interval():

@@ -8,7 +8,7 @@ import torch
 import tl_layersim as lsim
 
 from ..tiny_models import random_tokens, tiny_llama
-from .helpers import bridge, run
+from .helpers import bridge
 
 
 def test_one_layer_and_one_row():

@@ -37,7 +37,7 @@ def oracle_rsa(
     ranked: bool = True,
     rows: int = 1,
 ) -> dict[str, np.ndarray]:
-    """Each batch is one minibatch; correlations are averaged with the number of pairs as weight. `rows` tokens are of one row."""
+    """Each batch is one minibatch; correlations are averaged by their numbers of pairs. `rows` tokens are of one row."""
     others = batches if others is None else others
     values, weights = 0.0, 0.0
     for one, other in zip(batches, others, strict=True):

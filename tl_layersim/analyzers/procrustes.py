@@ -135,8 +135,8 @@ class Procrustes(CrossProductAnalyzer):
         if count < sums["x"].shape[-1]:
             warn(
                 f"Procrustes rests on {count} {self.samples_in_words} of {sums['x'].shape[-1]} dimensions: with fewer "
-                "samples than dimensions, unrelated sites are similar too. Pass more data, or measure this with permutations=200 "
-                "at a few sites."
+                "samples than dimensions, unrelated sites are similar too. Pass more data, or measure this with "
+                "permutations=200 at a few sites."
             )
         known = defined[0][:, None] & defined[1]
         values = _similarities(products, products, itself=False).where(known, math.nan)
