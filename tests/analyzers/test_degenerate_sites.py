@@ -58,7 +58,7 @@ def test_cka_between_two_models_is_nan_in_the_row_of_the_one_site():
     kernel = lsim.CKA().kernel(Sums())
     from tl_layersim.models.view import reduce
 
-    sums = Sums.of(reduce({"k": kernel}, view(x), view(y))[1]["k"])
+    sums = Sums.of(reduce({"k": kernel}, view(x, rows=8), view(y, rows=8))[1]["k"])
     run = layer_run(4)
     run = Run(run.layers, layer_run(3).layers, run.provenance, Sums())
     with pytest.warns(lsim.LayersimWarning, match=FIRST):

@@ -13,31 +13,31 @@ from tl_layersim.remote import job_backend
 
 from ..ndif.client import equal, rows
 from ..ndif.server import free_ports
-from .helpers import QUICK, lsim_analyzer
+from .helpers import QUICK, SINGLE, lsim_analyzer
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
 
 
 def test_a_request_that_takes_too_long_is_halved(small):
     data = rows(11, 20)
-    calm = lsim.analyze(small.model(), data, QUICK, remote=small.url, batch_size=1, tokens_per_request=20)
+    calm = lsim.analyze(small.model(), data, SINGLE, remote=small.url, batch_size=1, tokens_per_request=20)
     small.set(most_batches=2)
-    halved = lsim.analyze(small.model(), data, QUICK, remote=small.url, batch_size=1, tokens_per_request=10_000)
+    halved = lsim.analyze(small.model(), data, SINGLE, remote=small.url, batch_size=1, tokens_per_request=10_000)
     assert equal(calm, halved)
     # 11 batches: tried as 11 and 8 and 4, done as 2 + 2 + 2 + 2 + 2 + 1; and the probe.
     assert small.set(most_batches=0) == {"requests": 3 + 6 + 1, "completed": 6 + 1}
     with pytest.raises(lsim.LayersimError, match=r"the server's time limit for a job(.|\n)*batch_size=2"):
-        lsim.analyze(small.model(), data, QUICK, remote=small.url, batch_size=4)
+        lsim.analyze(small.model(), data, SINGLE, remote=small.url, batch_size=4)
 
 
 @pytest.mark.parametrize("fault", ["evicted", "unavailable", "cut"])
 def test_what_passes_is_asked_for_again_and_counted_once(small, fault):
     data = rows(8, 20)
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40}
-    calm = lsim.analyze(small.model(), data, QUICK, **options)
+    calm = lsim.analyze(small.model(), data, SINGLE, **options)
     # The first request is the probe.
     small.set(faults=["", fault, "", fault, fault])
-    assert equal(calm, lsim.analyze(small.model(), data, QUICK, **options))
+    assert equal(calm, lsim.analyze(small.model(), data, SINGLE, **options))
 
 
 def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
@@ -45,13 +45,13 @@ def test_what_does_not_pass_ends_the_run_and_keeps_the_sums(small, tmp_path):
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 40, "checkpoint": path}
     small.set(faults=["", "", *["evicted"] * 6])
     with pytest.raises(lsim.LayersimError, match=r"does not respond in 5 attempts(.|\n)*evicted(.|\n)*checkpoint=") as caught:
-        lsim.analyze(small.model(), data, QUICK, **options)
+        lsim.analyze(small.model(), data, SINGLE, **options)
     assert any(str(path) in note for note in caught.value.__notes__)
     small.set()
-    resumed = lsim.analyze(small.model(), data, QUICK, **options)
+    resumed = lsim.analyze(small.model(), data, SINGLE, **options)
     # The probe, and the three requests that were missing.
     assert small.set()["requests"] == 4
-    assert equal(resumed, lsim.analyze(small.model(), data, QUICK, **(options | {"checkpoint": None})))
+    assert equal(resumed, lsim.analyze(small.model(), data, SINGLE, **(options | {"checkpoint": None})))
 
 
 @pytest.mark.parametrize("after", range(1, 12))
@@ -74,7 +74,7 @@ def test_a_resumed_run_ends_with_the_same_bits_however_it_was_cut(small, after, 
 def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
     data = rows(8, 20)
     options = {"remote": small.url, "batch_size": 1, "tokens_per_request": 20}
-    calm = lsim.analyze(small.model(), data, QUICK, **options)
+    calm = lsim.analyze(small.model(), data, SINGLE, **options)
     monkeypatch.setattr(ndif, "WAITS", (0.5,) * 60)
     plain, seen = ndif.NdifClient.send, []
 
@@ -88,7 +88,7 @@ def test_a_server_that_starts_again_in_the_middle(small, monkeypatch):
             small.start()
 
     monkeypatch.setattr(ndif.NdifClient, "send", send)
-    assert equal(calm, lsim.analyze(small.model(), data, QUICK, **options))
+    assert equal(calm, lsim.analyze(small.model(), data, SINGLE, **options))
     assert len(seen) > 8
 
 

@@ -9,7 +9,7 @@ from tl_layersim.remote import client as ndif
 
 from ..ndif.client import equal, rows
 from ..tiny_models import tiny_llama, tiny_tokenizer
-from .helpers import QUICK, lsim_analyzer, mean_norm
+from .helpers import SINGLE, lsim_analyzer, mean_norm
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:UserWarning")]
 
@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*(not those here|CKA rests).*:
 def sent(small):
     def send(**options):
         options = {"batch_size": 1, "tokens_per_request": 40} | options
-        return lsim.analyze(small.model(), rows(7, 20), QUICK, remote=small.url, blocking=False, **options)
+        return lsim.analyze(small.model(), rows(7, 20), SINGLE, remote=small.url, blocking=False, **options)
 
     return send
 
 
 @pytest.fixture
 def waited(small):
-    return lsim.analyze(small.model(), rows(7, 20), QUICK, remote=small.url, batch_size=1)
+    return lsim.analyze(small.model(), rows(7, 20), SINGLE, remote=small.url, batch_size=1)
 
 
 def test_a_run_is_kept_and_picked_up(sent, waited, tmp_path):
@@ -122,7 +122,7 @@ def test_a_job_of_numbers_that_are_none_says_so_every_time(small, tmp_path):
     model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
     model.save_pretrained(small.folder / "none")
     tiny_tokenizer().save_pretrained(small.folder / "none")
-    run = lsim.analyze(small.model("none"), rows(4, 20), QUICK, remote=small.url, blocking=False)
+    run = lsim.analyze(small.model("none"), rows(4, 20), SINGLE, remote=small.url, blocking=False)
     for _ in range(2):
         with pytest.raises(lsim.LayersimError, match=r"NaN or infinite in job(.|\n)*blocks.1.hook_resid_post"):
             run.result(30)
@@ -166,7 +166,7 @@ def test_a_kept_run_wants_its_own_model_and_analyzers(small, sent, waited, tmp_p
         lsim.load_run(path, model=small.model("gpt2"))
     with pytest.raises(lsim.LayersimError, match="`analyzers` differ from the analyzers of the saved run"):
         lsim.load_run(path, analyzers=[lsim.CKA(minibatch=64)])
-    assert equal(lsim.load_run(path, analyzers=QUICK).result(60), waited)
+    assert equal(lsim.load_run(path, analyzers=SINGLE).result(60), waited)
 
 
 def test_an_analyzer_of_ones_own_is_given_again(small, tmp_path):

@@ -122,11 +122,8 @@ class CostEstimate:
         rows, positions = self.workload.shape
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
-        blocks = (
-            f", {_blocks(math.ceil(self.tokens / self.workload.samples * self.workload.shape[0]))} blocks"
-            if self.intervals
-            else ""
-        )
+        rows = math.ceil(self.tokens / self.workload.samples * self.workload.shape[0])
+        blocks = f", {_blocks(rows)} blocks" if self.intervals else ""
         lines += [("sums", f"at most {in_words(sum(self.sums_bytes.values()))}{blocks}")]
         lines += [(f"  {name}", in_words(size)) for name, size in self.sums_bytes.items()]
         lines += [("weights", f"{in_words(self.weights_bytes)}, {self.workload.parameters:,} parameters")]
