@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .errors import LayersimError, as_fraction
 from .jackknife import ConfidenceInterval, standard_error, t_interval
-from .wording import number_text, rounded_to_margin
+from .wording import equation, number_text, p_value_text, rounded_to_margin
 
 # A margin below this fraction of its number is rounding: the number does not depend on the blocks.
 MARGIN_ROUNDING = 1e-12
@@ -183,13 +183,16 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
 
 def headline_lines(result: Any) -> list[str]:
     """The headline numbers of a result as lines of text, see `headline_texts`."""
-    return [f"{name} = {text}" for name, text in headline_texts(result).items()]
+    return [equation(name, text) for name, text in headline_texts(result).items()]
 
 
 def headline_texts(result: Any) -> dict[str, str]:
     """The headline numbers of a result as text, each with half the width of its 95 % interval where it has one."""
     margins = headline_margins(result)
-    texts = {name: margin_text(value, margins.get(name, math.nan)) for name, value in result.headline().items()}
+    texts = {
+        name: p_value_text(value) if is_p_value(name) else margin_text(value, margins.get(name, math.nan))
+        for name, value in result.headline().items()
+    }
     twins = [one.headline() for one in result.untrained]
     for name in texts if twins else ():
         own = [twin[name] for twin in twins if name in twin]
@@ -247,7 +250,7 @@ def is_p_value(headline: str) -> bool:
     Args:
         headline: the name.
     """
-    return headline.startswith("p-value")
+    return headline.startswith(("p-value", "p ("))
 
 
 def refuse_no_blocks(result: Any) -> None:
