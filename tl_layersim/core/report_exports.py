@@ -50,6 +50,8 @@ class ReportExports(Mapping[str, Any], ABC):
         test is one line. Between layers of one model, a layer and itself are no pair, and two layers are one pair if the
         measure is symmetric. A p-value that is NaN stays NaN and does not count.
 
+        The smallest p-value of a run is 1 / (permutations + 1), so m tests need 20 m - 1 permutations for 0.05 after Holm.
+
         Args:
             method: "holm" bounds the probability of any false finding in the report (Holm 1979); "fdr_bh" the expected
                 fraction of false findings among all (Benjamini and Hochberg 1995).
