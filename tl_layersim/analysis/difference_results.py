@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DEPTH_COLUMNS = {"row": "row_depth", "column": "column_depth", "row_block": "row_depth", "column_block": "column_depth"}
 
 
-class Line(NamedTuple):
+class PrintedLine(NamedTuple):
     """A headline number of two results as it is printed.
 
     Attributes:
@@ -200,7 +200,7 @@ class Difference:
         models = [result.provenance.model for result in (self.first, self.second)]
         return _printed(f"Difference({type(self.second).__name__}, {models[1]} minus {models[0]}, {how})", self.lines())
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[PrintedLine]:
         """The headline numbers as text, each with half of its 95 % interval, and their p-values."""
         lines = []
         for name in self._headlines():
@@ -209,7 +209,7 @@ class Difference:
             margin = float(ends.high - ends.low) / 2
             certain, p = (f" ± {margin:.2g}", float(found.p_value())) if margin > 0 else ("", math.nan)
             text = f"{name}: {float(found.first):.4g} -> {float(found.second):.4g}, {float(ends.value):+.3g}{certain}"
-            lines.append(Line(text, p))
+            lines.append(PrintedLine(text, p))
         return lines
 
     def labels(self, field: str) -> dict[str, tuple[Any, ...]]:
@@ -315,7 +315,7 @@ class ReportDifference(Mapping[str, Difference]):
         any_one = next(iter(self.values()))
         models = [result.provenance.model for result in (any_one.first, any_one.second)]
         title = f"ReportDifference({models[1]} minus {models[0]}, {'paired' if any_one.paired else 'unpaired'})"
-        return _printed(title, [Line(f"{name}: {text}", p) for name, own in self.items() for text, p in own.lines()])
+        return _printed(title, [PrintedLine(f"{name}: {text}", p) for name, own in self.items() for text, p in own.lines()])
 
     @typed
     def p_values(self, method: Correction = "holm") -> pandas.DataFrame:
@@ -350,7 +350,7 @@ class ReportDifference(Mapping[str, Difference]):
         return table[["analyzer", *(column for column in table.columns if column != "analyzer")]]
 
 
-def _printed(title: str, lines: Sequence[Line]) -> str:
+def _printed(title: str, lines: Sequence[PrintedLine]) -> str:
     """Lines below their title, with p-values adjusted after Holm over the lines."""
     each = adjusted(torch.tensor([line.p for line in lines], dtype=torch.float64), "holm").tolist()
     texts = [
