@@ -127,17 +127,17 @@ def main() -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print means and standard deviations over seeds."""
+    """Print means (sd over seeds)."""
     before = json.loads((options.out / "before.json").read_text())
     columns = {"before": [before]} | {
         arm: [json.loads((options.out / f"{arm}-{seed}.json").read_text()) for seed in options.seeds] for arm in ARMS
     }
 
     def cell(values: list[float], digits: int) -> str:
-        spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+        spread = f" ({np.std(values, ddof=1):.{digits}f})" if len(values) > 1 else ""
         return f"{np.mean(values):.{digits}f}{spread}"
 
-    print(f"\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    print(f"\nMean (sd over seeds)\n\n| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name, value in before.items():
         if not isinstance(value, list):
             digits = 1 if name == "perplexity" else 3

@@ -128,11 +128,12 @@ def main() -> None:
             print(name, seed, scores, f"{time.perf_counter() - start:.0f} s", flush=True)
     layers = len(found[options.arms[0]][0]["accuracy"])
     for field, title in TABLES:
-        print(f"\n| {title} | {' | '.join(f'layer {i + 1}' for i in range(layers))} |\n|---|{'---|' * layers}")
+        heads = " | ".join(f"layer {i + 1}" for i in range(layers))
+        print(f"\n| {title}, mean (sd over seeds) | {heads} |\n|---|{'---|' * layers}")
         for name, runs in found.items():
             table = np.array([run[field] for run in runs])
             spread = table.std(0, ddof=1) if len(runs) > 1 else np.zeros(layers)
-            print(f"| {name} | {' | '.join(f'{m:.3f} ± {s:.3f}' for m, s in zip(table.mean(0), spread, strict=True))} |")
+            print(f"| {name} | {' | '.join(f'{m:.3f} ({s:.3f})' for m, s in zip(table.mean(0), spread, strict=True))} |")
     print(f"\n| | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
     for field, title in (
         ("early", "saturated before the last layer"),

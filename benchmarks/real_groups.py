@@ -85,14 +85,15 @@ def train(options: argparse.Namespace) -> None:
 
 
 def compared(name: str, found: lsim.GroupComparison, digits: int = 3) -> None:
-    """Print means within and between groups, with standard deviations over pairs, and the permutation test."""
-    cells = [f"{m:.{digits}f} ± {s:.{digits}f}" for m, s in zip(found.values.tolist(), found.sd.tolist(), strict=True)]
+    """Print means within and between groups (sd over pairs of models), and the permutation test."""
+    cells = [f"{m:.{digits}f} ({s:.{digits}f})" for m, s in zip(found.values.tolist(), found.sd.tolist(), strict=True)]
     print(f"| {name} | {' | '.join(cells)} | {found.p_value:.3f} |", flush=True)
 
 
 def header(name: str, found: lsim.GroupComparison) -> None:
     """Print the head of a table of comparisons."""
-    print(f"\n| {name} | {' | '.join(found.comparisons)} | p |\n|---|{'---|' * (len(found.comparisons) + 1)}")
+    columns = [*found.comparisons, "p"]
+    print(f"\n| {name}, mean (sd of pairs) | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
 
 
 def tables(options: argparse.Namespace) -> None:
@@ -114,11 +115,11 @@ def tables(options: argparse.Namespace) -> None:
     header("CKA distance", found)
     compared("all layers", found)
     curves = grid.groups_by_layer()
-    print(f"\n| CKA | {' | '.join(curves.comparisons)} |\n|---|{'---|' * len(curves.comparisons)}")
+    print(f"\n| CKA, mean (sd of pairs) | {' | '.join(curves.comparisons)} |\n|---|{'---|' * len(curves.comparisons)}")
     for layer, (means, deviations) in enumerate(zip(curves.values.T.tolist(), curves.sd.T.tolist(), strict=True)):
         # Layer 0 is [CLS] itself, the same for all sentences.
         if layer:
-            cells = [f"{m:.3f} ± {s:.3f}" for m, s in zip(means, deviations, strict=True)]
+            cells = [f"{m:.3f} ({s:.3f})" for m, s in zip(means, deviations, strict=True)]
             print(f"| layer {layer} | {' | '.join(cells)} |", flush=True)
     few = data[: options.stitch_rows]
     stitched = lsim.stitch_grid(models, few, adapter="identity", groups=groups, labels="data", **reading)

@@ -118,12 +118,12 @@ def measure(checkpoints: Path, text: Path, rows: int, out: Path) -> None:
         ]
         print(f"| {step} | " + " | ".join(cells) + " |")
     print()
-    print("| norm by depth, step | exponential: rate | R² | line: R² |")
+    print("| norm by depth, step | exponential: rate (standard error of the fit) | R² | line: R² |")
     print("| --- | --- | --- | --- |")
     for step in found:
         fit = lsim.exponential_fit(found[step]["trajectory"], "norm")
         print(
-            f"| {step} | {fit.rate[0]:.3f} ± {fit.rate_error[0]:.3f} | {fit.r_squared[0]:.3f} | {fit.linear_r_squared[0]:.3f} |"
+            f"| {step} | {fit.rate[0]:.3f} ({fit.rate_error[0]:.3f}) | {fit.r_squared[0]:.3f} | {fit.linear_r_squared[0]:.3f} |"
         )
     print()
     accuracy = found.numbers("logit_lens", "accuracy", layer=-1)

@@ -15,9 +15,10 @@ from scipy import stats
 from torch import Tensor
 
 import tl_layersim as lsim
-from tl_layersim.analysis.difference_results import adjusted
 from tl_layersim.analysis.relative_depth import at_depths, depths
 from tl_layersim.core import LayerMatrix, Report, axes
+from tl_layersim.core.p_values import adjusted
+from tl_layersim.core.wording import MEANING_OF_MARGINS, equation, p_value_text
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import provenance
@@ -321,6 +322,9 @@ def test_reports_are_compared_analyzer_by_analyzer():
     assert table["p_adjusted"].isna().tolist() == [False, False, True] * 2
     text = repr(found)
     assert "model-6 minus model-1, paired" in text
+    printed = [float(line.split("(p = ")[1].rstrip(")")) for line in text.splitlines() if "(p = " in line]
+    assert printed == [float(f"{own:.2g}") for own in table["p_adjusted"].dropna() if own >= 1e-4]
+    assert text.count("(p < 0.0001)") == len(p) - len(printed)
     assert "  b: distance: 0.09 -> 0.1024, +0.0124 ± " in text
     assert "  a: sites: 3 -> 3, +0" in text.splitlines()
     with pytest.raises(lsim.LayersimError, match="no analyzer in common"):
@@ -332,9 +336,17 @@ def test_reports_are_compared_analyzer_by_analyzer():
 def test_the_text_of_a_difference_names_models_and_headlines():
     found = lsim.difference(measured(1), measured(2, data="two", blocks=20, shift=0.02))
     line_of_models, distance = repr(found).splitlines()[:2]
-    assert line_of_models == "Difference(Measured, model-2 minus model-1, unpaired, 17 and 20 blocks)"
+    title, meaning, _ = line_of_models.split("; ")
+    assert title == "Difference(Measured, model-2 minus model-1, unpaired, 17 and 20 blocks)"
+    assert meaning == MEANING_OF_MARGINS
     ends = found.interval(lambda one: one.distance())
-    assert f"± {float(ends.high - ends.low) / 2:.2g} (p = {float(found.p_value(Measured.distance)):.2g})" in distance
+    # Holm over the two numbers with a margin.
+    p = found.summary()["p_value"].dropna().tolist()
+    own = float(found.p_value(Measured.distance))
+    assert len(p) == 2
+    assert p[0] == pytest.approx(own)
+    expected = min(1.0, 2 * own) if own == min(p) else max(own, min(1.0, 2 * min(p)))
+    assert f"± {float(ends.high - ends.low) / 2:.2g} ({equation('p', p_value_text(expected))})" in distance
     assert "paired over 17 blocks" in repr(lsim.difference(measured(1), measured(2)))
     line = found.summary().iloc[0]
     assert [line[name] for name in ("first", "second", "difference")] == pytest.approx([0.09, 0.1024, 0.0124])

@@ -15,7 +15,7 @@ from tl_layersim.reporting.sweeps import KeyAxis, Line, lines_over_keys
 
 from .helpers import ROOT
 
-NUMBER = re.compile(r"(-?[\d.]+)(?: ± ([\d.]+))?")
+NUMBER = re.compile(r"(-?[\d.]+)(?: (?:± ([\d.]+)|\(([\d.]+)\)))?")
 # Pixels: height of a picture; width of a figure alone, and of one of two side by side.
 HEIGHT, ALONE, BESIDE = 400, 640, 450
 # Greatest height of two side by side, and the size of their letters.
@@ -42,7 +42,7 @@ def side_by_side(*figures: Any) -> Picture:
 
 
 class Cells(NamedTuple):
-    """Numbers of a row or a column, and their margins; NaN where a cell holds none."""
+    """Numbers of a row or a column, and their margins or standard deviations; NaN where a cell holds none."""
 
     values: Any
     margins: Any
@@ -90,10 +90,10 @@ def read_table(page: str, head: str) -> Table:
 
 
 def numbers(cells: list[str]) -> Cells:
-    """Cells such as `0.524 ± 0.022`, `0.524`, `–` or none."""
+    """Cells such as `0.524 ± 0.022`, `0.524 (0.022)`, `0.524`, `–` or none."""
     found = [NUMBER.fullmatch(cell) for cell in cells]
     values = [float(one[1]) if one else np.nan for one in found]
-    margins = [float(one[2]) if one and one[2] else np.nan for one in found]
+    margins = [float(one[2] or one[3]) if one and (one[2] or one[3]) else np.nan for one in found]
     return Cells(np.array(values), np.array(margins))
 
 

@@ -328,7 +328,7 @@ def test_the_page_says_what_the_intervals_are(result, plain, tmp_path):
     page = lsim.Report({"one": result, "two": other}).to_html(tmp_path / "r.html").read_text()
     assert "from 5 contiguous blocks of the data" in page
     assert "No intervals: two." in page
-    assert "value (± 95 %)" in page
+    assert "value (± half of the 95 % interval)" in page
     margin = headline_margins(result)["the first number"]
     value = f"{float(result.values[0]):.4g} ± {margin:.2g}"
     found = result.interval(lambda one: one.values[0])

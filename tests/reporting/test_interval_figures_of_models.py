@@ -51,7 +51,8 @@ def test_a_comparison_of_groups_has_intervals_and_one_p_value(grid):
     assert "±" not in repr(found).split("  p (")[1]
     fig = found.plot()
     note = fig.layout.title.subtitle.text.replace("<br>", " ")
-    assert f"Difference of means {found.difference:.3g} ± {margins['difference']:.2g}, p = " in note
+    assert f"Difference of means {found.difference:.3g} ± {margins['difference']:.2g} (" in note
+    assert f"p = {found.p_value:.2g} (" in note
     _, low, high, _ = found.interval("distances")
     box = next(trace for trace in fig.data if trace.name == "x and y")
     assert list(box.customdata) == [f" ({low[i, j]:.4f} to {high[i, j]:.4f})" for i, j in apart]

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
-from ..core.intervals import aligned, bounded_field, has_margin, refuse_level, total_of
+from ..core.intervals import aligned, bounded_field, bounds_of, has_margin, refuse_level, total_of
 from ..core.jackknife import ConfidenceInterval
 from ..core.label_table import label_table
+from ..core.p_values import Correction, adjusted, adjusted_table, counted_once, p_value_lines
 from ..core.result_differences import Estimate, difference_estimate
 from ..core.results import Result
+from ..core.wording import amount, equation, headed, p_value_text
 from .relative_depth import SITE_AXES, at_depths, depths, sites_along
 
 if TYPE_CHECKING:
     import pandas
     import plotly.graph_objects
 
-Correction: TypeAlias = Literal["holm", "fdr_bh"]
 DEPTH_COLUMNS = {"row": "row_depth", "column": "column_depth", "row_block": "row_depth", "column_block": "column_depth"}
+
+
+class PrintedLine(NamedTuple):
+    """A headline number of two results as it is printed.
+
+    Attributes:
+        text: the number in both, and the difference with its margin.
+        p: of the difference; NaN if it has no margin.
+    """
+
+    text: str
+    p: float
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,16 +107,49 @@ class Difference:
         """
         refuse_level(level)
         found = self._estimate(field)
-        table = label_table(self.labels(field))
-        if self.relative_depth:
-            names = [DEPTH_COLUMNS.get(axis, "depth" if axis in SITE_AXES else axis) for axis in self._axes(field)]
-            table.columns = type(table.columns)(names)
+        table = label_table(self._columns(field))
         ends, p = found.interval(level), found.p_value()
         columns = {"first": found.first, "second": found.second, "difference": ends.value, "low": ends.low, "high": ends.high}
         columns |= {"p_value": p, "p_adjusted": adjusted(p, adjust)}
         for name, values in columns.items():
             table[name] = values.numpy().reshape(-1)
         return table
+
+    @typed
+    def p_values(self, method: Correction = "holm") -> pandas.DataFrame:
+        """The p-values of all fields in one table, adjusted for the number of tests in the whole table.
+
+        Columns `field`, the labels of each axis as in `to_frame`, `p_value` and `p_adjusted`. Each test is one line: the two
+        halves of a symmetric matrix count once. A p-value that is NaN stays NaN and does not count. Fields without any
+        p-value, and those with other labels in the two results, are left out.
+
+        Args:
+            method: as `adjust` of `to_frame`.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> texts, how = lsim.demo_text()[:16], {"batch_size": 1, "intervals": True}
+            >>> runs = [lsim.analyze(lsim.demo_model(aligned=own), texts, lsim.LogitLens(), **how) for own in (False, True)]
+            >>> found = lsim.difference(*runs)["logit_lens"].p_values()
+            >>> bool((found.query("field == 'accuracy'")["p_adjusted"] < 0.05).any())
+            True
+        """
+        return adjusted_table(self.p_value_tables(), method)
+
+    def p_value_tables(self, analyzer: str = "") -> list[pandas.DataFrame]:
+        """The p-values of each field as a table, not adjusted.
+
+        Args:
+            analyzer: name of the results; no such column without it.
+        """
+        tables = []
+        for name, within in bounds_of(self.second).items():
+            if within is not None and self._has_same_labels(name):
+                p = self._estimate(name).p_value()
+                if not bool(p.isnan().all()):
+                    shown = self.second.values_name if name == "values" else name
+                    tables.append(p_value_lines(shown, self._columns(name), p, counted_once(p), analyzer))
+        return tables
 
     @typed
     def plot(self, field: str = "values", level: int | float = 0.95) -> plotly.graph_objects.Figure:
@@ -152,17 +198,18 @@ class Difference:
         blocks = [len(result.block_tokens) for result in (self.first, self.second)]
         how = f"paired over {blocks[0]} blocks" if self.paired else f"unpaired, {blocks[0]} and {blocks[1]} blocks"
         models = [result.provenance.model for result in (self.first, self.second)]
-        return "\n".join([f"Difference({type(self.second).__name__}, {models[1]} minus {models[0]}, {how})", *self.lines()])
+        return _printed(f"Difference({type(self.second).__name__}, {models[1]} minus {models[0]}, {how})", self.lines())
 
-    def lines(self) -> list[str]:
-        """The headline numbers as text, each with half the width of its 95 % interval."""
+    def lines(self) -> list[PrintedLine]:
+        """The headline numbers as text, each with half of its 95 % interval, and their p-values."""
         lines = []
         for name in self._headlines():
             found = self._headline(name)
             ends = found.interval(0.95)
-            margin, p = float(ends.high - ends.low) / 2, float(found.p_value())
-            certain = f" ± {margin:.2g}" + (f" (p = {p:.2g})" if not math.isnan(p) else "") if margin > 0 else ""
-            lines.append(f"  {name}: {float(found.first):.4g} -> {float(found.second):.4g}, {float(ends.value):+.3g}{certain}")
+            margin = float(ends.high - ends.low) / 2
+            certain, p = (f" ± {margin:.2g}", float(found.p_value())) if margin > 0 else ("", math.nan)
+            text = f"{name}: {float(found.first):.4g} -> {float(found.second):.4g}, {float(ends.value):+.3g}{certain}"
+            lines.append(PrintedLine(text, p))
         return lines
 
     def labels(self, field: str) -> dict[str, tuple[Any, ...]]:
@@ -192,6 +239,18 @@ class Difference:
 
     def _axes(self, field: str) -> tuple[str, ...]:
         return self.second.tensor_fields()[bounded_field(self.second, field)[0]]
+
+    def _columns(self, field: str) -> dict[str, tuple[Any, ...]]:
+        """Labels by name of the column: of sites, or of relative depths."""
+        labels = self.labels(field)
+        if not self.relative_depth:
+            return labels
+        return {DEPTH_COLUMNS.get(axis, "depth" if axis in SITE_AXES else axis): own for axis, own in labels.items()}
+
+    def _has_same_labels(self, field: str) -> bool:
+        both = (self.first, self.second)
+        axes = [axis for axis in self._axes(field) if not (self.relative_depth and axis in SITE_AXES)]
+        return all(len({result.coordinates(axis) for result in both}) == 1 for axis in axes)
 
     def _grid(self, axis: str) -> int:
         return min(len(sites_along(self.first, axis)), len(sites_along(self.second, axis)))
@@ -255,8 +314,29 @@ class ReportDifference(Mapping[str, Difference]):
     def __repr__(self) -> str:
         any_one = next(iter(self.values()))
         models = [result.provenance.model for result in (any_one.first, any_one.second)]
-        lines = [f"ReportDifference({models[1]} minus {models[0]}, {'paired' if any_one.paired else 'unpaired'})"]
-        return "\n".join(lines + [f"  {name}: {line.strip()}" for name, own in self.items() for line in own.lines()])
+        title = f"ReportDifference({models[1]} minus {models[0]}, {'paired' if any_one.paired else 'unpaired'})"
+        return _printed(title, [PrintedLine(f"{name}: {text}", p) for name, own in self.items() for text, p in own.lines()])
+
+    @typed
+    def p_values(self, method: Correction = "holm") -> pandas.DataFrame:
+        """The p-values of all fields of all results in one table, adjusted for the number of tests in the whole report.
+
+        As `Difference.p_values`, with the analyzer as first column.
+
+        Args:
+            method: "holm" bounds the probability of any false finding in the report (Holm 1979); "fdr_bh" the expected
+                fraction of false findings among all (Benjamini and Hochberg 1995).
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> texts, how = lsim.demo_text()[:16], {"batch_size": 1, "intervals": True}
+            >>> runs = [lsim.analyze(lsim.demo_model(aligned=own), texts, lsim.LogitLens(), **how) for own in (False, True)]
+            >>> found = lsim.difference(*runs).p_values("fdr_bh")
+            >>> list(found.columns[:3]), list(found.columns[-2:])
+            (['analyzer', 'field', 'layer'], ['p_value', 'p_adjusted'])
+        """
+        tables = [table for name, own in self.items() for table in own.p_value_tables(name)]
+        return adjusted_table(tables, method)
 
     def summary(self) -> pandas.DataFrame:
         """The tables of `Difference.summary` below one another, with the analyzer as first column.
@@ -270,26 +350,15 @@ class ReportDifference(Mapping[str, Difference]):
         return table[["analyzer", *(column for column in table.columns if column != "analyzer")]]
 
 
-def adjusted(p: Tensor, adjust: Correction) -> Tensor:
-    """p-values corrected for their number; NaN is no test, and the two halves of a symmetric matrix count once.
-
-    Args:
-        p: of any shape.
-        adjust: name of the correction in statsmodels.
-
-    Examples:
-        >>> adjusted(torch.tensor([0.01, 0.04, float("nan")]).double(), "holm")
-        tensor([0.0200, 0.0400,    nan], dtype=torch.float64)
-    """
-    from statsmodels.stats.multitest import multipletests
-
-    symmetric = p.dim() == 2 and p.shape[0] == p.shape[1] and torch.allclose(p, p.T, rtol=1e-6, atol=0, equal_nan=True)
-    once = torch.ones_like(p, dtype=torch.bool).triu() if symmetric else torch.ones_like(p, dtype=torch.bool)
-    tested = once & ~p.isnan()
-    out = torch.full_like(p, math.nan)
-    if bool(tested.any()):
-        out[tested] = torch.as_tensor(multipletests(p[tested].numpy(), method=adjust)[1], dtype=p.dtype)
-    return out.where(once, out.T) if symmetric else out
+def _printed(title: str, lines: Sequence[PrintedLine]) -> str:
+    """Lines below their title, with p-values adjusted after Holm over the lines."""
+    each = adjusted(torch.tensor([line.p for line in lines], dtype=torch.float64), "holm").tolist()
+    texts = [
+        f"  {line.text}" + ("" if math.isnan(p) else f" ({equation('p', p_value_text(p))})")
+        for line, p in zip(lines, each, strict=True)
+    ]
+    count = sum(not math.isnan(p) for p in each)
+    return headed(title, texts, *([f"p adjusted for {amount(count, 'test')} (Holm)"] if count else []))
 
 
 def _summary_line(name: str, found: Estimate) -> tuple[str, float, float, float, float, float, float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.intervals import headline_lines, with_replicates
 from ..core.results import Picture, Result, axes
+from ..core.wording import headed
 from .model_groups import have_directions, pairs_by_groups
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ class GroupCurves(Result):
         return {f"largest difference of means within and between groups, at {self.sites[most]}": float(apart[most])}
 
     def __repr__(self) -> str:
-        lines = [f"GroupCurves({', '.join(dict.fromkeys(self.groups))}; {self.quantity}, {len(self.sites)} layers)"]
-        return "\n".join(lines + [f"  {line}" for line in headline_lines(self)])
+        title = f"GroupCurves({', '.join(dict.fromkeys(self.groups))}; {self.quantity}, {len(self.sites)} layers)"
+        return headed(title, [f"  {line}" for line in headline_lines(self)])
 
 
 def group_curves(

@@ -16,7 +16,7 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.intervals import headline_lines, headline_margins, with_replicates
 from ..core.results import Picture, Result, axes
-from ..core.wording import brief
+from ..core.wording import brief, equation, headed, p_value_text
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -98,7 +98,7 @@ class GroupComparison(Result):
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}: {self.groups.count(name)} models" for name in dict.fromkeys(self.groups))
-        return "\n".join([f"GroupComparison({sizes})"] + [f"  {line}" for line in headline_lines(self)])
+        return headed(f"GroupComparison({sizes})", [f"  {line}" for line in headline_lines(self)])
 
     def plot(self, field: str = "mean") -> plotly.graph_objects.Figure:
         """The distances of all pairs by the groups of the two models; or another field as of any result."""
@@ -112,8 +112,9 @@ class GroupComparison(Result):
         series = {name: self.distances[tuple(index)].numpy() for name, index in members.items()}
         of = "relabelings" if self.exact else "random relabelings"
         margin = headline_margins(self).get("difference", math.nan)
-        difference = f"{self.difference:.3g}" + (f" ± {margin:.2g}" if margin > 0 else "")
-        test = f"difference of means {difference}, p = {self.p_value:.2g} ({self.relabelings:,} {of})"
+        difference = f"{self.difference:.3g}" + (f" ± {margin:.2g} (half of the 95 % interval)" if margin > 0 else "")
+        p = equation("p", p_value_text(self.p_value))
+        test = f"difference of means {difference}, {p} ({self.relabelings:,} {of})"
         all_ends = interval_ends(self, "distances")
         ends = all_ends and {name: all_ends.at(tuple(index.numpy())) for name, index in members.items()}
         inside = [name.startswith("within ") for name in series]

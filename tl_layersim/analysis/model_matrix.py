@@ -14,6 +14,7 @@ from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.intervals import headline_lines
 from ..core.results import Result, axes
+from ..core.wording import headed
 from .model_groups import GroupComparison, chosen_groups, compare_groups
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ class ModelMatrix(Result):
         return {"smallest distance of two models": float(values.min()), "largest": float(values.max())}
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__}({', '.join(self.models)}; {self.provenance.tokens} tokens)"]
-        return "\n".join(lines + [f"  {line}" for line in headline_lines(self)])
+        title = f"{type(self).__name__}({', '.join(self.models)}; {self.provenance.tokens} tokens)"
+        return headed(title, [f"  {line}" for line in headline_lines(self)])
 
     def _undefined(self) -> list[tuple[str, str]]:
         """The pairs of different models whose distance is not a finite number."""

@@ -13,7 +13,7 @@ from torch import Tensor, from_numpy
 from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, as_fraction, warn
-from ..core.wording import brief
+from ..core.wording import brief, equation, p_value_text
 from .exponential_fits import fit_exponential
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Relation:
         )
         return (
             f"Relation({self.score} by x = {self.quantity}, {len(self.names)} points: {line}, R2 = {self.r_squared:.3g}, "
-            f"p = {self.p_value:.2g}; Pearson {self.pearson:.3f}, Spearman {self.spearman:.3f})"
+            f"{equation('p', p_value_text(self.p_value))}; Pearson {self.pearson:.3f}, Spearman {self.spearman:.3f})"
         )
 
     def to_frame(self) -> pandas.DataFrame:
@@ -90,7 +90,7 @@ class Relation:
         x, fit, low, high = self.band.T.numpy()
         words = [text.partition(" (")[0] for text in (self.score, self.quantity)]
         title = f"{words[0]} against {words[1][:1].lower()}{words[1][1:]}"
-        found = f"R² = {self.r_squared:.2f}, p = {self.p_value:.2g}, {len(self.names)} points"
+        found = f"R² = {self.r_squared:.2f}, {equation('p', p_value_text(self.p_value))}, {len(self.names)} points"
         line = {"x": x, "fit": fit, "low": low, "high": high}
         found += f" · band: {100 * self.confidence:g} % interval of the {'line' if self.shape == 'line' else 'curve'}"
         if len(self.names) <= MOST_NAMES:

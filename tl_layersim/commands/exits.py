@@ -10,6 +10,7 @@ import typer
 
 from ..core.errors import LayersimError
 from ..core.intervals import margin_text
+from ..core.wording import MEANING_OF_MARGINS
 from . import options as o
 from .inputs import names_of, open_data, open_model, reading_options, server_of
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
@@ -100,9 +101,9 @@ def _print_curve(curve: Any, agreement: float) -> None:
     short = len(curve.thresholds) <= MOST_ROWS
     shown = [number for number in curve.thresholds if short or number in SHOWN or number == chosen]
     rows = [_row(curve, threshold, MARK if threshold == chosen else "") for threshold in shown]
-    print_table(
-        CURVE_COLUMNS, rows, "Early exit by threshold of the top probability; speed-up in blocks", numbers=CURVE_COLUMNS[:5]
-    )
+    title = "Early exit by threshold of the top probability; speed-up in blocks"
+    margins = f"; {MEANING_OF_MARGINS}" if curve.has_intervals else ""
+    print_table(CURVE_COLUMNS, rows, title + margins, numbers=CURVE_COLUMNS[:5])
     if chosen is None:
         typer.echo(f"No measured threshold reaches an agreement of {agreement:g}: measure higher ones with --thresholds.")
         return

@@ -12,9 +12,10 @@ from typing import Any
 import typer
 
 from ..core.errors import LayersimError
-from ..core.intervals import headline_margins, margin_text
+from ..core.intervals import headline_margins, is_p_value, margin_text
 from ..core.results import Report, Result
 from ..core.storage import REPORT_FILE, refuse_unwritable_folder
+from ..core.wording import MEANING_OF_MARGINS, p_value_text
 from .inputs import names_of
 from .run_file import RUN_FILE, warn_of_another_run, write_options, write_run_file
 from .tables import print_table
@@ -146,7 +147,7 @@ def print_headlines(report: Any) -> None:
     with_margins = any(row[3] for row in rows)
     columns = HEADLINES if with_margins else HEADLINES[:3]
     if rows:
-        title = "Headline numbers" + (", with half the width of their 95 % intervals" if with_margins else "")
+        title = "Headline numbers" + (f"; {MEANING_OF_MARGINS}" if with_margins else "")
         print_table(columns, [row[: len(columns)] for row in rows], title, numbers=HEADLINES[2:])
 
 
@@ -154,7 +155,8 @@ def _headline_rows(name: str, result: Result) -> list[tuple[str, ...]]:
     margins = headline_margins(result)
     rows: list[tuple[str, ...]] = []
     for number, value in result.headline().items():
-        text, _, half = margin_text(value, margins.get(number, math.nan)).partition(" ± ")
+        margin = margins.get(number, math.nan)
+        text, _, half = (p_value_text(value) if is_p_value(number) else margin_text(value, margin)).partition(" ± ")
         rows.append((name, number.strip(), "-" if math.isnan(value) else text, half))
     return rows
 

@@ -3,7 +3,9 @@
 Other packages may import:
 
 * `errors`: `LayersimError`, `LayersimTypeError`, `LayersimWarning`, `warn`, `as_fraction`, `in_words`, `without_secrets`
-* `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`, `unknown_keyword`; `wording`: `brief`, `number_text`
+* `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`, `unknown_keyword`; `wording`: `brief`,
+  `number_text`, `p_value_text`, `equation`, `headed`, `MEANING_OF_MARGINS`, `amount`
+* `p_values`: `Correction`, `adjusted`, `adjusted_table`, `counted_once`, `p_value_lines`
 * `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`; `histogram_quantiles`: `quantiles_from_histogram`
 * `blocks`: `DataBlock`, `first_block_size`, `rows_in_block`, `MOST_BLOCKS`; `sum_tree`: `SumTree`, `most_nodes`
 * `jackknife`: `leave_one_out`, `ConfidenceInterval`; `intervals`: `with_replicates`, `headline_margins`, `headline_lines`,

@@ -99,10 +99,13 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
         {"name": name, "kind": type(result).__name__, "headline": headline_texts(result), "run": result.provenance}
         for name, result in report.items()
     ]
+    intervals = any(result.has_intervals for result in report.values())
     address = f"{SCHEME}{repo}" + (f"@{revision}" if revision not in (None, "main") else "")
     page = Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
     title = " and ".join(name.rstrip("/\\").replace("\\", "/").split("/")[-1] for name in first.model.split(JOINT))
-    rendered = page.from_string(text).render(title=title, first=first, results=results, address=address, plain=_cell_text)
+    rendered = page.from_string(text).render(
+        title=title, first=first, results=results, address=address, plain=_cell_text, intervals=intervals
+    )
     return without_secrets(rendered)
 
 

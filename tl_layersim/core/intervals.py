@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .errors import LayersimError, as_fraction
 from .jackknife import UNBOUNDED, ConfidenceInterval, degrees_of_freedom, standard_error, t_interval
-from .wording import number_text, rounded_to_margin
+from .wording import equation, number_text, p_value_text, rounded_to_margin
 
-# Names of headline numbers that have no interval.
-NO_MARGIN = re.compile(r"^p-value|\b(largest|smallest|maximum)\b")
+# Words in the names of headline numbers that are extremes.
+EXTREME = re.compile(r"\b(largest|smallest|maximum)\b")
 # A margin below this fraction of its number is rounding: the number does not depend on the blocks.
 MARGIN_ROUNDING = 1e-12
 
@@ -193,13 +193,16 @@ def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of:
 
 def headline_lines(result: Any) -> list[str]:
     """The headline numbers of a result as lines of text, see `headline_texts`."""
-    return [f"{name} = {text}" for name, text in headline_texts(result).items()]
+    return [equation(name, text) for name, text in headline_texts(result).items()]
 
 
 def headline_texts(result: Any) -> dict[str, str]:
     """The headline numbers of a result as text, each with half the width of its 95 % interval where it has one."""
     margins = headline_margins(result)
-    texts = {name: margin_text(value, margins.get(name, math.nan)) for name, value in result.headline().items()}
+    texts = {
+        name: p_value_text(value) if is_p_value(name) else margin_text(value, margins.get(name, math.nan))
+        for name, value in result.headline().items()
+    }
     twins = [one.headline() for one in result.untrained]
     for name in texts if twins else ():
         own = [twin[name] for twin in twins if name in twin]
@@ -257,7 +260,16 @@ def has_margin(headline: str) -> bool:
     Args:
         headline: the name.
     """
-    return NO_MARGIN.search(headline) is None
+    return not is_p_value(headline) and EXTREME.search(headline) is None
+
+
+def is_p_value(headline: str) -> bool:
+    """Whether a headline number is a p-value, by its name.
+
+    Args:
+        headline: the name.
+    """
+    return headline.startswith(("p-value", "p ("))
 
 
 def refuse_no_blocks(result: Any) -> None:

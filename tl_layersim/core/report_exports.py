@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .argument_checks import typed
 from .hub import push_report
+from .p_values import Correction, report_p_values
 from .report_tables import headline_numbers, tidy_table, write_csv, write_json
 
 if TYPE_CHECKING:
@@ -39,6 +40,35 @@ class ReportExports(Mapping[str, Any], ABC):
             (8, True)
         """
         return tidy_table(self)
+
+    @typed
+    def p_values(self, method: Correction = "holm") -> pandas.DataFrame:
+        """All p-values of the report in one table, adjusted for the number of tests in the whole report.
+
+        These are the p-values of `permutations=`: the tensor fields whose names end in `p_value` or `p_values`. Columns
+        `analyzer` and `field`; the labels of each axis as in `to_frame`; `p_value`, as it was measured; and `p_adjusted`. Each
+        test is one line. Between layers of one model, a layer and itself are no pair, and two layers are one pair if the
+        measure is symmetric. A p-value that is NaN stays NaN and does not count.
+
+        The smallest p-value of a run is 1 / (permutations + 1), so m tests need 20 m - 1 permutations for 0.05 after Holm.
+
+        Args:
+            method: "holm" bounds the probability of any false finding in the report (Holm 1979); "fdr_bh" the expected
+                fraction of false findings among all (Benjamini and Hochberg 1995).
+
+        Source:
+            `statsmodels.stats.multitest.multipletests`; Holm 1979; Benjamini and Hochberg 1995.
+
+        Examples:
+            >>> import tl_layersim as lsim
+            >>> analyzers = [lsim.CKA(minibatch=32, permutations=39), lsim.LogitLens()]
+            >>> found = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], analyzers).p_values("fdr_bh")
+            >>> list(found.columns)
+            ['analyzer', 'field', 'row_layer', 'column_layer', 'p_value', 'p_adjusted']
+            >>> len(found), bool((found["p_adjusted"] >= found["p_value"]).all())  # 36 pairs of layers, and the maximum
+            (37, True)
+        """
+        return report_p_values(self, method)
 
     @typed
     def plot(self) -> plotly.graph_objects.Figure:

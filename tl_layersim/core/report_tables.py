@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,16 +29,26 @@ def tidy_table(report: Mapping[str, Any]) -> pandas.DataFrame:
     Args:
         report: results by name.
     """
+    return joined_tables([table for name, result in report.items() for table in _tables_of(name, result)], NUMBERS)
+
+
+def joined_tables(tables: Sequence[pandas.DataFrame], numbers: Sequence[str]) -> pandas.DataFrame:
+    """Tables of fields below one another: names, then labels with those of sites first, then numbers.
+
+    Args:
+        tables: with columns `field`, perhaps `analyzer`, and of labels and numbers.
+        numbers: names of the columns of numbers; the first is one of every table.
+    """
     import pandas
 
-    tables = [table for name, result in report.items() for table in _tables_of(name, result)]
     if not tables:
-        return pandas.DataFrame({name: [] for name in ("analyzer", "field", "value")})
+        return pandas.DataFrame({name: [] for name in ("analyzer", "field", numbers[0])})
     found = pandas.concat(tables, ignore_index=True)
-    labels = [name for name in found.columns if name not in ("analyzer", "field", *NUMBERS)]
+    names = [name for name in ("analyzer", "field") if name in found.columns]
+    labels = [name for name in found.columns if name not in (*names, *numbers)]
     first = [name for name in SITES if name in labels]
-    order = ["analyzer", "field", *first, *(name for name in labels if name not in first)]
-    found = found[[*order, *(name for name in NUMBERS if name in found.columns)]]
+    order = [*names, *first, *(name for name in labels if name not in first)]
+    found = found[[*order, *(name for name in numbers if name in found.columns)]]
     for name in labels:
         own = [list(table[name].cat.categories) for table in tables if name in table and hasattr(table[name], "cat")]
         if own:

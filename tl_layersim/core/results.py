@@ -23,7 +23,7 @@ from .missing_attributes import missing_attribute
 from .notebook_display import report_as_html, result_as_html
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
-from .wording import brief
+from .wording import brief, headed
 
 if TYPE_CHECKING:
     import pandas
@@ -113,8 +113,8 @@ class Result(ABC):
 
     def __repr__(self) -> str:
         size = " x ".join(map(str, self.values.shape))
-        lines = [f"{type(self).__name__}({size}, {self.provenance.model}, {self.provenance.tokens} tokens)"]
-        return "\n".join(lines + [f"  {line}" for line in headline_lines(self)])
+        title = f"{type(self).__name__}({size}, {self.provenance.model}, {self.provenance.tokens} tokens)"
+        return headed(title, [f"  {line}" for line in headline_lines(self)])
 
     _repr_html_ = result_as_html
 
@@ -363,10 +363,8 @@ class Report(ReportExports):
             raise missing_attribute(self, "A report", name, {f"report[{own!r}]": result for own, result in held.items()})
 
     def __repr__(self) -> str:
-        lines = [f"Report({', '.join(self._results)})"]
-        for name, result in self._results.items():
-            lines += [f"  {name}: {line}" for line in headline_lines(result)]
-        return "\n".join(lines)
+        lines = [f"  {name}: {line}" for name, result in self._results.items() for line in headline_lines(result)]
+        return headed(f"Report({', '.join(self._results)})", lines)
 
     _repr_html_ = report_as_html
 

@@ -1,15 +1,18 @@
-"""Wording of error messages: values, calls and counts as short texts."""
+"""Wording of messages and printed results: values, p-values, margins, calls and counts as short texts."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 # Numbers whose margin begins at a later decimal place are written with four digits.
 MOST_DECIMALS = 6
+# p-values below it are printed as "< 0.0001": t tests with 16 blocks say nothing about smaller ones.
+SMALLEST_P = 1e-4
+MEANING_OF_MARGINS = "± is half of the 95 % interval"
 
 
 def brief(value: object) -> str:
@@ -57,6 +60,50 @@ def number_text(value: float) -> str:
     """
     short = f"{value:.4g}"
     return f"{value:.6g}" if short in ("1", "-1") else short
+
+
+def p_value_text(p: float) -> str:
+    """A p-value with two digits; "< 0.0001" for one below 1/10,000.
+
+    Args:
+        p: the p-value.
+
+    Examples:
+        >>> p_value_text(0.03861), p_value_text(5e-10)
+        ('0.039', '< 0.0001')
+    """
+    return f"< {SMALLEST_P}" if p < SMALLEST_P else f"{p:.2g}"
+
+
+def equation(name: str, text: str) -> str:
+    """The name and the value of a number, such as "p = 0.039" or "p < 0.0001".
+
+    Args:
+        name: of the number.
+        text: of its value.
+
+    Examples:
+        >>> equation("p", p_value_text(0.03861)), equation("p", p_value_text(5e-10))
+        ('p = 0.039', 'p < 0.0001')
+    """
+    return f"{name} {text}" if text.startswith("<") else f"{name} = {text}"
+
+
+def headed(title: str, lines: Sequence[str], *notes: str) -> str:
+    """Printed numbers below a title, which says what ± means if any number has a margin.
+
+    Args:
+        title: first line of the text.
+        lines: of the numbers.
+        *notes: further parts of the title, such as how p-values are adjusted.
+
+    Examples:
+        >>> print(headed("Report(cka)", ["  cka: similarity = 0.638 ± 0.019"]))
+        Report(cka); ± is half of the 95 % interval
+          cka: similarity = 0.638 ± 0.019
+    """
+    margins = [MEANING_OF_MARGINS] if any(" ± " in line for line in lines) else []
+    return "\n".join(["; ".join([title, *margins, *notes]), *lines])
 
 
 def rounded_to_margin(value: float, margin: float) -> tuple[str, str]:

@@ -212,7 +212,7 @@ def _intervals(report: Mapping[str, Result]) -> str:
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     without = [name for name in report if name not in blocks]
     return (
-        "The numbers have 95 % confidence intervals: ± is half the width of an interval, and figures show intervals as bands, "
+        "The numbers have 95 % confidence intervals: ± is half of the interval, and figures show intervals as bands, "
         f"whiskers or hover texts. They were computed from {each} contiguous blocks of the data (a delete-one-block "
         "jackknife with Student's t) and describe another sample of as many rows of the same kind, not another training of the "
         "model." + (f" No intervals: {', '.join(without)}." if without else "")

@@ -77,7 +77,7 @@ def measured_on(provenance: Provenance) -> str:
 
 
 def _value_column(with_intervals: bool) -> str:
-    return "value (± 95 %)" if with_intervals else "value"
+    return "value (± half of the 95 % interval)" if with_intervals else "value"
 
 
 def _html(title: str, about: str, table: tuple[tuple[str, ...], list[Any]], calls: tuple[str, ...]) -> str:
