@@ -1,14 +1,9 @@
-"""Measures of the package's structure: imports, cycles, long files and functions, wide signatures, names used twice.
-
-`python -m tests.architecture.measure` prints them; `test_structure.py` holds them to their limits.
-"""
+"""Measures of the package's structure: imports, cycles, names used twice."""
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,9 +31,6 @@ ORDER = (
 DRAWING = "reporting"
 # Commands call the public functions of the package.
 CALLER = "commands"
-MOST_PARAMETERS = 8
-MOST_LINES = 400
-LONG_FUNCTION = 60
 
 
 @dataclass(frozen=True)
@@ -186,65 +178,12 @@ def exceptions_in(modules: list[str]) -> list[str]:
     return found
 
 
-def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Dotted name and syntax tree of every function and method."""
-    for path in files():
-        waiting: list[tuple[ast.AST, str]] = [(ast.parse(path.read_text()), dotted(path))]
-        while waiting:
-            parent, name = waiting.pop()
-            for node in ast.iter_child_nodes(parent):
-                inner = f"{name}.{node.name}" if isinstance(node, ast.FunctionDef | ast.ClassDef) else name
-                if isinstance(node, ast.FunctionDef):
-                    yield inner, node
-                waiting.append((node, inner))
-
-
-def wide() -> list[str]:
-    """Functions with more than `MOST_PARAMETERS` parameters."""
-    found = []
-    for name, node in functions():
-        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        count = len([parameter for parameter in given if parameter.arg not in ("self", "cls")])
-        if count > MOST_PARAMETERS:
-            found.append(f"{name}: {count}")
-    return sorted(found)
-
-
-def docstring_of(node: ast.AST) -> ast.Constant | None:
-    """The docstring of a module, class or function, as a node with line numbers."""
-    body = getattr(node, "body", None)
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and body and isinstance(body[0], ast.Expr):
-        value = body[0].value
-        if isinstance(value, ast.Constant) and isinstance(value.value, str):
-            return value
-    return None
-
-
-def long_functions() -> list[str]:
-    """Functions of more than `LONG_FUNCTION` lines, docstrings not counted."""
-    found = []
-    for name, node in functions():
-        text = docstring_of(node)
-        documentation = (text.end_lineno or 0) - text.lineno + 1 if text else 0
-        lines = (node.end_lineno or 0) - node.lineno + 1 - documentation
-        if lines > LONG_FUNCTION:
-            found.append(f"{name}: {lines}")
-    return sorted(found)
-
-
-def long_files() -> list[str]:
-    """Files of more than `MOST_LINES` lines, tests included."""
-    every = [*files(), *sorted((PACKAGE.parent / "tests").rglob("*.py"))]
-    counted = [(path, len(path.read_text().splitlines())) for path in every]
-    return [f"{path.relative_to(PACKAGE.parent)}: {lines}" for path, lines in counted if lines > MOST_LINES]
-
-
 def _is_type_variable(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "TypeVar"
 
 
 def two_meanings() -> list[str]:
-    """Classes, functions and constants that two modules define under one name; type variables are no such names."""
+    """Public classes, functions and constants that two modules define under one name; type variables are no such names."""
     homes: dict[str, set[str]] = defaultdict(set)
     for path in files():
         for node in ast.parse(path.read_text()).body:
@@ -252,51 +191,12 @@ def two_meanings() -> list[str]:
             if isinstance(node, ast.Assign) and not _is_type_variable(node.value):
                 names = [target.id for target in node.targets if isinstance(target, ast.Name)]
             for name in names:
-                if not name.startswith("__"):
+                if not name.startswith("_"):
                     homes[name].add(dotted(path))
     return [f"{name}: {', '.join(sorted(where))}" for name, where in sorted(homes.items()) if len(where) > 1]
-
-
-def lines_of_code() -> int:
-    """Lines that hold code: without blank lines, comments and docstrings."""
-    total = 0
-    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    for path in files():
-        text = path.read_text()
-        documentation: set[int] = set()
-        for node in ast.walk(ast.parse(text)):
-            if found := docstring_of(node):
-                documentation |= set(range(found.lineno, (found.end_lineno or found.lineno) + 1))
-        held: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type not in layout:
-                held |= set(range(token.start[0], token.end[0] + 1))
-        total += len(held - documentation)
-    return total
 
 
 def top_level() -> tuple[list[str], list[str]]:
     """Packages of the top level, and modules beside them."""
     packages = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
     return packages, sorted(path.name for path in PACKAGE.glob("*.py"))
-
-
-def main() -> None:
-    """Print every measure."""
-    packages, modules = top_level()
-    print(f"top-level packages: {len(packages)} ({', '.join(packages)}); modules beside them: {', '.join(modules)}")
-    for title, found in (
-        ("imports against the order", wrong_way()),
-        ("import cycles", cycles()),
-        ("private names imported", private_imports()),
-        (f"functions with more than {MOST_PARAMETERS} parameters", wide()),
-        (f"functions longer than {LONG_FUNCTION} lines without docstring", long_functions()),
-        (f"files over {MOST_LINES} lines", long_files()),
-        ("names with two meanings", two_meanings()),
-    ):
-        print(f"{title}: {len(found)}", *(f"  {line}" for line in found), sep="\n")
-    print(f"lines of code without docstrings and comments: {lines_of_code()}")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from tl_layersim.analyzers.cka import CKAResult
 
 def one_model(model: torch.nn.Module, texts: list[str]) -> lsim.Report:
     """A report of several analyzers, of one, and of names."""
-    report = lsim.analyze(model, texts, [lsim.Cosine(center="none"), "cka"], batch_size=4, max_tokens=512)
+    report = lsim.analyze(model, texts, [lsim.Cosine(center="none"), "cka"], batch_size=4, max_tokens=512, seq_len=64)
     assert_type(report, lsim.Report)
     assert_type(lsim.analyze(model, torch.ones(2, 8, dtype=torch.long), lsim.Trajectory(), blocking=True), lsim.Report)
     return report

@@ -24,7 +24,7 @@ FEW_BLOCKS = 16
 MOST_CORRELATION = 0.4
 
 
-class Block(NamedTuple):
+class SumsOfBlock(NamedTuple):
     """The sums of one analyzer over a block of the data.
 
     Attributes:
@@ -36,23 +36,23 @@ class Block(NamedTuple):
     sums: Sums
 
 
-def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[Block]:
+def blocks_of(blocks: Sequence[DataBlock], name: str) -> list[SumsOfBlock]:
     """The blocks in which an analyzer has sums: those over a pool of rows stand in the block of its last row.
 
     Args:
         blocks: of the main pass.
         name: of the analyzer.
     """
-    own, tokens = list[Block](), 0
+    own, tokens = list[SumsOfBlock](), 0
     for block in blocks:
         tokens += block.tokens
         if sums := with_pools(block.sums, name):
-            own.append(Block(tokens, sums))
+            own.append(SumsOfBlock(tokens, sums))
             tokens = 0
     return own
 
 
-def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[Block]) -> Result:
+def replicated(result: Result, analyzer: Analyzer, run: Run, name: str, blocks: Sequence[SumsOfBlock]) -> Result:
     """A result with the results without each block.
 
     The sums of a first pass are held fixed: the kernel of the main pass was made of them.
@@ -118,7 +118,7 @@ def drift_of(result: Result) -> float:
     return float(torch.cat(each).nanmean()) if each else math.nan
 
 
-def warn_of_few(blocks: Mapping[str, Sequence[Block]]) -> dict[str, str]:
+def warn_of_few(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> dict[str, str]:
     """Warn once of the analyzers whose intervals rest on few blocks; return the warning by analyzer.
 
     Args:

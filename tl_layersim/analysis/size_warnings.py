@@ -11,7 +11,7 @@ from ..analyzers.base import Analyzer
 from ..core.errors import warn
 from ..core.findings import site_in_words
 from ..core.sums import SIZES, Sums
-from ..models.activation_sizes import FIRST
+from ..models.activation_sizes import FIRST_PLACES
 from ..models.model_info import Model
 
 # docs/traps.md has the measurements behind both.
@@ -72,11 +72,11 @@ def _samples(sums: Sums, models: Sequence[Model], options: Mapping[str, Any]) ->
     if int(sums["0 tokens"].sum()) < LEAST_TOKENS:
         return ""
     # By number of first positions that are left out, the sites at which few samples weigh most.
-    few = [_few(sums, models, start) for start in range(FIRST + 1)]
+    few = [_few(sums, models, start) for start in range(FIRST_PLACES + 1)]
     if not few[0]:
         return ""
     least = min(few[0], key=lambda layer: few[0][layer])
-    start = min(range(FIRST + 1), key=lambda number: len(few[number]))
+    start = min(range(FIRST_PLACES + 1), key=lambda number: len(few[number]))
     unskipped = options.get("positions", "all") == "all"
     first = f"skip_first={start} leaves them out" if unskipped else f"leave the first {start} out of positions="
     left = f" at all but {len(few[start])} of these" if few[start] else ""

@@ -24,7 +24,7 @@ from ..core.resumable_file import ResumableFile
 from ..core.storage import refuse_unwritable_folder
 
 # Rows of the data that identify it, with its length: all of a large data set would have to be read.
-ROWS = 1000
+CHECKED_ROWS = 1000
 
 
 class SweepFolder:
@@ -114,7 +114,7 @@ def data_digest(data: Any) -> str:
     """
     digest = hashlib.sha256()
     whole = isinstance(data, str | Mapping | torch.Tensor | np.ndarray)
-    for row in [data] if whole else islice(iter(data), ROWS):
+    for row in [data] if whole else islice(iter(data), CHECKED_ROWS):
         _add(digest, row)
     if not whole and hasattr(data, "__len__"):
         digest.update(str(len(data)).encode())

@@ -1,6 +1,6 @@
 """HSIC over all samples without a Gram matrix, from cross-products of centred samples: the exact estimator of `CKA`.
 
-`mean_kernel` and `exact_kernel` are plain functions of torch: they are serialised by value and also run on a server.
+`means_kernel` and `exact_kernel` are plain functions of torch: they are serialised by value and also run on a server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..models.view import View
 from ._hsic import beyond_rounding, tuples_of_rows
 
 
-def mean_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
+def means_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:
     """Sums of the samples of each model, and their number.
 
     Args:

@@ -21,7 +21,7 @@ from ._draws import draw_grid, draw_minibatches, draw_orders, pool_key
 
 
 @dataclass(frozen=True)
-class Relation:
+class PairRelation:
     """How the samples of a minibatch relate at each layer.
 
     Attributes:
@@ -41,7 +41,7 @@ class Relation:
 
 # Takes the matrix of each layer, `layer n n`; the row of each sample, or None if no two are of one row; the number of rows; and
 # whether the terms are wanted by row.
-Relate = Callable[[Tensor, Tensor | None, int, bool], Relation]
+Relate = Callable[[Tensor, Tensor | None, int, bool], PairRelation]
 Matrix = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
@@ -96,7 +96,7 @@ def pool_sums(
         related = [
             relate(matrix(x[:, chosen.to(x.device)], wide), own, rows, False) for x, wide in zip(sides, widths, strict=True)
         ]
-        for name, value in products(related[0], related[-1], rows_of(samples, chosen, by_row), chosen.numel()).items():
+        for name, value in products(related[0], related[-1], rows_in(samples, chosen, by_row), chosen.numel()).items():
             total[name] = value if name not in total else total[name] + value
     for grid in draws.get("grid", ()):
         flat, (height, width) = grid.flatten(), grid.shape
@@ -120,7 +120,7 @@ def row_numbers(samples: Samples, by_row: bool) -> tuple[Tensor | None, int]:
     return (number, rows) if by_row and rows < len(number) else (None, len(number))
 
 
-def rows_of(samples: Samples, chosen: Tensor, by_row: bool) -> int:
+def rows_in(samples: Samples, chosen: Tensor, by_row: bool) -> int:
     """Number of independent rows in a minibatch."""
     return len(torch.unique(samples.row[chosen])) if by_row else len(chosen)
 
@@ -157,7 +157,7 @@ def pair_statistics(
     drawn = torch.stack(list(draws["minibatches"]))
     triangles = [upper_triangles(matrix(x[:, one.to(x.device)], wide)) for one in drawn]
     own = torch.full(drawn.shape, -1) if row is None else row[drawn]
-    distinct = torch.tensor([rows_of(samples, one, by_row) for one in drawn])
+    distinct = torch.tensor([rows_in(samples, one, by_row) for one in drawn])
     out = {"pairs": torch.stack(triangles), "row": own, "rows": torch.tensor(rows), "distinct": distinct}
     for grid in draws.get("grid", ()):
         out["grid"] = upper_triangles(matrix(x[:, grid.flatten().to(x.device)], wide))
@@ -165,7 +165,7 @@ def pair_statistics(
     return out
 
 
-Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[Relation]]]
+Prepared = tuple[Mapping[str, Tensor], Mapping[str, list[PairRelation]]]
 
 
 def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> Prepared:
@@ -177,7 +177,7 @@ def relations_of_pairs(statistics: Mapping[str, Tensor], *, relate: Relate) -> P
     """
     rows, own = int(statistics["rows"]), statistics["row"]
     each = zip(symmetric_matrices(statistics["pairs"]), own, strict=True)
-    related: dict[str, list[Relation]] = {
+    related: dict[str, list[PairRelation]] = {
         "minibatches": [relate(one, None if int(row[0]) < 0 else row, rows, False) for one, row in each]
     }
     if "grid" in statistics:
@@ -209,7 +209,7 @@ def products_of_pairs(a: Prepared, b: Prepared, *, permutations: int) -> dict[st
     return total
 
 
-def products(x: Relation, y: Relation, rows: int, samples: int) -> dict[str, Tensor]:
+def products(x: PairRelation, y: PairRelation, rows: int, samples: int) -> dict[str, Tensor]:
     """The sums of one minibatch.
 
     Args:
@@ -220,7 +220,7 @@ def products(x: Relation, y: Relation, rows: int, samples: int) -> dict[str, Ten
 
     Returns:
         `xy` by pair of layers, `xx` and `yy` by layer; `norms` by pair of layers, the product of the norms of the terms; `x0`,
-        `y0`, `x0 norms` and `y0 norms`, the same of each layer with the first of its model; the numbers of `Relation` for each
+        `y0`, `x0 norms` and `y0 norms`, the same of each layer with the first of its model; those of `PairRelation` for each
         side; `minibatches`, `samples` and `rows`.
     """
     out = _similarities(x, y)
@@ -229,7 +229,7 @@ def products(x: Relation, y: Relation, rows: int, samples: int) -> dict[str, Ten
     return out | {name: torch.tensor(count) for name, count in counts.items()}
 
 
-def null_products(x: Relation, y: Relation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
+def null_products(x: PairRelation, y: PairRelation, rows: int, samples: int, permutations: int, key: int) -> dict[str, Tensor]:
     """The sums of the null of a pool: of its rows as they are, and exchanged, each name with "null" before it.
 
     Args:
@@ -246,7 +246,7 @@ def null_products(x: Relation, y: Relation, rows: int, samples: int, permutation
     return {f"null {name}": value for name, value in out.items()} | {"null samples": torch.tensor(samples)}
 
 
-def _similarities(x: Relation, y: Relation) -> dict[str, Tensor]:
+def _similarities(x: PairRelation, y: PairRelation) -> dict[str, Tensor]:
     a, b = x.terms, y.terms.to(x.terms.device)
     norms = a.norm(dim=1), b.norm(dim=1)
     own = [(terms.square() @ one.signs.to(terms.device)) for terms, one in ((a, x), (b, y))]
@@ -256,7 +256,7 @@ def _similarities(x: Relation, y: Relation) -> dict[str, Tensor]:
     return out
 
 
-def permuted_products(x: Relation, y: Relation, orders: Tensor) -> Tensor:
+def permuted_products(x: PairRelation, y: PairRelation, orders: Tensor) -> Tensor:
     """Similarities with the rows of the second model exchanged, `permutation row column`.
 
     Entry k, a, b is the sum over rows i and j of the products of A_a[i, j] and B_b[p_k(i), p_k(j)], with p_k the permutations
@@ -319,17 +319,17 @@ def symmetric_matrices(upper: Tensor) -> Tensor:
     return matrices
 
 
-def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> Relation:
+def relation_of_pairs(terms: Tensor, rows: int | None, numbers: Mapping[str, Tensor] | None = None) -> PairRelation:
     """A relation whose terms are those of all pairs of samples, all of which are added.
 
     Args:
         terms: `layer (n n)`, 0 for pairs that are left out.
         rows: number of rows for terms by row, of samples that are `row position`; None for no such terms.
-        numbers: see `Relation`.
+        numbers: see `PairRelation`.
     """
     ones = terms.new_ones(terms.shape[1])
     if rows is None:
-        return Relation(terms, ones, numbers or {})
+        return PairRelation(terms, ones, numbers or {})
     each = math.isqrt(terms.shape[1]) // rows
     by_row = terms.view(-1, rows, each, rows, each).permute(0, 1, 3, 2, 4).flatten(3)
-    return Relation(terms, ones, numbers or {}, by_row, by_row.new_ones(each**2))
+    return PairRelation(terms, ones, numbers or {}, by_row, by_row.new_ones(each**2))

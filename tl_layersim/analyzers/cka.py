@@ -20,10 +20,10 @@ from ..models.model_info import Model
 from ..models.pools import AnyKernel
 from ..models.view import Kernel
 from ._arccos_distance import arccos_distance
-from ._exact_hsic import exact_hsic, exact_kernel, mean_kernel
+from ._exact_hsic import exact_hsic, exact_kernel, means_kernel
 from ._hsic import centred, grams, tuples_of_rows, without_rows
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
+from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
 from ._permutation_null import null_pictures
 from ._sample_vectors import samples
 from .base import Exchange, Run, Weight, need_tokens
@@ -222,7 +222,7 @@ class CKA(MinibatchAnalyzer):
         return 0 if self.estimator == "exact" else super().pool_need(density)
 
     def first_kernel(self) -> Kernel | None:
-        return partial(mean_kernel, rows=self._rows()) if self.estimator == "exact" else None
+        return partial(means_kernel, rows=self._rows()) if self.estimator == "exact" else None
 
     def kernel(self, first: Sums) -> AnyKernel:
         if self.estimator != "exact":
@@ -310,7 +310,7 @@ def gram_matrices(x: Tensor, widths: tuple[int, ...]) -> Tensor:
     return grams(x)
 
 
-def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool) -> Relation:
+def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool, *, biased: bool) -> PairRelation:
     """The terms of HSIC, and sums over samples of their squared distance from the mean and of its square.
 
     The product of two such relations is HSIC times the number of pairs of samples. The factor stays: it weights a smaller
@@ -329,4 +329,4 @@ def centred_relations(gram: Tensor, row: Tensor | None, rows: int, by_row: bool,
     terms, r = without_rows(gram, row)
     flat, signs = terms.flat()
     pairs = terms.by_row(rows) if by_row else (None, None)
-    return Relation(flat, signs, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, *pairs)
+    return PairRelation(flat, signs, {"r_{}": r.sum(1), "r_{}^2": r.square().sum(1)}, *pairs)

@@ -16,7 +16,7 @@ from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ._dissimilarities import dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
+from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
 from ._permutation_null import null_pictures
 from .base import Run, Weight
 
@@ -153,7 +153,7 @@ class MutualKNN(MinibatchAnalyzer):
         )
 
 
-def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> Relation:
+def nearest_neighbours(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, k: int) -> PairRelation:
     """The graph of the k nearest neighbours of each sample, and the sum over samples of k / (number of others), by layer.
 
     Args:

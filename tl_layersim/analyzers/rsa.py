@@ -17,7 +17,7 @@ from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ._dissimilarities import average_ranks, dissimilarities
 from ._minibatch_analyzer import MinibatchAnalyzer, MinibatchMatrix
-from ._minibatch_pairs import Matrix, Relate, Relation, relation_of_pairs
+from ._minibatch_pairs import Matrix, PairRelation, Relate, relation_of_pairs
 from ._permutation_null import null_pictures
 from .base import Run, Weight
 
@@ -157,7 +157,7 @@ class RSA(MinibatchAnalyzer):
             )
 
 
-def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> Relation:
+def centred_dissimilarities(matrix: Tensor, row: Tensor | None, rows: int, by_row: bool, *, ranked: bool) -> PairRelation:
     """Dissimilarities of all pairs of samples, centred and scaled to a sum of squares equal to the number of pairs.
 
     The product of two layers is the number of pairs times the correlation. A layer of equal dissimilarities is 0.

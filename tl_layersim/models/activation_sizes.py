@@ -11,7 +11,7 @@ from torch import Tensor
 from .view import View
 
 # Positions 0 to 3 of a row are counted apart, all later ones together.
-FIRST = 4
+FIRST_PLACES = 4
 
 
 def activation_sizes(*views: View) -> dict[str, Tensor]:
@@ -30,10 +30,10 @@ def activation_sizes(*views: View) -> dict[str, Tensor]:
 
 def _sizes(view: View) -> dict[str, Tensor]:
     if "sizes" not in view.memo:
-        place = view.position.to(view.activations.device).clamp(max=FIRST)
+        place = view.position.to(view.activations.device).clamp(max=FIRST_PLACES)
         sites = [_sizes_of(x, place, view.sequence.to(x.device)) for x in view.activations]
         stacked = {name: torch.stack([site[name] for site in sites]) for name in sites[0]}
-        view.memo["sizes"] = {"tokens": torch.bincount(place, minlength=FIRST + 1), **stacked}
+        view.memo["sizes"] = {"tokens": torch.bincount(place, minlength=FIRST_PLACES + 1), **stacked}
     sizes: dict[str, Tensor] = view.memo["sizes"]
     return sizes
 
@@ -41,9 +41,9 @@ def _sizes(view: View) -> dict[str, Tensor]:
 def _sizes_of(x: Tensor, place: Tensor, sequence: Tensor) -> dict[str, Tensor]:
     squares = x.square()
     norm = squares.sum(-1).double()
-    out = {f"norm^{2 * power}": _by_group(norm**power, place, FIRST + 1) for power in (1, 2)}
+    out = {f"norm^{2 * power}": _by_group(norm**power, place, FIRST_PLACES + 1) for power in (1, 2)}
     share = squares / squares.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    later = place == FIRST
+    later = place == FIRST_PLACES
     for name, terms, rows in (("power", share, sequence), ("variance", squares[later], sequence[later])):
         row, count = torch.unique_consecutive(rows, return_inverse=True, return_counts=True)[1:]
         mean = _by_group(terms, row, len(count)) / count[:, None]
