@@ -152,7 +152,8 @@ def test_two_models_of_other_depth_and_width(place):
     assert len(found.layers) == (3 if place["at"] == "attn_out" else 12)
     assert len(found.column_layers) == (2 if place["at"] == "attn_out" else 10)
     x, y = (np.stack(site_samples(m, data, names)) for m, names in ((a, found.layers), (b, found.column_layers)))
-    np.testing.assert_allclose(found.values, oracles.oracle_cka([x], [y])["values"], atol=2e-6)
+    row = [data["attention_mask"].nonzero()[:, 0].numpy()]
+    np.testing.assert_allclose(found.values, oracles.oracle_cka([x], [y], row=row)["values"], atol=2e-6)
     with pytest.raises(lsim.LayersimError, match="models of equal depth"):
         found.distance()
     same = lsim.compare(a, tiny_llama(seed=1), data, lsim.CKA(), **place)

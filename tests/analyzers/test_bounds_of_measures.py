@@ -1,4 +1,4 @@
-"""The range of each quantity, from its definition: intervals are cut there."""
+"""The range of each quantity, from its definition: intervals lie in it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ from tl_layersim.core.intervals import bounds_of
 FRACTION, COSINE, POSITIVE, AT_MOST_ONE = (0, 1), (-1, 1), (0, math.inf), (-math.inf, 1)
 # Similarities of the null are those of the measure less what it takes off, and have no lower end of their own.
 NULL = {
-    "calibrated": FRACTION,
+    "observed": AT_MOST_ONE,
+    "calibrated": AT_MOST_ONE,
     "p_values": None,
     "null_mean": AT_MOST_ONE,
     "null_quantiles": AT_MOST_ONE,
     "null_threshold": AT_MOST_ONE,
-    "max_value": AT_MOST_ONE,
+    "max_value": None,
     "max_p_value": None,
-    "max_threshold": AT_MOST_ONE,
-    "max_calibrated": FRACTION,
+    "max_threshold": None,
+    "max_calibrated": None,
+    "split_half": None,
+    "noise_ceiling": None,
     "max_null": None,
 }
 RATIO = (1, math.inf)
@@ -54,7 +57,7 @@ EXPECTED = {
     LinearPredictivityResult: NULL | {"values": AT_MOST_ONE, "reverse": AT_MOST_ONE},
     CCAResult: NULL
     | dict.fromkeys(("values", "squared", "svcca", "pwcca", "column_pwcca"), FRACTION)
-    | dict.fromkeys(("dimensions", "column_dimensions", "directions", "column_directions"), POSITIVE),
+    | dict.fromkeys(("dimensions", "column_dimensions", "directions", "column_directions")),
     # Both matrices have norm 1: their squared distance is at most 2 when the best rotation leaves them orthogonal.
     ProcrustesResult: NULL | {"values": FRACTION, "squared_distance": (0, 2), "angle": (0, math.pi / 2)},
     EffectiveRankResult: {
@@ -62,7 +65,7 @@ EXPECTED = {
         "eigenvalue_rank": RATIO,
         "participation_ratio": RATIO,
         "stable_rank": RATIO,
-        "directions_90": RATIO,
+        "directions_90": None,
         "spectrum": FRACTION,
     },
     ContributionResult: {
@@ -133,6 +136,6 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
-def test_intervals_are_cut_at_the_range_of_the_quantity(kind):
+def test_intervals_lie_in_the_range_of_the_quantity(kind):
     free = (-math.inf, math.inf)
     assert {name: bounds for name, bounds in bounds_of(kind).items() if bounds != free} == EXPECTED[kind]

@@ -241,13 +241,11 @@ def test_each_minibatch_weighs_its_pairs():
 
 
 @pytest.mark.parametrize("estimator", ["minibatch", "exact"])
-def test_a_few_massive_tokens_are_spoken_of(estimator):
+def test_few_samples_are_effective_beside_a_massive_one(estimator):
     x = residuals(0, tokens=512)
-    plain = from_views(lsim.CKA(estimator=estimator), [samples(x)])
-    assert plain.effective_samples.min() > 150
+    assert from_views(lsim.CKA(estimator=estimator), [samples(x)]).effective_samples.min() > 150
     x[2, 17] *= 300
-    with pytest.warns(lsim.LayersimWarning, match=r"massive activations at 1 layers, blocks\.1\.hook_resid_post"):
-        found = from_views(lsim.CKA(estimator=estimator), [samples(x)])
+    found = from_views(lsim.CKA(estimator=estimator), [samples(x)])
     assert found.effective_samples[2] < 1.1
     assert found.effective_samples[3] > 150
 

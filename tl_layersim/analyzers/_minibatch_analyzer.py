@@ -233,10 +233,11 @@ class MinibatchAnalyzer(Analyzer):
         Args:
             run: the finished run.
         """
-        rows = "4 rows, of which pairs of tokens of one row are left out" if self.unit == "row" else ""
+        rows = " of 4 rows, as pairs of tokens of one row are left out" if self.unit == "row" else ""
+        need = f"{self.least} {self.samples_in_words}{rows}"
         return LayersimError(
-            f"{type(self).__name__} needs {rows or f'{self.least} {self.samples_in_words}'}, and the data has fewer.",
+            f"{type(self).__name__} needs {need}, and the data has fewer.",
             given=f"{run.provenance.tokens} tokens in {run.provenance.sequences} rows, level={self.level!r}",
-            expected=f"at least 4 rows and {self.least} {self.samples_in_words}",
+            expected=f"at least {need}",
             do="pass more rows" + (', or unit="token" for tokens that do not depend on each other' if rows else ""),
         )
