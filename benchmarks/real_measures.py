@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--sites", type=int, nargs="+", required=True)
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--permutations", type=int, default=200)
     parser.add_argument("--cross-permutations", type=int, default=19)
@@ -55,7 +56,7 @@ def main() -> None:
     texts = [line for line in Path(options.data).read_text().splitlines() if len(line) > 40]
     reading: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "seq_len": 128,
+        "seq_len": options.seq_len,
         "pack": True,
         "skip_first": 2,
         "max_tokens": options.tokens,
