@@ -315,7 +315,7 @@ class TestTables:
         table = found.headlines()
         assert list(table.index) == [0, 10, 1000]
         column = "trajectory: line-shape score (1: a straight line)"
-        own = found[10]["trajectory"].interval("lss_mean")
+        own = found[10]["trajectory"].interval(lambda one: float(one.lss_mean))
         assert table.loc[10, column] == float(own.value)
         assert table.loc[10, f"{column} ±"] == pytest.approx(float(own.high - own.low) / 2)
 
