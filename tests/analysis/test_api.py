@@ -28,9 +28,10 @@ def test_batch_size_does_not_matter_where_no_minibatches_are_drawn():
 
 
 def test_provenance_says_what_was_measured_on_what():
-    report = lsim.analyze(tiny_llama(), random_tokens(5, 11), cosine_and_cka(), batch_size=2, skip_first=1)
+    # A batch holds the rows of a pool, in several forward passes.
+    report = lsim.analyze(tiny_llama(), random_tokens(17, 11), cosine_and_cka(), batch_size=2, skip_first=1)
     p = report["cka"].provenance
-    assert (p.tokens, p.sequences, p.seed) == (50, 5, 0)
+    assert (p.tokens, p.sequences, p.batches, p.seed) == (170, 17, 2, 0)
     assert (p.dtype, p.source) == ("torch.float32", "LlamaForCausalLM")
     assert p.options["minibatch"] == 16
     assert p.options["skip_first"] == 1

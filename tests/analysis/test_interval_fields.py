@@ -13,13 +13,13 @@ from tl_layersim.analysis import Sweep
 from ..tiny_models import random_tokens, tiny_llama
 
 
-def run(*analyzers, lengths=(5, 9) * 17):
+def run(*analyzers, lengths=(5, 9) * 128):
     data = [random_tokens(1, length, seed=i)[0] for i, length in enumerate(lengths)]
-    return lsim.analyze(tiny_llama(), data, list(analyzers), batch_size=2, intervals=True)
+    return lsim.analyze(tiny_llama(), data, list(analyzers), batch_size=16, intervals=True)
 
 
 def test_the_interval_of_a_count_is_that_of_its_fraction():
-    report = run(lsim.Saturation(), lsim.CKA(minibatch=4))
+    report = run(lsim.Saturation(), lsim.CKA(minibatch=16))
     counts = report["saturation"]
     fraction = counts.interval(lambda one: one.values / one.values.sum())
     torch.testing.assert_close(counts.interval("counts").error, fraction.error * counts.values.sum())
@@ -39,7 +39,7 @@ def test_a_label_that_one_block_alone_has_gets_no_interval():
 
 
 def test_fields_without_intervals_are_drawn_and_tabled(tmp_path):
-    report = run(lsim.CKA(minibatch=4, permutations=20), lsim.Trajectory(per_prompt=True), lsim.Cosine())
+    report = run(lsim.CKA(minibatch=16, permutations=20), lsim.Trajectory(per_prompt=True), lsim.Cosine())
     for name, field in (("cka", "p_values"), ("cka", "max_null"), ("trajectory", "prompt_lss"), ("cosine", "mean")):
         with pytest.raises(lsim.LayersimError, match="has no interval"):
             report[name].interval(field)
@@ -51,7 +51,7 @@ def test_fields_without_intervals_are_drawn_and_tabled(tmp_path):
 
 
 def test_a_sweep_reads_what_has_no_interval():
-    both = Sweep({1: run(lsim.CKA(minibatch=4, permutations=20)), 2: run(lsim.CKA(minibatch=4, permutations=20))})
+    both = Sweep({1: run(lsim.CKA(minibatch=16, permutations=20)), 2: run(lsim.CKA(minibatch=16, permutations=20))})
     assert len(both.numbers("cka", "p_values", layer=0)) == len(both.numbers("cka", "max_p_value")) == 2
     with pytest.raises(lsim.LayersimError, match="must return one number"):
         both.numbers("cka", lambda one: one.values)
@@ -60,7 +60,7 @@ def test_a_sweep_reads_what_has_no_interval():
 
 
 def test_ones_on_a_diagonal_differ_by_no_finding():
-    first, second = (run(lsim.CKA(minibatch=4))["cka"] for _ in range(2))
+    first, second = (run(lsim.CKA(minibatch=16))["cka"] for _ in range(2))
     rounded = replace(second, values=second.values + 1e-16 * torch.eye(4).double())
     found = lsim.difference(first, rounded)
     assert bool(found.p_value().diagonal().isnan().all())

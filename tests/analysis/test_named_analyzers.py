@@ -13,7 +13,7 @@ from ..tiny_models import random_tokens, tiny_llama
 
 # Few blocks are enough to compare two runs.
 pytestmark = pytest.mark.filterwarnings("ignore:Intervals of .* rest on")
-ROWS = random_tokens(8, 16)
+ROWS = random_tokens(32, 16)
 
 
 def lenses():
@@ -64,7 +64,7 @@ def test_two_sets_of_labels_do_not_share_a_lens():
 
 def test_an_analyzer_of_two_passes_twice():
     both = {"means": lsim.Cosine(), "raw": lsim.Cosine(center="none"), "collapse": "neural_collapse"}
-    data = {"input_ids": ROWS, "label": torch.arange(8) % 2}
+    data = {"input_ids": ROWS, "label": torch.arange(32) % 2}
     report = lsim.analyze(tiny_llama(), data, both, batch_size=2)
     assert_equal(report, "means", alone(lsim.Cosine()))
     assert_equal(report, "raw", alone(lsim.Cosine(center="none")))
@@ -152,7 +152,7 @@ def test_a_checkpoint_resumes_and_refuses_other_names(tmp_path):
 
 def test_a_worker_of_an_engine_and_the_difference_of_two_reports():
     worker = Worker(tiny_llama, similarities(), batch_size=2, intervals=True)
-    report = worker.report([worker(ROWS.tolist())])
+    report = worker.report([worker(ROWS[:16].tolist()), worker(ROWS[16:].tolist())])
     for name, analyzer in similarities().items():
         assert torch.equal(report[name].values, alone(analyzer).values)
     found = lsim.difference(report, report)

@@ -10,9 +10,10 @@ import tl_layersim as lsim
 from ..tiny_models import random_tokens, tiny_llama
 
 
-def run(layers: int = 2, seed: int = 0, intervals: bool = False, rows: int = 16):
+def run(layers: int = 2, seed: int = 0, intervals: bool = False, rows: int = 256):
     analyzers = [lsim.Cosine(center="none"), lsim.LogitLens(), lsim.CKA(minibatch=8)]
-    return lsim.analyze(tiny_llama(layers=layers, seed=seed), random_tokens(rows), analyzers, batch_size=1, intervals=intervals)
+    data = random_tokens(rows, 8)
+    return lsim.analyze(tiny_llama(layers=layers, seed=seed), data, analyzers, batch_size=16, intervals=intervals)
 
 
 @pytest.fixture(scope="module")

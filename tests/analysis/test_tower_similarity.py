@@ -104,10 +104,11 @@ def test_one_pair_has_no_other_pair_and_no_cka():
     assert math.isnan(found.headline()["the same with the texts of other pairs"])
 
 
-def test_batches_of_one_pair_have_no_cka_and_say_so():
-    with pytest.warns(lsim.LayersimWarning, match="no batch had them"):
-        found = lsim.tower_similarity(clip_of(), pairs(), batch_size=1)
-    torch.testing.assert_close(found.values, lsim.tower_similarity(clip_of(), pairs()).values, atol=1e-12, rtol=0)
+def test_batches_of_one_pair_are_one_pool():
+    found, whole = (lsim.tower_similarity(clip_of(), pairs(), batch_size=size) for size in (1, 9))
+    torch.testing.assert_close(found.values, whole.values, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found.cka, whole.cka, atol=1e-12, rtol=0, equal_nan=True)
+    assert bool(found.cka[1:].isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

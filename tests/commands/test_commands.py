@@ -23,7 +23,7 @@ def read(folder):
 def saved(tmp_path_factory):
     """A report with intervals."""
     out = tmp_path_factory.mktemp("saved")
-    done("report", "--max-tokens", 640, "--seq-len", 32, "--batch-size", 1, "--intervals", "--out", out)
+    done("report", "--max-tokens", 4096, "--seq-len", 16, "--option", "cka.minibatch=64", "--intervals", "--out", out)
     return out
 
 

@@ -49,7 +49,7 @@ def test_with_no_argument_it_runs_on_the_demo(page):
 
 def test_merged_shards_are_the_report_of_one_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ["--max-tokens", 600, "--batch-size", 1, "--option", "cosine.center=none"]
+    options = ["--max-tokens", 1200, "--seq-len", 32, "--option", "cka.minibatch=64", "--option", "cosine.center=none"]
     for number in range(2):
         done = run("report", *options, "--shard", f"{number}/2")
         assert done.exit_code == 0, done.output
@@ -75,7 +75,7 @@ def test_a_shard_is_two_numbers(shard, tmp_path, monkeypatch):
 
 def test_an_option_of_an_analyzer_reaches_the_result(tmp_path):
     options = ["--option", "cka.minibatch=64", "--option", "cosine.center=none"]
-    done = run("report", "--max-tokens", 512, "--out", tmp_path, *options)
+    done = run("report", "--max-tokens", 512, "--seq-len", 64, "--out", tmp_path, *options)
     assert done.exit_code == 0, done.output
     report = lsim.load_report(tmp_path / "report.safetensors")
     assert report["cka"].provenance.options["minibatch"] == 64
@@ -298,11 +298,11 @@ def test_the_demo_pair_refuses_options_that_it_does_not_read(flags, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_intervals_have_small_batches_unless_a_size_is_given(tmp_path):
+def test_blocks_of_intervals_do_not_depend_on_the_batch_size(tmp_path):
     reading = ["--analyzers", "cosine", "--seq-len", "16", "--max-tokens", "512", "--intervals", "--out"]
-    for given, size in (((), 2), (("--batch-size", "1"), 1)):
+    for given, size in (((), 16), (("--batch-size", "1"), 1)):
         out = tmp_path / str(size)
         assert run("report", *reading, out, *given).exit_code == 0
         found = lsim.load_report(out / "report.safetensors")["cosine"]
-        assert (found.provenance.options["batch_size"], len(found.block_tokens)) == (size, 16)
+        assert (found.provenance.options["batch_size"], found.block_tokens) == (size, (32,) * 16)
         assert f"\nbatch_size: {size}\n" in (out / "run.yaml").read_text()

@@ -138,7 +138,7 @@ def test_no_secret_enters_the_file(tmp_path):
 
 def test_shards_and_their_report_keep_the_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ["--max-tokens", 600, "--batch-size", 1, "--option", "cosine.center=none"]
+    options = ["--max-tokens", 1200, "--seq-len", 32, "--option", "cka.minibatch=64", "--option", "cosine.center=none"]
     for number in range(2):
         done("report", *options, "--shard", f"{number}/2")
     # As a shell expands the pattern: with the files of the options.

@@ -356,7 +356,7 @@ def test_titles_name_the_kind_of_sites_that_were_measured():
 
 def test_effective_samples_of_two_models_are_two_curves():
     a, b = tiny_llama(), tiny_llama(layers=2, seed=1)
-    found = lsim.compare(a, b, random_tokens(20, 12), "cka", intervals=True, batch_size=1)
+    found = lsim.compare(a, b, random_tokens(256, 8), lsim.CKA(minibatch=64), intervals=True)
     first, second = found.plot("effective_samples").data[-2:]
     assert (first.name, second.name) == ("first model", "second model")
     np.testing.assert_array_equal(first.y, found.effective_samples)

@@ -21,7 +21,7 @@ from .helpers import assert_whiskers, bands, line_of, texts
 def grid():
     models = {name: tiny_llama(layers=2, seed=seed) for seed, name in enumerate("abcd")}
     return lsim.compare_grid(
-        models, random_tokens(16), lsim.CKA(minibatch=8), batch_size=1, groups=["x", "y", "x", "y"], intervals=True
+        models, random_tokens(256, 8), lsim.CKA(minibatch=8), batch_size=16, groups=["x", "y", "x", "y"], intervals=True
     )
 
 

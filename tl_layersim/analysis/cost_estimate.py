@@ -10,7 +10,7 @@ from ..core.argument_checks import named
 from ..core.blocks import first_block_size
 from ..core.errors import LayersimError, in_words
 from ..core.sum_tree import most_nodes
-from ..core.sums import POOL
+from ..core.sums import analyzer_of
 from ..core.wording import duration_in_words
 from ..models.pools import ROWS
 from ..remote.request_sizes import MOST_BATCHES
@@ -119,15 +119,15 @@ class CostEstimate:
 
     def rows(self) -> list[tuple[str, str]]:
         """The costs by name, as text with units."""
-        rows, positions = self.workload.shape
+        batch, positions = self.workload.shape
         lines = [("FLOPs", f"{sum(self.flops.values()):.2e}")]
         lines += [(f"  {part}", f"{flops:.2e}") for part, flops in self.flops.items()]
-        rows = math.ceil(self.tokens / self.workload.samples * self.workload.shape[0])
+        rows = math.ceil(self.tokens / self.workload.samples * batch)
         blocks = f", {_blocks(rows)} blocks" if self.intervals else ""
         lines += [("sums", f"at most {in_words(sum(self.sums_bytes.values()))}{blocks}")]
         lines += [(f"  {name}", in_words(size)) for name, size in self.sums_bytes.items()]
         lines += [("weights", f"{in_words(self.weights_bytes)}, {self.workload.parameters:,} parameters")]
-        lines += [("activations", f"{in_words(self.activations_bytes)} for a batch of {rows} x {positions}")]
+        lines += [("activations", f"{in_words(self.activations_bytes)} for a batch of {batch} x {positions}")]
         if self.traffic is not None:
             sent, back = in_words(self.traffic.bytes_up), in_words(self.traffic.bytes_down)
             lines += [("traffic", f"{self.traffic.requests:,} requests, {sent} up, at most {back} down")]
@@ -175,7 +175,7 @@ def assemble(
     share = tokens / workload.samples
     batches = math.ceil(share)
     counts = {operation: count * share for operation, count in workload.counts.items()}
-    parts = ["forward", "head", *dict.fromkeys(name.removeprefix(POOL) for name in workload.sums)]
+    parts = ["forward", "head", *dict.fromkeys(map(analyzer_of, workload.sums))]
     rows = math.ceil(share * workload.shape[0])
     leaf = min(ROWS, workload.capacity)
     first_nodes = most_nodes(math.ceil(rows / leaf), False)
@@ -183,7 +183,7 @@ def assemble(
     for name, size in workload.sums.items():
         # With intervals the first leaves are single rows.
         units = math.ceil(rows / workload.pools.get(name, 1 if intervals else leaf))
-        sums_bytes[name.removeprefix(POOL)] += most_nodes(units, intervals) * size
+        sums_bytes[analyzer_of(name)] += most_nodes(units, intervals) * size
     for name, size in workload.first_sums.items():
         sums_bytes[name] += first_nodes * size
     traffic = _traffic(workload, rows, tokens_per_request) if remote else None

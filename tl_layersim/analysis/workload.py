@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..analyzers.base import Analyzer
 from ..core.operation_meter import Operation, OperationMeter, TooManyOperations
-from ..core.sums import POOL, Sums
+from ..core.sums import Sums, analyzer_of
 from ..data.batches import Batch
 from ..models.hooks import kernels_alone
 from ..models.model_info import Model
@@ -44,7 +44,7 @@ class Workload:
         sites: number of sites that are read.
         passes: number of passes over the data in which the model runs.
         counts: how often each operation runs in all passes over one batch.
-        sums: bytes of the sums of each kernel, those over pools of rows under `POOL` and the name of the analyzer.
+        sums: bytes of the sums of each kernel, see `analyzer_of`.
         pools: rows of a pool, of each kernel that sums over pools.
         first_sums: bytes of the sums of each analyzer with a first pass, which its main pass reads.
         weights: bytes of the parameters and buffers.
@@ -182,7 +182,7 @@ class _MeteredRun:
                 counts = meter.counts.copy()
                 if name in self.pools:
                     pool = self.pools[name]
-                    with meter.counting(name.removeprefix(POOL)), kernels_alone():
+                    with meter.counting(analyzer_of(name)), kernels_alone():
                         outputs[name] = pool.sums(view)
                     # Of a pool, of which the batch is a part or several.
                     share: Any = {
@@ -193,7 +193,7 @@ class _MeteredRun:
                     continue
                 assert not isinstance(kernel, PoolKernel)
                 try:
-                    with meter.counting(name, MOST_OPERATIONS if self.weightless else None), kernels_alone():
+                    with meter.counting(analyzer_of(name), MOST_OPERATIONS if self.weightless else None), kernels_alone():
                         outputs[name] = kernel(view)
                 except TooManyOperations:
                     meter.counts = counts
@@ -217,7 +217,7 @@ class _MeteredRun:
             live = meter.live
             meter.peak = live
             for name, kernel in kernels.items():
-                with meter.counting(name), kernels_alone():
+                with meter.counting(analyzer_of(name)), kernels_alone():
                     outputs[name] = kernel(view)
         factor = self.samples / view.activations.shape[1]
         scaled: Any = {operation: count * factor for operation, count in meter.counts.items()}

@@ -15,6 +15,15 @@ POOL = "pools of "
 SIZES = "sizes of "
 
 
+def analyzer_of(name: str) -> str:
+    """The analyzer of a kernel.
+
+    Args:
+        name: of the kernel, the name of the analyzer with `POOL` or `SIZES` before it or none.
+    """
+    return name.removeprefix(POOL).removeprefix(SIZES)
+
+
 @dataclass(frozen=True, eq=False)
 class Sums:
     """Sums over rows: named tensors on the CPU that are added field by field, integers as int64, other numbers as float64.

@@ -30,22 +30,32 @@ def activation_sizes(*views: View) -> dict[str, Tensor]:
 
 def _sizes(view: View) -> dict[str, Tensor]:
     if "sizes" not in view.memo:
-        place = view.position.to(view.activations.device).clamp(max=FIRST_PLACES)
-        sites = [_sizes_of(x, place, view.sequence.to(x.device)) for x in view.activations]
+        device = view.activations.device
+        place = view.position.to(device).clamp(max=FIRST_PLACES)
+        # On the CPU, because the numbers of rows and of later positions are values, of which the meta device has none.
+        sequence, later = view.sequence.cpu(), (view.position.cpu() >= FIRST_PLACES).nonzero()[:, 0]
+        rows, rows_of_later = _numbered(sequence, device), _numbered(sequence[later], device)
+        sites = [_sizes_of(x, place, rows, later.to(device), rows_of_later) for x in view.activations]
         stacked = {name: torch.stack([site[name] for site in sites]) for name in sites[0]}
         view.memo["sizes"] = {"tokens": torch.bincount(place, minlength=FIRST_PLACES + 1), **stacked}
     sizes: dict[str, Tensor] = view.memo["sizes"]
     return sizes
 
 
-def _sizes_of(x: Tensor, place: Tensor, sequence: Tensor) -> dict[str, Tensor]:
+def _numbered(sequence: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The number of each sample's row from 0 on, and the number of samples of each row."""
+    row, count = torch.unique_consecutive(sequence, return_inverse=True, return_counts=True)[1:]
+    return row.to(device), count.to(device)
+
+
+def _sizes_of(
+    x: Tensor, place: Tensor, rows: tuple[Tensor, Tensor], later: Tensor, rows_of_later: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
     squares = x.square()
     norm = squares.sum(-1).double()
     out = {f"norm^{2 * power}": _by_group(norm**power, place, FIRST_PLACES + 1) for power in (1, 2)}
     share = squares / squares.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    later = place == FIRST_PLACES
-    for name, terms, rows in (("power", share, sequence), ("variance", squares[later], sequence[later])):
-        row, count = torch.unique_consecutive(rows, return_inverse=True, return_counts=True)[1:]
+    for name, terms, (row, count) in (("power", share, rows), ("variance", squares[later], rows_of_later)):
         mean = _by_group(terms, row, len(count)) / count[:, None]
         if name == "variance":
             mean = mean - (_by_group(x[later], row, len(count)) / count[:, None]).square()
