@@ -64,8 +64,8 @@ class TestOtherAnalyzers:
         passes = Passes(models)
         data = random_tokens(6, 12)
         grid = lsim.compare_grid(models, data, Product(), batch_size=3, distance=first_row)
-        # Two passes of two batches.
-        assert passes.counts == dict.fromkeys(models, 4)
+        # Two batches: a look at the widths, the first pass and the main one.
+        assert passes.counts == dict.fromkeys(models, 6)
         for i, a in enumerate(models):
             for j, b in enumerate(models):
                 one = lsim.compare(models[a], models[b], data, Product(), batch_size=3)
