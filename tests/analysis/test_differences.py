@@ -141,16 +141,6 @@ def test_runs_are_paired_only_on_the_same_data_in_the_same_blocks():
         lsim.difference(one, measured(2, blocks=20))
 
 
-def test_the_interval_keeps_to_the_bounds_of_a_difference():
-    first = measured(1, shift=-1.29)
-    second = measured(2, shift=0.69, tokens=first.block_tokens)
-    ends = lsim.difference(first, second).interval("values", level=0.9999)
-    assert float(ends.high.max()) == 2.0
-    assert float(ends.low.min()) < 1.98
-    back = lsim.difference(second, first).interval("values", level=0.9999)
-    assert float(back.low.min()) == -2.0
-
-
 def test_a_table_has_a_line_for_each_entry():
     first, second = measured(1), measured(2, shift=0.004)
     found = lsim.difference(first, second)

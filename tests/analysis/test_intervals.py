@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.core.intervals import bounds_of
-from tl_layersim.core.jackknife import standard_error
+from tl_layersim.core.jackknife import degrees_of_freedom, standard_error
 from tl_layersim.models.hooked import HookedSource
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
@@ -82,9 +83,11 @@ def test_an_interval_is_students_t_about_the_value_with_the_error_of_the_replica
     value, low, high, error = result.interval("entropy", level=0.9)
     replicates = torch.stack([one.entropy for one in result.replicates])
     assert error.equal(standard_error(result.entropy, replicates))
-    margin = stats.t.ppf(0.95, 17) * error
-    torch.testing.assert_close(low, value - margin)
-    torch.testing.assert_close(high, value + margin)
+    # An entropy is positive: the interval is symmetric on the scale of its logarithm.
+    degrees = degrees_of_freedom(value, replicates, (0, math.inf))
+    factor = (torch.tensor(stats.t.ppf(0.95, degrees.numpy())) * error / value).exp()
+    torch.testing.assert_close(low, value / factor)
+    torch.testing.assert_close(high, value * factor)
     assert value.equal(result.entropy)
     assert result.interval().value.equal(result.values)
     assert result.interval("cross_entropy").low.equal(result.interval("values").low)
@@ -131,9 +134,9 @@ def test_a_grid_has_intervals_of_its_distances_and_of_each_pair(tmp_path):
     torch.testing.assert_close(grid["b", "a"].interval("values").low, pair.interval("values").low.T)
     grid.save(tmp_path / "grid.safetensors")
     loaded = lsim.load(tmp_path / "grid.safetensors")
-    assert loaded.interval().high.equal(grid.interval().high)
+    assert loaded.interval().high.nan_to_num(-1).equal(grid.interval().high.nan_to_num(-1))
     assert loaded["a", "c"].interval("values").low.equal(grid["a", "c"].interval("values").low)
-    assert loaded.replicates[3]["a", "b"].values.equal(grid.replicates[3]["a", "b"].values)
+    assert loaded.replicates[1]["a", "b"].values.equal(grid.replicates[1]["a", "b"].values)
 
 
 def test_a_file_keeps_the_intervals(tmp_path):
