@@ -30,7 +30,7 @@ def test_batch_size_does_not_matter_where_no_minibatches_are_drawn():
 def test_provenance_says_what_was_measured_on_what():
     report = lsim.analyze(tiny_llama(), random_tokens(5, 11), cosine_and_cka(), batch_size=2, skip_first=1)
     p = report["cka"].provenance
-    assert (p.tokens, p.sequences, p.batches, p.seed) == (50, 5, 3, 0)
+    assert (p.tokens, p.sequences, p.seed) == (50, 5, 0)
     assert (p.dtype, p.source) == ("torch.float32", "LlamaForCausalLM")
     assert p.options["minibatch"] == 16
     assert p.options["skip_first"] == 1
@@ -75,7 +75,7 @@ def test_models_with_other_tokens_do_not_compare():
     with pytest.raises(lsim.LayersimError, match=r"have different tokenizers(.|\n)*is token(.|\n)*same tokenizer"):
         lsim.compare(a, b, ["w3 w4 w5 w6"], "cka")
     b.tokenizer = tiny_tokenizer()
-    assert lsim.compare(a, b, ["w3 w4 w5 w6"], "cka").samples == 5
+    assert lsim.compare(a, b, ["w3 w4 w5 w6"] * 4, "cka").samples == 20
     wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**a.config.to_dict() | {"vocab_size": 120}))
     with pytest.warns(lsim.LayersimWarning, match="vocabularies have 100 and 120 entries"):
         lsim.compare(a, wide, random_tokens(), "cka")

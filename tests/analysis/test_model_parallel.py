@@ -63,7 +63,7 @@ MEASURE = """
         report.save(f"{folder}/{kind}-{rank}-attn_out.safetensors")
         for family in ("q", "z", "mlp_post"):
             with refusal(f"{kind} {family}"):
-                report = lsim.analyze(model, random_tokens(2, 11), lsim.CKA(minibatch=16), at=family)
+                report = lsim.analyze(model, random_tokens(4, 11), lsim.CKA(minibatch=16), at=family)
                 report.save(f"{folder}/{kind}-{rank}-{family}.safetensors")
         """
 OTHERS = {
@@ -195,7 +195,7 @@ def test_sites_that_are_divided_among_processes_are_refused(kind, family, group)
     refusals = [any(line.startswith(f"{kind} {family} refused: `at` names sites") for line in said(group, r)) for r in (0, 1)]
     assert refusals == [family in divided] * 2
     if family not in divided:
-        alone = lsim.analyze(tiny_llama(), random_tokens(2, 11), lsim.CKA(minibatch=16), at=family)["cka"]
+        alone = lsim.analyze(tiny_llama(), random_tokens(4, 11), lsim.CKA(minibatch=16), at=family)["cka"]
         assert worst(lsim.load_report(group / f"{kind}-0-{family}.safetensors")["cka"], alone) < 1e-5
 
 

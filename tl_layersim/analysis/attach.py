@@ -239,8 +239,6 @@ class Probe:
             if self._is_enough(name, views, continued):
                 own[name] = self._reduced(name, views)
                 self._waiting[name] = []
-        if self._intervals and self._forwards == 1:
-            refuse_large_blocks(own)
         self._tree = self._tree.add(self._block(count, own))
 
     def _first_row(self, view: View) -> tuple[int, bool]:
@@ -286,7 +284,10 @@ class Probe:
             with kernels_alone():
                 not_finite, out = reduce({name: kernel}, joined)
             refuse_not_finite(not_finite, [self._source.sites], f"forward pass {self._forwards} or shortly before")
-            return sums_of((name,), out, sums_so_far(self._tree))[name]
+            own = sums_of((name,), out, sums_so_far(self._tree))
+            if self._intervals:
+                refuse_large_blocks(own)
+            return own[name]
         except Exception as error:
             self._fail(error)
             return Sums()
