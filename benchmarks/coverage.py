@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.core.coverage_simulation import coverage, lengths_of
+from tests.core.interval_cases import CASES, coverage_of
 
 # Numbers of batches that give 16, 24 and 32 blocks; the last of 32 is half as large as the others.
 BATCHES = (16, 24, 63)
@@ -38,6 +39,11 @@ def main() -> None:
                 numbers = f"{own['coverage']:.1%} | {naive} | {own['ratio']:.2f}"
                 lines.append(f"| {name} | {own['blocks']:.0f} | {texts} | {numbers} |")
                 print(lines[-1], flush=True)
+    lines += ["", "| 16 blocks | covered | symmetric about the value | warned of drift |", "| --- | --- | --- | --- |"]
+    for name in CASES:
+        own = coverage_of(name, args.simulations)
+        lines.append(f"| {name} | {own.now:.1%} | {own.symmetric:.1%} | {own.warned:.1%} |")
+        print(lines[-1], flush=True)
     if args.out:
         args.out.write_text("\n".join(lines) + "\n")
 

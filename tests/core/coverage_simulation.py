@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_layersim.analyzers._hsic import centred, grams
 from tl_layersim.core.blocks import DataBlock
 from tl_layersim.core.histogram_quantiles import quantiles_from_histogram
-from tl_layersim.core.jackknife import leave_one_out, standard_error, t_interval
+from tl_layersim.core.jackknife import degrees_of_freedom, leave_one_out, standard_error, t_interval
 from tl_layersim.core.sum_tree import SumTree
 from tl_layersim.core.sums import Sums
 
@@ -115,8 +115,9 @@ def coverage(lengths: list[list[int]], simulations: int, seed: int, level: float
     out = {}
     for name, statistic in STATISTICS.items():
         value, truth = statistic(total), statistic(pooled)
-        error = standard_error(value, torch.stack([statistic(one) for one in rest]))
-        found = t_interval(value, error, len(each), level)
+        replicates = torch.stack([statistic(one) for one in rest])
+        error = standard_error(value, replicates)
+        found = t_interval(value, error, degrees_of_freedom(value, replicates), level)
         out[name] = {
             "coverage": _contained(found.low, found.high, truth),
             "naive": _contained(*_naive(name, total, level), truth),

@@ -2,25 +2,69 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 
 import pytest
+import torch
 from scipy import stats
 
-from tl_layersim.core.intervals import headline_margins, headline_texts
+from tl_layersim.core.errors import LayersimError
+from tl_layersim.core.intervals import function_interval, headline_margins, headline_texts, interval_of
 
 
-def headlines(whole: float, *without: float) -> SimpleNamespace:
-    each = [SimpleNamespace(headline=lambda x=x: {"x": x}) for x in without]
-    return SimpleNamespace(
-        has_intervals=True, replicates=each, block_tokens=(1,) * len(each), headline=lambda: {"x": whole}, untrained=()
-    )
+@dataclass
+class Headlines:
+    """A result with a headline number and a field of fractions."""
+
+    numbers: dict[str, float]
+    curve: torch.Tensor = field(metadata={"axes": ("layer",), "within": (0, 1), "out_of": ""})
+    replicates: tuple = ()
+    block_tokens: tuple = ()
+    untrained: tuple = ()
+    has_intervals = True
+    values_name = "values"
+
+    def tensor_fields(self):
+        return {"curve": ("layer",)}
+
+    def coordinates(self, axis):
+        return (0, 1)
+
+    def headline(self):
+        return self.numbers
+
+
+def headlines(whole: float, *without: float, name: str = "x", curves: tuple = ()) -> Headlines:
+    curves = curves or (torch.full((2,), 0.123).double(),) * (1 + len(without))
+    each = tuple(Headlines({name: x}, own) for x, own in zip(without, curves[1:], strict=True))
+    return Headlines({name: whole}, curves[0], each, (1,) * len(each))
+
+
+def test_an_entry_of_a_field_has_the_interval_of_the_field():
+    curves = tuple(torch.tensor([0.9, 0.02 + 0.004 * j]).double() for j in (0, -2, -1, 1, 2))
+    found = headlines(*(float(one[1]) for one in curves), curves=curves)
+    ends, expected = function_interval(found, lambda one: one.curve[1], 0.95), interval_of(found, "curve", 0.95)
+    assert (float(ends.low), float(ends.high)) == (float(expected.low[1]), float(expected.high[1]))
+    assert float(ends.low) > 0
+    assert headline_margins(found)["x"] == pytest.approx(float(ends.high - ends.low) / 2)
+
+
+def test_maxima_and_places_have_no_interval():
+    curves = tuple(torch.tensor([0.5 + 0.01 * (j % 2), 0.505]).double() for j in range(5))
+    found = headlines(*(float(one.max()) for one in curves), curves=curves)
+    assert headline_texts(found)["x"] == "0.505"
+    for place in (torch.max, torch.argmax):
+        assert function_interval(found, lambda one, place=place: place(one.curve), 0.95) is None
+        with pytest.raises(LayersimError, match="`interval`"):
+            interval_of(found, lambda one, place=place: place(one.curve), 0.95)
+    assert function_interval(found, lambda one: one.curve.mean(), 0.95) is not None
+    assert headline_texts(headlines(0.5, 0.4, 0.6, 0.55, name="highest accuracy, at x")) == {"highest accuracy, at x": "0.5"}
 
 
 def test_a_margin_is_half_the_width_of_the_interval():
     # About the mean of 1.2, 1.5 and 1.7, whatever the number of all data is.
     error = (2 / 3 * ((1.2 - 4.4 / 3) ** 2 + (1.5 - 4.4 / 3) ** 2 + (1.7 - 4.4 / 3) ** 2)) ** 0.5
-    margin = headline_margins(headlines(1.5, 1.2, 1.5, 1.7))["x"]
+    margin = headline_margins(headlines(1.6, 1.2, 1.5, 1.7))["x"]
     assert margin == pytest.approx(stats.t.ppf(0.975, 2) * error, rel=1e-12)
 
 
@@ -35,4 +79,4 @@ def test_a_margin_that_is_rounding_is_not_shown():
     assert headline_texts(headlines(0.5, 0.5 + 1e-15, 0.5, 0.5)) == {"x": "0.5"}
     assert headline_texts(headlines(0.5, 0.5, 0.5, 0.5)) == {"x": "0.5"}
     assert headline_texts(headlines(0.0, 0.0, 0.0)) == {"x": "0"}
-    assert " ± " in headline_texts(headlines(0.5, 0.5 + 1e-9, 0.5, 0.5))["x"]
+    assert " ± " in headline_texts(headlines(0.5, 0.5 + 1e-9, 0.5 - 1e-9, 0.5))["x"]

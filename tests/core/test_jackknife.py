@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,15 @@ import pytest
 import torch
 from scipy import stats
 
-from tl_layersim.core.jackknife import leave_one_out, p_value_from_error, standard_error, t_interval, welch_degrees
+from tl_layersim.core.jackknife import (
+    degrees_of_freedom,
+    leave_one_out,
+    neighbour_correlation,
+    p_value_from_error,
+    standard_error,
+    t_interval,
+    welch_degrees,
+)
 
 
 def naive_error(samples: list[np.ndarray], statistic) -> float:
@@ -51,20 +60,62 @@ def test_a_field_keeps_its_shape_and_undefined_entries_are_nan():
 
 @pytest.mark.parametrize("level", [0.5, 0.95, 0.99])
 def test_the_interval_is_of_students_t(level):
-    found = t_interval(torch.tensor(3.0).double(), torch.tensor(0.5).double(), 7, level)
+    found = t_interval(torch.tensor(3.0).double(), torch.tensor(0.5).double(), torch.tensor(6.0), level)
     low, high = stats.t.interval(level, df=6, loc=3.0, scale=0.5)
     assert (float(found.low), float(found.high)) == pytest.approx((low, high), rel=1e-12)
     assert (float(found.value), float(found.error)) == (3.0, 0.5)
 
 
-def test_the_interval_keeps_to_the_bounds_and_holds_its_value():
-    value, error = torch.tensor([0.02, 0.5, 0.99, 1 + 1e-12]).double(), torch.tensor(0.1).double().expand(4)
-    found = t_interval(value, error, 20, 0.95, within=(0, 1))
-    assert found.low.tolist() == pytest.approx([0.0, 0.5 - 2.0930 * 0.1, 0.99 - 0.2093, 1 - 0.2093], abs=1e-4)
-    assert found.high.tolist() == pytest.approx([0.02 + 0.2093, 0.5 + 0.2093, 1.0, 1.0], abs=1e-4)
+@pytest.mark.parametrize(
+    ("within", "scale", "back"),
+    [
+        ((0, 1), lambda x: np.log(x / (1 - x)), lambda y: 1 / (1 + np.exp(-y))),
+        ((-1, 1), np.arctanh, np.tanh),
+        ((0, math.inf), np.log, np.exp),
+        ((1, math.inf), lambda x: np.log(x - 1), lambda y: 1 + np.exp(y)),
+        ((-math.inf, 1), lambda x: -np.log(1 - x), lambda y: 1 - np.exp(-y)),
+    ],
+)
+def test_the_interval_is_symmetric_on_the_scale_of_the_bounds(within, scale, back):
+    value, error, step = 0.7 if within[0] != 1 else 1.7, 0.2, 1e-6
+    on_scale = error * (scale(value + step) - scale(value - step)) / (2 * step)
+    margin = stats.t.ppf(0.975, 15) * on_scale
+    found = t_interval(torch.tensor(value).double(), torch.tensor(error).double(), torch.tensor(15.0), 0.95, within)
+    expected = sorted([back(scale(value) - margin), back(scale(value) + margin)])
+    assert [float(found.low), float(found.high)] == pytest.approx(expected, rel=1e-6)
+    assert within[0] < float(found.low) < float(found.high) < within[1]
+
+
+def test_an_interval_holds_its_value_at_a_bound_and_is_undefined_without_degrees():
+    value, error = torch.tensor([0.0, 1.0, 1 + 1e-12]).double(), torch.tensor(0.1).double().expand(3)
+    found = t_interval(value, error, torch.tensor(20.0), 0.95, within=(0, 1))
     assert bool((found.low <= value).all() and (value <= found.high).all())
-    assert t_interval(value, error, 1, 0.95).low.isnan().all()
-    assert t_interval(value, error * math.nan, 9, 0.95).high.isnan().all()
+    assert found.low[1:].tolist() == pytest.approx([1 - 0.2086] * 2, abs=1e-4)
+    assert t_interval(value, error, torch.tensor(math.nan), 0.95).low.isnan().all()
+    assert t_interval(value, error * math.nan, torch.tensor(9.0), 0.95).high.isnan().all()
+    # Errors far larger than the distance from a bound.
+    wide = t_interval(torch.tensor(1e-9).double(), torch.tensor(0.5).double(), torch.tensor(15.0), 0.95, within=(0, 1))
+    assert (float(wide.low), float(wide.high)) == (0.0, 1.0)
+
+
+def test_degrees_count_the_blocks_that_change_a_statistic():
+    value = torch.tensor([1.0, 2.0, 0.0]).double()
+    without = value.expand(16, 3).clone()
+    # Rounding is no change.
+    without[5:, 0] += 1e-15
+    without[:5, 0] += 0.1
+    without[:, 1] += torch.arange(1, 17)
+    assert degrees_of_freedom(value, without).tolist() == [4, 15, 15]
+
+
+def test_the_correlation_of_neighbouring_blocks_is_that_of_a_naive_loop():
+    rng = np.random.default_rng(1)
+    without = rng.normal(size=(16, 3)).cumsum(0)
+    found = neighbour_correlation(torch.tensor(without))
+    for column in range(3):
+        d = without[:, column] - without[:, column].mean()
+        assert float(found[column]) == pytest.approx(sum(a * b for a, b in itertools.pairwise(d)) / sum(d * d))
+    assert neighbour_correlation(torch.ones(16, 3).double()).isnan().all()
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 16, 31])
@@ -94,7 +145,7 @@ def test_p_values_and_degrees_are_those_of_scipy():
     a, b = rng.normal(0.5, 2.0, 12), rng.normal(0, 1, 19)
     errors = tuple(torch.tensor(stats.sem(one)).double() for one in (a, b))
     expected = stats.ttest_ind(a, b, equal_var=False)
-    degrees = welch_degrees(errors, (12, 19))
+    degrees = welch_degrees(errors, (torch.tensor(11.0), torch.tensor(18.0)))
     assert float(degrees) == pytest.approx(expected.df, rel=1e-12)
     value, error = torch.tensor(a.mean() - b.mean()), (errors[0] ** 2 + errors[1] ** 2).sqrt()
     assert float(p_value_from_error(value, error, degrees)) == pytest.approx(expected.pvalue, rel=1e-10)
@@ -105,13 +156,13 @@ def test_without_variation_there_is_no_test():
     zero, one = torch.tensor(0.0).double(), torch.tensor(1.0).double()
     assert p_value_from_error(one, zero, 9 * one).isnan()
     assert p_value_from_error(one, zero * math.nan, 9 * one).isnan()
-    assert float(welch_degrees((zero, zero), (5, 7))) == 10.0
-    assert float(welch_degrees((one, zero), (5, 7))) == 4.0
+    assert float(welch_degrees((zero, zero), (4 * one, 6 * one))) == 10.0
+    assert float(welch_degrees((one, zero), (4 * one, 6 * one))) == 4.0
 
 
 def test_equal_errors_from_unequal_numbers_of_blocks_have_fewer_degrees_than_both_together():
     one = torch.tensor(1.0).double()
-    assert float(welch_degrees((one, one), (5, 7))) == pytest.approx(4 / (1 / 4 + 1 / 6), rel=1e-12)
+    assert float(welch_degrees((one, one), (4 * one, 6 * one))) == pytest.approx(4 / (1 / 4 + 1 / 6), rel=1e-12)
 
 
 def test_a_bias_that_all_parts_share_is_no_error():

@@ -10,6 +10,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import LayerCurve, LayerMatrix
 from tl_layersim.core.findings import with_margin
+from tl_layersim.core.wording import number_text
 from tl_layersim.reporting.findings import finding, side_by_side
 
 from ..tiny_models import random_tokens, tiny_llama
@@ -73,7 +74,7 @@ def test_analyzers_have_words_of_their_own(report):
     assert texts["skip_effect"].startswith(f"Skipping a block changes what later blocks add by a relative {mean}")
     rank = report["effective_rank"]
     lowest = int(rank.values.argmin())
-    assert f"({with_margin(rank, lambda one: one.values[lowest])} of " in texts["effective_rank"]
+    assert f"({number_text(float(rank.values[lowest]))} of " in texts["effective_rank"]
     threshold = report["exit_curve"].threshold_for(agreement=0.95)
     assert texts["exit_curve"].startswith(f"Early exit at a top probability of {threshold:g} agrees")
     plain = replace(report["saturation"], replicates=(), block_tokens=())

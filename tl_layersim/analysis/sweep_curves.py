@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..core.intervals import bounds_of, has_margin
+from ..core.intervals import bounds_of, function_interval, has_margin
 from ..core.results import Result
 from ..core.wording import brief
 
@@ -174,9 +174,8 @@ def _single(result: Result, function: Callable[[Any], Any], words: str, level: f
 def _value_and_ends(
     result: Result, function: Callable[[Any], Any], level: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    if result.has_intervals:
-        value, low, high, _ = result.interval(function, level)
-        return value, low, high
+    if result.has_intervals and (found := function_interval(result, function, level)) is not None:
+        return found.value, found.low, found.high
     return torch.as_tensor(function(result), dtype=torch.float64), None, None
 
 

@@ -16,6 +16,7 @@ from ..core.errors import LayersimError, warn
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
+from ..core.wording import number_text
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._ridge_probe import samples_differ
@@ -104,7 +105,7 @@ class EffectiveRankResult(Result):
         if len(known) < 2:
             return ""
         low, last = int(known[self.values[known].argmin()]), int(known[-1])
-        lowest = with_margin(self, lambda one: one.values[low])
+        lowest = number_text(float(self.values[low]))
         at_last = with_margin(self, lambda one: one.values[last])
         return (
             f"The effective rank is lowest at {site_in_words(self.layers[low])} ({lowest} of {self.widths[low]} dimensions) "

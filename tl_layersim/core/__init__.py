@@ -9,8 +9,8 @@ Other packages may import:
 * `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`; `histogram_quantiles`: `quantiles_from_histogram`
 * `blocks`: `DataBlock`, `first_block_size`, `rows_in_block`, `MOST_BLOCKS`; `sum_tree`: `SumTree`, `most_nodes`
 * `jackknife`: `leave_one_out`, `ConfidenceInterval`; `intervals`: `with_replicates`, `headline_margins`, `headline_lines`,
-  `headline_texts`, `margin_text`, `bounds_of`, `bounded_field`, `has_margin`, `total_of`, `aligned`, `refuse_level`,
-  `refuse_no_blocks`
+  `headline_texts`, `margin_text`, `bounds_of`, `bounded_field`, `has_margin`, `function_interval`, `total_of`, `aligned`,
+  `refuse_level`, `refuse_no_blocks`
 * `findings`: `site_in_words`, `with_margin`, parts of sentences about results
 * `result_differences`: `Estimate`, `difference_estimate`, `same_blocks`; `label_table`: `label_table`, `BLOCK_AXES`, `COLUMNS`
 * `missing_attributes`: `missing_attribute`

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from .intervals import interval_of, margin_text
+from .intervals import function_interval, margin_text
 
 _SITE_NAME = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
 
@@ -47,7 +47,6 @@ def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) 
         percent: whether the number is a fraction that is written in per cent.
     """
     margin = math.nan
-    if result.has_intervals:
-        _, low, high, _ = interval_of(result, what, 0.95)
-        margin = float(high - low) / 2
+    if result.has_intervals and (found := function_interval(result, what, 0.95)) is not None:
+        margin = float(found.high - found.low) / 2
     return margin_text(float(what(result)), margin, percent)

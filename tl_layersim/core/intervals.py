@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from .errors import LayersimError, as_fraction
-from .jackknife import UNBOUNDED, ConfidenceInterval, degrees_of_freedom, standard_error, t_interval
+from .jackknife import ROUNDING, UNBOUNDED, ConfidenceInterval, degrees_of_freedom, standard_error, t_interval
 from .wording import equation, number_text, p_value_text, rounded_to_margin
 
-# Words in the names of headline numbers that are extremes.
-EXTREME = re.compile(r"\b(largest|smallest|maximum)\b")
-# A margin below this fraction of its number is rounding: the number does not depend on the blocks.
-MARGIN_ROUNDING = 1e-12
+# Words in the names of headline numbers that are extremes, or that belong to a threshold which the data choose.
+EXTREME = re.compile(r"\b(largest|smallest|highest|lowest|maximum)\b|^threshold|^its ")
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -54,7 +52,60 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     if isinstance(what, str):
         field, within = bounded_field(result, what)
         return t_interval_of(result, lambda one: aligned(one, result, field), level, within, total_of(result, field))
-    return t_interval_of(result, what, level)
+    found = function_interval(result, what, level)
+    if found is None:
+        raise LayersimError(
+            "The function of `interval` returns a largest or smallest value, a place or a whole number such as of layers. It "
+            "has no interval: blocks move it by jumps.",
+            given=f"{number_text(float(what(result)))} on all data",
+            expected="an entry at a fixed place, a mean or a difference, or a tensor of such numbers",
+            do='result.interval("values"), the intervals of the whole field',
+        )
+    return found
+
+
+def function_interval(result: Any, function: Callable[[Any], Any], level: float) -> ConfidenceInterval | None:
+    """The interval of a function of a result; that of a field if the function returns an entry of it.
+
+    Args:
+        result: with its replicates.
+        function: takes a result and returns a number or a tensor.
+        level: of confidence.
+
+    Returns:
+        None for a number that blocks move by jumps: a maximum, a place or a whole number.
+    """
+    value, replicates = with_and_without_blocks(result, function)
+    within = entry_bounds(result, value, replicates)
+    return None if within is None else _interval(value, replicates, level, within)
+
+
+def entry_bounds(result: Any, value: Tensor, replicates: Tensor) -> tuple[float, float] | None:
+    """The bounds of a number: those of a field if it is one entry of it on all parts of the data.
+
+    Args:
+        result: with its replicates.
+        value: of all data.
+        replicates: without each block.
+
+    Returns:
+        None for a number that blocks move by jumps: one that is whole on all parts of the data, or an entry of a field whose
+        place depends on the part, as that of the largest entry does. No bounds for any other number.
+    """
+    each = torch.cat([value[None], replicates]) if len(replicates) else value[None]
+    if value.dim() or not bool(each.isfinite().all()):
+        return UNBOUNDED
+    if bool((each != value).any()) and bool((each == each.round()).all()):
+        return None
+    jumps = False
+    for name, within in bounds_of(result).items():
+        held = [getattr(one, name) for one in (result, *result.replicates)]
+        if len({one.shape for one in held}) == 1:
+            equal = torch.stack([one.reshape(-1) for one in held]) == each[:, None]
+            if bool(equal.all(0).any()):
+                return within or UNBOUNDED
+            jumps |= bool(equal.any(1).all())
+    return None if jumps else UNBOUNDED
 
 
 def refuse_level(level: float) -> None:
@@ -157,14 +208,10 @@ def t_interval_of(
     Raises:
         LayersimError: it returns tensors of different shapes for different blocks, or something else.
     """
-    if isinstance(function(result), int):
-        raise LayersimError(
-            "A whole number, such as the number of a layer, has no interval: blocks that move it do so by jumps.",
-            given=f"a function that returns {function(result)}",
-            expected="a function that returns a number on a scale, or a tensor of such numbers",
-            do='result.interval("values"), and where the intervals of two layers part',
-        )
-    value, replicates = with_and_without_blocks(result, function, out_of)
+    return _interval(*with_and_without_blocks(result, function, out_of), level, within)
+
+
+def _interval(value: Tensor, replicates: Tensor, level: float, within: tuple[float, float]) -> ConfidenceInterval:
     error = standard_error(value, replicates)
     return t_interval(value, error, degrees_of_freedom(value, replicates, within), level, within)
 
@@ -222,7 +269,7 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
         >>> margin_text(0.6383, 0.0191, percent=True), margin_text(0.6383, 0.0191), margin_text(0.6383, float("nan"))
         ('63.8 ± 1.9 %', '0.638 ± 0.019', '0.6383')
     """
-    if not MARGIN_ROUNDING * abs(value) < margin < math.inf:
+    if not ROUNDING * abs(value) < margin < math.inf:
         return f"{100 * value:.3g} %" if percent else number_text(value)
     if percent:
         return " ± ".join(rounded_to_margin(100 * value, 100 * margin)) + " %"
@@ -233,7 +280,8 @@ def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
     """Half the width of the interval of each headline number, NaN where it has none; empty without intervals.
 
     A number that is whole on all data and on every part of it is a count, such as of prompts, and has no interval. A p-value
-    has none either, nor an extreme over layers: the jackknife fails where another layer is the largest in other data.
+    has none either, nor an extreme over layers: the jackknife fails where another layer is the largest in other data. An entry
+    of a field has the interval of the field.
 
     Args:
         result: with or without replicates.
@@ -247,10 +295,10 @@ def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
     for name in value:
         own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
         whole = torch.tensor(value[name], dtype=torch.float64)
-        error = standard_error(whole, own)
-        found = t_interval(whole, error, degrees_of_freedom(whole, own), level)
-        none = not has_margin(name) or (float(whole).is_integer() and all(number.is_integer() for number in own.tolist()))
-        margins[name] = math.nan if none else float(found.high - found.low) / 2
+        counted = float(whole).is_integer() and all(number.is_integer() for number in own.tolist())
+        within = entry_bounds(result, whole, own) if has_margin(name) and not counted else None
+        found = None if within is None else _interval(whole, own, level, within)
+        margins[name] = math.nan if found is None else float(found.high - found.low) / 2
     return margins
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 Term = TypeVar("Term")
+# A change below this fraction of a number is rounding: the number does not depend on the block.
+ROUNDING = 1e-12
 UNBOUNDED = (-math.inf, math.inf)
 
 
@@ -132,7 +134,7 @@ def degrees_of_freedom(value: Tensor, replicates: Tensor, within: tuple[float, f
         >>> degrees_of_freedom(hits.sum(1) / 40, without, within=(0, 1))
         tensor([1., 1., 3.], dtype=torch.float64)
     """
-    changes = replicates != value
+    changes = (replicates - value).abs() > ROUNDING * value.abs()
     changed = changes.sum(0).double()
     # Moves of the pseudo-values from the statistic.
     move = (value - replicates) * (changed - 1)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .intervals import MARGIN_ROUNDING, with_and_without_blocks
+from .intervals import with_and_without_blocks
 from .jackknife import (
+    ROUNDING,
     ConfidenceInterval,
     degrees_of_freedom,
     p_value_from_error,
@@ -88,7 +89,7 @@ def difference_estimate(
         error = (errors[0].square() + errors[1].square()).sqrt()
         degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a, within), degrees_of_freedom(b, without_b, within)))
     # Ones on the diagonal of a similarity differ by rounding, which is no finding.
-    rounding = MARGIN_ROUNDING * torch.maximum(a.abs(), b.abs())
+    rounding = ROUNDING * torch.maximum(a.abs(), b.abs())
     is_rounding = (error <= rounding) & ((b - a).abs() <= rounding)
     error, b = error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
     return Estimate(a, b, error, degrees)

@@ -210,7 +210,9 @@ class Result(ABC):
 
         The data was measured in 16 to 32 contiguous blocks, and the result is computed again without each of them: a
         delete-one-block jackknife, with Student's t. Tokens of one text are dependent, and texts in one block are together, so
-        the interval describes another sample of as many texts of the same kind. Ends are cut at the bounds of the field.
+        the interval describes another sample of as many texts of the same kind. It is symmetric on a scale without bounds, such
+        as the log-odds of a fraction or the logarithm of a positive number. A function that returns an entry of a field has the
+        interval of the field; other numbers are taken to have no bounds.
 
         Args:
             what: name of a tensor field; or a function that takes the result and returns a number or a tensor, such as

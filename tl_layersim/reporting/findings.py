@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..core.findings import site_in_words, with_margin
-from ..core.intervals import headline_texts, margin_text
+from ..core.intervals import headline_texts
 from ..core.provenance import JOINT
 from ..core.results import LayerMatrix, Result
+from ..core.wording import number_text
 from .labels import quantity
 
 # Headline numbers in a sentence of a result that has no words of its own.
@@ -71,10 +72,7 @@ def _difference_text(result: Result, before: str, after: str) -> str:
 
 def _extremes(result: LayerMatrix) -> str:
     """The highest and the lowest value between two sites, in words; empty where no value is defined."""
-    values, margins = result.values, torch.full_like(result.values, math.nan)
-    if result.has_intervals:
-        _, low, high, _ = result.interval("values")
-        margins = (high - low) / 2
+    values = result.values
     two_models = JOINT in result.provenance.model
     rows, columns = result.layers, result.column_layers
     compared = ~values.isnan()
@@ -84,16 +82,16 @@ def _extremes(result: LayerMatrix) -> str:
             compared = compared.triu()
     if not bool(compared.any()):
         return ""
-    high_text = _pair(result, values.where(compared, -math.inf).argmax(), margins, two_models)
-    low_text = _pair(result, values.where(compared, math.inf).argmin(), margins, two_models)
+    high_text = _pair(result, values.where(compared, -math.inf).argmax(), two_models)
+    low_text = _pair(result, values.where(compared, math.inf).argmin(), two_models)
     name = quantity(type(result).__name__, result.values_name)
     return f"{name} is highest between {high_text} and lowest between {low_text}."
 
 
-def _pair(result: LayerMatrix, place: Tensor, margins: Tensor, two_models: bool) -> str:
-    """A cell of a matrix in words: its sites and its value."""
+def _pair(result: LayerMatrix, place: Tensor, two_models: bool) -> str:
+    """A cell of a matrix in words: its sites and its value. A cell that the data choose has no interval."""
     row, column = divmod(int(place), result.values.shape[1])
     names: list[Any] = [site_in_words(result.layers[row]), site_in_words(result.column_layers[column])]
     if two_models:
         names = [f"{names[0]} of the first model", f"{names[1]} of the second"]
-    return f"{' and '.join(names)} ({margin_text(float(result.values[row, column]), float(margins[row, column]))})"
+    return f"{' and '.join(names)} ({number_text(float(result.values[row, column]))})"

@@ -62,8 +62,8 @@ class LayerChange(Result):
     exit_accuracy: Float64[Tensor, " model"] = axes("model", within=(0, 1))
     exit_agreement: Float64[Tensor, " model"] = axes("model", within=(0, 1))
     speedup: Float64[Tensor, " model"] = axes("model", within=(1, math.inf))
-    speedup_at_agreement: Float64[Tensor, " model"] = axes("model", within=(1, math.inf))
-    effective_depth: Float64[Tensor, " model"] = axes("model", within=(0, math.inf))
+    speedup_at_agreement: Float64[Tensor, " model"] = axes("model", within=None)
+    effective_depth: Float64[Tensor, " model"] = axes("model", within=None)
     models: tuple[str, ...]
     threshold: float
     eps: float
