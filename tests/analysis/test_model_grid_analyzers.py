@@ -65,6 +65,7 @@ class TestOtherAnalyzers:
         data = random_tokens(6, 12)
         grid = lsim.compare_grid(models, data, Product(), batch_size=3, distance=first_row)
         # Two batches: a look at the widths, the first pass and the main one.
+        # Two passes over three times two rows: forward passes have a power of two of rows.
         assert passes.counts == dict.fromkeys(models, 6)
         for i, a in enumerate(models):
             for j, b in enumerate(models):
