@@ -205,5 +205,5 @@ def test_the_assistant_is_measured_as_by_hand_and_the_record_says_how(tmp_path):
 def test_two_models_read_one_chat():
     a, b = tiny_llama(), tiny_llama(seed=1)
     options = {"tokenizer": tokenizer(MARKING), "positions": "assistant"}
-    found = lsim.compare(a, b, [FIRST, SECOND], lsim.CKA(estimator="exact"), **options)
-    assert found.provenance.tokens == 8
+    found = lsim.compare(a, b, [FIRST, SECOND] * 2, lsim.CKA(estimator="exact"), **options)
+    assert found.provenance.tokens == 16

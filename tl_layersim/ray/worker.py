@@ -91,9 +91,9 @@ class Worker:
     Examples:
         >>> import tl_layersim as lsim
         >>> from tl_layersim.ray import Worker
-        >>> texts = lsim.demo_text()[:24]
+        >>> texts = lsim.demo_text()[:48]
         >>> worker = Worker(lsim.demo_model, ["cka"], batch_size=4)
-        >>> report = worker.report(worker(texts[i : i + 8]) for i in (0, 8, 16))
+        >>> report = worker.report(worker(texts[i : i + 16]) for i in (0, 16, 32))
         >>> whole = lsim.analyze(lsim.demo_model(), texts, ["cka"], batch_size=4)
         >>> bool((report["cka"].values == whole["cka"].values).all())
         True
