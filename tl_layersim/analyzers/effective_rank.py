@@ -18,7 +18,7 @@ from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.view import Kernel, View
-from ._ridge_probe import samples_differ
+from ._ridge import samples_differ
 from ._sample_vectors import samples
 from .base import Analyzer, Run, need_tokens
 
