@@ -7,6 +7,8 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.metrics import r2_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 import tl_layersim as lsim
 
@@ -46,8 +48,8 @@ def test_the_r2_is_that_of_scikit_learn():
     out = np.array(oracles.held_out_rows(80))
     found = between(lsim.LinearPredictivity(ridge=0.05), [x[None]], [y[None]])
     # scikit-learn's penalty is of the sum of squares.
-    alpha = 0.05 * np.var(x[~out], axis=0).mean() * (~out).sum()
-    predicted = Ridge(alpha=alpha).fit(x[~out], y[~out]).predict(x[out])
+    ridge = make_pipeline(StandardScaler(), Ridge(alpha=0.05 * (~out).sum()))
+    predicted = ridge.fit(x[~out], y[~out]).predict(x[out])
     assert float(found.values) == pytest.approx(r2_score(y[out], predicted, multioutput="variance_weighted"), abs=1e-9)
     tiny = between(lsim.LinearPredictivity(ridge=1e-9), [x[None]], [y[None]])
     plain = LinearRegression().fit(x[~out], y[~out]).predict(x[out])
@@ -100,11 +102,16 @@ def test_invariances():
     rng = np.random.default_rng(0)
     x, y = residuals(0, tokens=90), residuals(3, tokens=90) + 0.5 * residuals(0, tokens=90)
     plain = between(lsim.LinearPredictivity(), [x], [y])
-    for turn in (lambda z: z @ rotation(8), lambda z: 7 * z, lambda z: z + rng.normal(size=8)):
-        for pair in (([turn(x)], [y]), ([x], [turn(y)])):
-            found = between(lsim.LinearPredictivity(), *pair)
-            np.testing.assert_allclose(found.values, plain.values, atol=1e-9)
-            np.testing.assert_allclose(found.reverse, plain.reverse, atol=1e-9)
+    stretch = rng.uniform(0.1, 10, size=8)
+    for turn, of_x, of_y in (
+        (lambda z: 7 * z + rng.normal(size=8), True, True),
+        (lambda z: stretch * z, True, False),
+        (lambda z: z @ rotation(8), False, True),
+    ):
+        moved = between(lsim.LinearPredictivity(), [turn(x)], [y]).values
+        assert torch.allclose(moved, plain.values, atol=1e-9) == of_x
+        moved = between(lsim.LinearPredictivity(), [x], [turn(y)]).values
+        assert torch.allclose(moved, plain.values, atol=1e-9) == of_y
     small = between(lsim.LinearPredictivity(ridge=1e-10), [x], [y])
     sheared = between(lsim.LinearPredictivity(ridge=1e-10), [x @ map_of_condition(8, 20)], [y])
     np.testing.assert_allclose(sheared.values, small.values, atol=1e-6)
@@ -124,7 +131,19 @@ def test_a_linear_map_is_predicted_in_both_directions():
     assert own.values.diagonal().min() > 0.99
 
 
-def test_sites_of_other_widths_are_padded_and_penalised_by_their_own_width():
+def test_a_nuisance_dimension_of_any_size_costs_little():
+    rng = np.random.default_rng(0)
+    x, noise = rng.normal(size=(1, 300, 20)), rng.normal(size=(1, 300, 1))
+    y = x @ rng.normal(size=(20, 5)) + rng.normal(size=(1, 300, 5))
+    alone = float(between(lsim.LinearPredictivity(), [x], [y]).values)
+    assert alone > 0.9
+    wider = [np.concatenate([x, spread * noise], -1) for spread in (1, 100, 1e4)]
+    beside = [float(between(lsim.LinearPredictivity(), [both], [y]).values) for both in wider]
+    assert beside == pytest.approx([beside[0]] * 3, abs=1e-9)
+    assert beside[0] == pytest.approx(alone, abs=0.01)
+
+
+def test_sites_of_other_widths_are_padded():
     x = residuals(0, tokens=60)
     x[1, :, 5:] = 0
     padded = view(x, row=torch.arange(60), widths=(8, 5, 8, 8))

@@ -8,7 +8,7 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.analyzers._probe_kernels import held_out
-from tl_layersim.analyzers._ridge_probe import ridge_probe
+from tl_layersim.analyzers._ridge import ridge_probe
 from tl_layersim.analyzers.linear_probe import LinearProbeResult
 from tl_layersim.models import View
 
@@ -56,14 +56,16 @@ def test_it_equals_naive_ridge_regression(classes, ridge):
 @pytest.mark.parametrize("classes", [2, 5])
 def test_it_equals_ridge_of_scikit_learn(classes):
     from sklearn.linear_model import Ridge, RidgeClassifier
+    from sklearn.preprocessing import StandardScaler
 
     x, label = planted(classes, spread=3.0)
     test = np.array(oracles.held_out_rows(len(label)))
     found = of(x, label, ridge=0.05)
     for site, rows in enumerate(x):
+        rows = StandardScaler().fit(rows[~test]).transform(rows)
         train = rows[~test]
-        # scikit-learn's penalty is not relative, and its loss is a sum and not a mean.
-        alpha = 0.05 * train.var(0).sum() / train.shape[1] * len(train)
+        # scikit-learn's loss is a sum and not a mean.
+        alpha = 0.05 * len(train)
         onehot = (label[:, None] == np.arange(classes)).astype(float)
         scores = Ridge(alpha=alpha).fit(train, onehot[~test]).predict(rows[test])
         assert float(found.accuracy[site]) == np.mean(scores.argmax(1) == label[test])
@@ -78,10 +80,10 @@ def test_weights_and_offsets_are_those_of_scikit_learn():
 
     x, label = planted(3)
     rows, onehot = torch.as_tensor(x[0]), torch.nn.functional.one_hot(torch.as_tensor(label)).double()
-    weight, offset = ridge_probe(rows.T @ rows, onehot.T @ rows, onehot.sum(0).long(), 6, 0.1)
-    alpha = 0.1 * x[0].var(0).sum() / 6 * len(label)
-    fitted = Ridge(alpha=alpha).fit(x[0], onehot.numpy())
-    np.testing.assert_allclose(weight, fitted.coef_.T, atol=1e-12)
+    weight, offset = ridge_probe(rows.T @ rows, onehot.T @ rows, onehot.sum(0).long(), 0.1)
+    spread = x[0].std(0)
+    fitted = Ridge(alpha=0.1 * len(label)).fit(x[0] / spread, onehot.numpy())
+    np.testing.assert_allclose(weight, fitted.coef_.T / spread[:, None], atol=1e-12)
     np.testing.assert_allclose(offset, fitted.intercept_, atol=1e-12)
 
 
@@ -93,10 +95,20 @@ def test_planted_classes_are_found_and_random_labels_are_not():
     assert (guess.train_accuracy >= guess.majority - 0.1).all()
 
 
+def test_a_nuisance_dimension_of_any_size_costs_little():
+    x, label = planted(3, per_class=100, spread=3.0)
+    noise = np.random.default_rng(1).normal(size=(2, len(label), 1))
+    alone = of(x, label)
+    beside = [of(np.concatenate([x, spread * noise], -1), label) for spread in (1, 100, 1e4)]
+    for found in beside:
+        assert torch.equal(found.confusion, beside[0].confusion)
+        np.testing.assert_allclose(found.accuracy, alone.accuracy, atol=0.05)
+
+
 def test_offset_and_scale_do_not_matter():
     x, label = planted(3, spread=3.0)
     plain = of(x, label)
-    for moved in (1000 * x, x + 1e5, 1e-6 * x - 3e-3):
+    for moved in (1000 * x, x + 1e5, 1e-6 * x - 3e-3, x * np.array([1e-3, 1, 1, 1, 1, 1e3])):
         np.testing.assert_allclose(of(moved, label).confusion, plain.confusion)
 
 
@@ -166,8 +178,9 @@ def test_rows_from_a_number_on_are_held_out():
     assert found.test_samples.tolist() == np.bincount(label[60:]).tolist()
     assert float(found.majority) == np.mean(label[60:] == np.bincount(label[:60]).argmax())
     for site, rows in enumerate(x):
+        rows = (rows - rows[:60].mean(0)) / rows[:60].std(0)
         train = rows[:60]
-        fitted = Ridge(alpha=0.05 * train.var(0).sum() / train.shape[1] * 60).fit(train, np.eye(3)[label[:60]])
+        fitted = Ridge(alpha=0.05 * 60).fit(train, np.eye(3)[label[:60]])
         assert float(found.accuracy[site]) == np.mean(fitted.predict(rows[60:]).argmax(1) == label[60:])
         assert float(found.train_accuracy[site]) == np.mean(fitted.predict(train).argmax(1) == label[:60])
 

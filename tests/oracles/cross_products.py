@@ -81,12 +81,12 @@ def oracle_cca(
 
 
 def ridge_r2(x: np.ndarray, y: np.ndarray, test: np.ndarray, ridge: float) -> float:
-    """R2 of y on the samples of `test`, predicted from x by ridge regression on the other samples."""
-    away, answers = x[~test] - x[~test].mean(0), y[~test] - y[~test].mean(0)
-    covariance = away.T @ away / len(away)
-    penalty = ridge * np.trace(covariance) / x.shape[1]
-    weight = np.linalg.solve(covariance + penalty * np.eye(x.shape[1]), away.T @ answers / len(away))
-    predicted = (x[test] - x[~test].mean(0)) @ weight + y[~test].mean(0)
+    """R2 of y on the samples of `test`, predicted from x, standardised on the other samples, by ridge regression."""
+    x = (x - x[~test].mean(0)) / x[~test].std(0)
+    answers = y[~test] - y[~test].mean(0)
+    covariance = x[~test].T @ x[~test] / len(answers)
+    weight = np.linalg.solve(covariance + ridge * np.eye(x.shape[1]), x[~test].T @ answers / len(answers))
+    predicted = x[test] @ weight + y[~test].mean(0)
     return float(1 - ((y[test] - predicted) ** 2).sum() / ((y[test] - y[test].mean(0)) ** 2).sum())
 
 

@@ -18,13 +18,12 @@ def held_out_rows(count: int, fraction: float = 0.2, seed: int = 0) -> list[bool
 
 
 def ridge_scores(x: np.ndarray, y: np.ndarray, new: np.ndarray, classes: list[int], ridge: float) -> np.ndarray:
-    """Scores `sample class` of new samples by ridge regression on one-hot labels of centred samples."""
+    """Scores `sample class` of new samples by ridge regression on one-hot labels of standardised samples."""
     onehot = np.array([[float(label == c) for c in classes] for label in y])
-    away = x - x.mean(0)
-    covariance = away.T @ away / len(x)
-    penalty = ridge * np.trace(covariance) / x.shape[1]
-    weight = np.linalg.solve(covariance + penalty * np.eye(x.shape[1]), away.T @ (onehot - onehot.mean(0)) / len(x))
-    return (new - x.mean(0)) @ weight + onehot.mean(0)
+    away, spread = x - x.mean(0), x.std(0)
+    away, new = away / spread, (new - x.mean(0)) / spread
+    weight = np.linalg.solve(away.T @ away / len(x) + ridge * np.eye(x.shape[1]), away.T @ (onehot - onehot.mean(0)) / len(x))
+    return new @ weight + onehot.mean(0)
 
 
 def oracle_linear_probe(

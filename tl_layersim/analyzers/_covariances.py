@@ -16,7 +16,7 @@ from ..core.sums import Sums
 from ..core.wording import duration_in_words
 from ..models.model_info import Model
 from ._permutation_null import LEAST_PERMUTATIONS
-from ._ridge_probe import ROUNDING
+from ._ridge import ROUNDING
 from .base import Analyzer
 
 

@@ -56,10 +56,6 @@ def split_cross_product_kernel(*views: View, rows: partial[Tensor], split: tuple
         *views: of one model, or of two models on the same tokens.
         rows: takes a view and returns its samples, `site sample width`.
         split: the arguments of `held_out` after the rows.
-
-    Returns:
-        Also `width.x` and `width.y`: the width of each site times the number of samples, because a site that is narrower than
-        the widest one is padded with zeros.
     """
     number = views[0].row
     assert number is not None
@@ -72,9 +68,6 @@ def split_cross_product_kernel(*views: View, rows: partial[Tensor], split: tuple
         # A batch may have held-out rows only, or none.
         parts = [side[:, chosen.to(side.device)] for side in sides]
         out |= {f"{name}.{field}": value for field, value in products_of(parts).items()}
-    for name, view in zip("xy", views, strict=False):
-        widths = torch.tensor(view.widths or [view.activations.shape[-1]] * len(view.activations))
-        out[f"width.{name}"] = widths * len(test)
     return out
 
 

@@ -68,15 +68,11 @@ def probe_sums_kernel(
         rows = layer[train.to(device)].double()
         second.append(rows.T @ rows)
         total[site, own.to(device)] = member.T @ rows
-    samples = torch.bincount(target[train], minlength=classes)
-    widths = torch.tensor(view.widths or [width] * len(view.activations))
     return {
         "second": torch.stack(second),
         "total": total,
-        "train": samples,
+        "train": torch.bincount(target[train], minlength=classes),
         "test": torch.bincount(target[test], minlength=classes),
-        # A site that is narrower than the widest one is padded with zeros: its width is this sum over the training samples.
-        "width": widths * samples.sum().cpu(),
     }
 
 

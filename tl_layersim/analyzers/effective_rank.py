@@ -19,7 +19,7 @@ from ..core.sums import Sums
 from ..core.wording import number_text
 from ..models.model_info import Model
 from ..models.view import Kernel, View
-from ._ridge_probe import samples_differ
+from ._ridge import samples_differ
 from ._sample_vectors import samples
 from .base import Analyzer, Run, Weight, need_tokens
 

@@ -23,6 +23,7 @@ from ._covariances import Covariances, are_defined, check_defined, check_sums_fi
 from ._cross_product_analyzer import CrossProductAnalyzer
 from ._cross_products import draw_exchanged_split, split_cross_product_kernel
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
+from ._ridge import ridge_weights
 from .base import Run, Weight, need_whole_rows
 
 
@@ -91,19 +92,20 @@ class LinearPredictivity(CrossProductAnalyzer):
     r"""R2 of predicting the activations at one site from those at another by ridge regression, in both directions.
 
     $$R^2 = 1 - \frac{\sum_i \lVert y_i - \bar y - \hat W'(x_i - \bar x) \rVert^2}{\sum_i \lVert y_i - \bar y_{\mathrm{held}}
-    \rVert^2}, \qquad \hat W = (\Sigma_X + \lambda I)^{-1} \Sigma_{XY}, \quad \lambda = \mathrm{ridge} \,
-    \frac{\mathrm{tr}\, \Sigma_X}{d}$$
+    \rVert^2}, \qquad \hat W = (\Sigma_X + \mathrm{ridge} \, \mathrm{diag} \, \Sigma_X)^{-1} \Sigma_{XY}$$
 
-    with covariances and means of the training samples, sums over held-out samples, the width d of the predicting site, and the
-    mean $\bar y_{\mathrm{held}}$ of the held-out samples. The intercept is not penalised. Squared errors and variances are
-    added over the dimensions of y before they are divided: a dimension counts by its variance.
+    with covariances and means of the training samples, sums over held-out samples, and the mean $\bar y_{\mathrm{held}}$ of the
+    held-out samples. This is ridge regression on dimensions of x that are scaled to a standard deviation of 1; the intercept is
+    not penalised. Squared errors and variances are added over the dimensions of y before they are divided: a dimension of y
+    counts by its variance.
 
     Rows of the data are held out, never single positions of a row: positions of one row are not independent. The number of a
     row decides alone, so the choice does not depend on batches. Held-out R2 follows exactly from the cross-products of the
     held-out samples, in one pass and without keeping activations.
 
-    At a ridge near 0, the measure is invariant to invertible linear maps and translation of the predicting site, and to
-    rotation, scale and translation of the predicted site. At a larger ridge it is invariant to rotation, scale and translation.
+    The measure is invariant to translation of both sites, to the scale of each dimension of the predicting site, and to
+    rotation and scale of the predicted site. At a ridge near 0 it is invariant to invertible linear maps of the predicting
+    site.
 
     Args:
         level: "token" takes each token as a sample; "sequence" each row of tokens.
@@ -115,7 +117,7 @@ class LinearPredictivity(CrossProductAnalyzer):
         seed: of the choice of held-out rows and of the random pairings.
         max_memory_gb: limit for the sums; a larger requirement is refused before the run. One model of L sites of width d
             needs 48 L (L + 1) / 2 d^2 bytes.
-        ridge: strength of the penalty relative to the mean eigenvalue of the covariance of the predicting site, above 0.
+        ridge: strength of the penalty relative to the variance of each dimension of the predicting site, above 0.
         test_fraction: fraction of the rows that are held out, spread evenly over the data.
         first_test_row: hold out this row of the data and all after it, in place of a fraction.
 
@@ -185,25 +187,21 @@ class LinearPredictivity(CrossProductAnalyzer):
         count = train.samples + test.samples
         self._need_samples(train.samples, test.samples)
         sides = [are_defined(train.row_power()) & are_defined(test.row_power())]
-        widths = [sums["width.x"] // count]
         if train.two_models:
             sides.append(are_defined(train.column_power()) & are_defined(test.column_power()))
-            widths.append(sums["width.y"] // count)
         check_defined(
             zip((run.layers, run.column_layers), sides, strict=False), "LinearPredictivity", f"{count} {self.samples_in_words}"
         )
         known = sides[0][:, None] & sides[-1]
-        values = self._r2(train, test, widths[0], sides[0]).where(known, math.nan)
+        values = self._r2(train, test, sides[0]).where(known, math.nan)
         reverse = values.T.contiguous()
         if train.two_models:
-            reverse = self._r2(train.transposed(), test.transposed(), widths[1], sides[1]).T.where(known, math.nan).contiguous()
+            reverse = self._r2(train.transposed(), test.transposed(), sides[1]).T.where(known, math.nan).contiguous()
         null: dict[str, Any] = {}
         if {"null.train.samples", "null.test.samples"} <= sums.fields.keys():
             parts = Covariances(sums, "null.train."), Covariances(sums, "null.test.")
-            each = [
-                self._r2(parts[0].permuted(i), parts[1].permuted(i), widths[0], sides[0]) for i in range(parts[0].permutations)
-            ]
-            observed = self._r2(parts[0], parts[1], widths[0], sides[0]).where(known, math.nan)
+            each = [self._r2(parts[0].permuted(i), parts[1].permuted(i), sides[0]) for i in range(parts[0].permutations)]
+            observed = self._r2(parts[0], parts[1], sides[0]).where(known, math.nan)
             one_model = is_one_model(run.models)
             null = null_fields(observed, torch.stack(each), one_model=one_model, symmetric=False)
         return LinearPredictivityResult(
@@ -226,13 +224,12 @@ class LinearPredictivity(CrossProductAnalyzer):
                 do="pass more rows of data, a larger test_fraction=, or first_test_row=",
             )
 
-    def _r2(self, train: Covariances, test: Covariances, widths: Tensor, defined: Tensor) -> Tensor:
+    def _r2(self, train: Covariances, test: Covariances, defined: Tensor) -> Tensor:
         """R2 on held-out samples of every column site, predicted from every row site, `row column`.
 
         Args:
             train: covariances of the training samples.
             test: covariances of the held-out samples.
-            widths: of the row sites.
             defined: whether each row site can predict.
         """
         out = torch.full((train.rows, train.columns), math.nan, dtype=torch.float64)
@@ -240,30 +237,11 @@ class LinearPredictivity(CrossProductAnalyzer):
         total = test.column_power()[1]
         shift_y = test.column_mean - train.column_mean
         for row in defined.nonzero()[:, 0].tolist():
-            penalised = self._penalised(train.of_row(row), train.row_power()[0][row], int(widths[row]))
-            weight = torch.cholesky_solve(train.between(row, columns), torch.linalg.cholesky(penalised))
+            cross = train.between(row, columns)
+            weight = ridge_weights(train.of_row(row), cross, train.row_mean[row], float(self.ridge))
             explained = 2 * (weight * test.between(row, columns)).sum((1, 2))
             predicted = (weight * (test.of_row(row) @ weight)).sum((1, 2))
             # The regression predicts the training mean at the training mean.
             shift = shift_y - (test.row_mean[row] - train.row_mean[row]) @ weight
             out[row] = 1 - (total - explained + predicted + shift.square().sum(1)) / total
         return out
-
-    def _penalised(self, covariance: Tensor, square: Tensor, width: int) -> Tensor:
-        """A covariance with the penalty on its diagonal.
-
-        Args:
-            covariance: of the predicting site.
-            square: mean squared norm of its samples.
-            width: of the site; further columns are padding.
-        """
-        penalty = float(self.ridge) * covariance.diagonal().sum() / width
-        least = 100 * torch.finfo(torch.float64).eps * square
-        if penalty < least:
-            raise LayersimError(
-                "`ridge` is within the rounding error of the sums, because the mean of the activations is large.",
-                given=f"ridge={self.ridge:g}",
-                expected=f"at least {float(self.ridge * least / penalty):.1g}",
-                do=f"ridge={float(2 * self.ridge * least / penalty):.1g}",
-            )
-        return covariance + penalty * torch.eye(len(covariance), dtype=torch.float64)

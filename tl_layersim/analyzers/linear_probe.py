@@ -22,7 +22,7 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, tokens_alone
 from ._probe_kernels import labelled, probe_counts_kernel, probe_sums_kernel
-from ._ridge_probe import ridge_probe, samples_differ
+from ._ridge import ridge_probe, samples_differ
 from .base import Analyzer, Run, need_whole_rows
 
 
@@ -167,12 +167,13 @@ class ProbeAnalyzer(Analyzer):
 class LinearProbe(ProbeAnalyzer):
     r"""Accuracy of a linear classifier (ridge regression on one-hot labels) on frozen activations, at each site.
 
-    $$\hat W = (\Sigma + \lambda I)^{-1} \, \frac{1}{n} \sum_i (x_i - \bar x)(y_i - \bar y)', \qquad
-    \Sigma = \frac{1}{n} \sum_i (x_i - \bar x)(x_i - \bar x)', \quad \lambda = \mathrm{ridge} \, \frac{\mathrm{tr} \Sigma}{d}$$
+    $$\hat W = (\Sigma + \mathrm{ridge} \, \mathrm{diag} \, \Sigma)^{-1} \, \frac{1}{n} \sum_i (x_i - \bar x)(y_i - \bar y)',
+    \qquad \Sigma = \frac{1}{n} \sum_i (x_i - \bar x)(x_i - \bar x)'$$
 
-    with the activations x of the n training samples, their one-hot labels y and the width d of the site. The prediction is the
-    class with the largest entry of $\hat W'(x - \bar x) + \bar y$: the intercept is not penalised. A first pass over the data
-    sums over training samples, and a second pass counts predictions on held-out samples, so no activation is kept.
+    with the activations x of the n training samples and their one-hot labels y. This is ridge regression on dimensions that are
+    scaled to a standard deviation of 1. The prediction is the class with the largest entry of $\hat W'(x - \bar x) + \bar y$:
+    the intercept is not penalised. A first pass over the data sums over training samples, and a second pass counts predictions
+    on held-out samples, so no activation is kept.
 
     Rows of the data are held out, never single positions of a row: positions of one row are not independent. The number of a
     row decides alone, so the choice does not depend on batches.
@@ -185,7 +186,7 @@ class LinearProbe(ProbeAnalyzer):
         seed: of the choice of held-out rows.
         max_memory_gb: limit for the sums, sites x width x (width + classes) numbers; a larger requirement is refused before
             the run.
-        ridge: strength of the penalty relative to the mean eigenvalue of the covariance, above 0; docs/probes.md compares some.
+        ridge: strength of the penalty relative to the variance of each dimension, above 0; docs/probes.md compares some.
         max_classes: a number above every class of "data" and "next_token", which sets the size of the sums.
 
     Source:
@@ -256,8 +257,8 @@ class LinearProbe(ProbeAnalyzer):
         classes = (train + test).nonzero()[:, 0]
         weight, offset = zip(
             *(
-                ridge_probe(second, total, train, int(width) // int(train.sum()), float(self.ridge))
-                for second, total, width in zip(first["second"], first["total"], first["width"], strict=True)
+                ridge_probe(second, total, train, float(self.ridge))
+                for second, total in zip(first["second"], first["total"], strict=True)
             ),
             strict=True,
         )

@@ -32,7 +32,7 @@ FitOption = Annotated[
         "--fit",
     ),
 ]
-RidgeOption = Annotated[float, o.option(o.MEASURES, "X", "Ridge of lstsq, in units of the mean diagonal of X'X.", "--ridge")]
+RidgeOption = Annotated[float, o.option(o.MEASURES, "X", "Ridge of lstsq: fraction added to the diagonal of X'X.", "--ridge")]
 StitchSteps = Annotated[int, o.option(o.RUN, "N", "Steps of sgd, one batch each.", "--steps")]
 StitchRate = Annotated[float, o.option(o.RUN, "X", "Learning rate of sgd.", "--lr")]
 CacheOption = Annotated[

@@ -75,7 +75,7 @@ def stitch(
             the identity; `"lstsq+sgd"` for one after the other. Default: `"lstsq+sgd"`; `"lstsq"` where the back is in a
             server's sandbox.
         training: of `"sgd"`; default `StitchTraining()`, the paper's settings.
-        ridge: of `"lstsq"`: added to the diagonal of X'X, in units of its mean.
+        ridge: of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
         seed: of the order of batches in training.
         eval_data: the data that the penalty is measured on, at most `max_tokens` of it too. Default: the last fifth of the rows
             of `data`, which are then kept out of the fit; all of them where nothing is fitted.

@@ -55,7 +55,7 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
 
     Args:
         moments: sums of `own_moments` and `cross_moments` over all tokens.
-        ridge: added to the diagonal of X'X, in units of its mean.
+        ridge: the diagonal of X'X is raised by this fraction of itself.
         bias: whether there is a bias. Features and targets are then centred.
 
     Returns:
@@ -66,11 +66,11 @@ def solve(moments: Mapping[str, Tensor], ridge: float, bias: bool) -> tuple[Tens
     if bias:
         uu = uu - torch.outer(moments["u"], moments["u"]) / n
         ut = ut - torch.outer(moments["u"], moments["t"]) / n
-    damped = uu + ridge * uu.diagonal().mean() * torch.eye(len(uu), dtype=uu.dtype)
-    # Features of very different sizes, as massive activations are, would cost digits.
-    size = damped.diagonal().clamp(min=0).sqrt()
+    # Features of very different sizes, as massive activations are, would cost digits, and a penalty of all features.
+    size = uu.diagonal().clamp(min=0).sqrt()
     size = torch.where(size > 0, size, 1.0)
-    values, vectors = torch.linalg.eigh(damped / size / size[:, None])
+    damped = uu / size / size[:, None]
+    values, vectors = torch.linalg.eigh(damped + ridge * torch.diag(damped.diagonal()))
     # Directions that no token has are left at zero, which gives the smallest weights.
     inverse = torch.where(values > RANK * values[-1], 1.0 / values, 0.0)
     weight = ((vectors * inverse) @ (vectors.T @ (ut / size[:, None]))).T / size

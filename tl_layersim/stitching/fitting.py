@@ -115,7 +115,7 @@ def least_squares(
         acts: the front's activations.
         back: the model whose residual is the target.
         layer: the layer of the back.
-        ridge: added to the diagonal of X'X, in units of its mean.
+        ridge: the diagonal of X'X is raised by this fraction of itself.
 
     Raises:
         LayersimError: activations are not finite.

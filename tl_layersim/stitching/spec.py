@@ -26,7 +26,7 @@ class StitchSpec:
         given: a finished adapter, which is evaluated as it is; None where one is fitted.
         fit: `"lstsq"`, `"sgd"`, `"lstsq+sgd"`, or "" where nothing is fitted.
         training: settings of `"sgd"`.
-        ridge: of `"lstsq"`: added to the diagonal of X'X, in units of its mean.
+        ridge: of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
         seed: of the order of batches in training.
     """
 

@@ -1,0 +1,79 @@
+"""Ridge regression from sums over samples, with every predicting dimension scaled to a standard deviation of 1."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.errors import LayersimError
+
+EPS = torch.finfo(torch.float64).eps
+# A spread below this multiple of the rounding error of its sums is none.
+ROUNDING = 1e4 * EPS
+
+
+def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float) -> Tensor:
+    """Weights of a ridge regression whose penalty is on standardised dimensions.
+
+    The covariance of standardised dimensions has a mean eigenvalue of 1, and one dimension of large variance does not raise the
+    penalty of the others.
+
+    Args:
+        covariance: `width width`, of the predicting dimensions.
+        cross: `... width target`, covariances of these dimensions with targets.
+        mean: `width`, of the predicting dimensions.
+        ridge: penalty on the squared weights of standardised dimensions.
+
+    Returns:
+        Weights of the dimensions as they are, of the shape of `cross`; 0 for dimensions without spread, such as padding.
+
+    Raises:
+        LayersimError: the penalty is within the rounding error of the sums.
+    """
+    variance = covariance.diagonal()
+    power = variance + mean.square()
+    spread = variance > ROUNDING * power
+    least = 100 * EPS * max((power / variance)[spread].tolist(), default=0.0)
+    if not ridge >= least:
+        raise LayersimError(
+            "`ridge` is within the rounding error of the sums, because the mean of the activations is large.",
+            given=f"ridge={ridge:g}",
+            expected=f"at least {least:.1g}",
+            do=f"ridge={2 * least:.1g}",
+        )
+    scale = variance.where(spread, torch.inf).rsqrt()
+    penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)
+    return torch.cholesky_solve(cross * scale[:, None], torch.linalg.cholesky(penalised)) * scale[:, None]
+
+
+def ridge_probe(second: Tensor, total: Tensor, counts: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Weights `width class` and offsets `class` of the ridge regression of one-hot labels on the activations of a site.
+
+    Args:
+        second: `width width`, sum of x x' over training samples.
+        total: `class width`, sums of x over the training samples of each class.
+        counts: `class`, number of training samples.
+        ridge: see `ridge_weights`.
+
+    Raises:
+        LayersimError: the penalty is within the rounding error of the sums.
+    """
+    # Whole numbers divide to float32.
+    n = counts.sum().double()
+    mean, share = total.sum(0) / n, counts / n
+    cross = (total / n - torch.outer(share, mean)).T
+    weight = ridge_weights(second / n - torch.outer(mean, mean), cross, mean, ridge)
+    # A class without training samples is never predicted.
+    offset = (share - mean @ weight).masked_fill(counts == 0, -torch.inf)
+    return weight, offset
+
+
+def samples_differ(second: Tensor, mean: Tensor) -> bool:
+    """Whether samples differ by more than the rounding error of their sums.
+
+    Args:
+        second: `width width`, mean of x x' over the samples.
+        mean: `width`, of the samples.
+    """
+    power = second.diagonal().sum()
+    return bool(power - mean @ mean > ROUNDING * power)
