@@ -30,7 +30,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from turns import CLOCKS, Times, product_flops, ratios, spread, take_turns
 import tl_layersim as lsim
 from tl_layersim.analyzers import Analyzer
 from tl_layersim.core import Sums
-from tl_layersim.models import Kernel, View
+from tl_layersim.models.pools import PoolKernel
 
 MINIBATCH = 256
 # Models with random weights, of the sizes that these configurations have by default.
@@ -64,16 +64,16 @@ kernel_seconds: list[float] = []
 class TimedCKA(lsim.CKA):
     """CKA that also says how long its kernel took: a difference of two long runs would be a noisy measure of that."""
 
-    def kernel(self, first: Sums) -> Kernel:
-        inner = super().kernel(first)
+    def kernel(self, first: Sums) -> PoolKernel:
+        inner: Any = super().kernel(first)
 
-        def timed(*views: View) -> dict[str, Tensor]:
+        def timed(*samples: Any) -> dict[str, Tensor]:
             start = time.process_time()
-            out = inner(*views)
+            out: dict[str, Tensor] = inner.sums(*samples)
             kernel_seconds.append(time.process_time() - start)
             return out
 
-        return timed
+        return replace(inner, sums=timed)
 
 
 @dataclass(frozen=True)
