@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from .models.exit_heads import ExitHeads
     from .models.hooks import eval_mode
     from .models.site_table import sites
+    from .models.untrained import untrained
     from .stitching.adapter import Adapter
     from .stitching.api import stitch, stitch_grid
     from .stitching.fitting import StitchTraining
