@@ -42,15 +42,15 @@ def covered(numerator: Tensor, denominator: Tensor, truth: float, within: tuple[
     value, replicates = a.sum(0) / b.sum(0), (a.sum(0) - a) / (b.sum(0) - b)
     error = standard_error(value, replicates)
     every = torch.full_like(value, BLOCKS - 1)
-    now = t_interval(value, error, degrees_of_freedom(value, replicates, within), 0.95, within)
+    now = t_interval(value, error, degrees_of_freedom(value, replicates), 0.95, within)
     plain = t_interval(value, error, every, 0.95)
     shares = [float(((one.low <= truth) & (truth <= one.high)).double().mean()) for one in (now, plain)]
     return Coverage(*shares, float((neighbour_correlation(replicates) > 0.4).double().mean()))
 
 
-def _fraction(rate: float) -> Callable[[int], Coverage]:
+def _fraction(rate: float, texts: int = TEXTS) -> Callable[[int], Coverage]:
     tokens = torch.tensor(float(TOKENS), dtype=torch.float64)
-    return lambda simulations: covered(fractions(rate, simulations), tokens, rate, (0, 1))
+    return lambda simulations: covered(fractions(rate, simulations, texts), tokens, rate, (0, 1))
 
 
 def _gain(first: float, second: float) -> Callable[[int], Coverage]:
@@ -88,6 +88,8 @@ CASES: dict[str, Callable[[int], Coverage]] = {
     "fraction of .02": _fraction(0.02),
     "fraction of .005": _fraction(0.005),
     "fraction of .001": _fraction(0.001),
+    "fraction of .005, 64 texts": _fraction(0.005, 64),
+    "fraction of .001, 64 texts": _fraction(0.001, 64),
     "similarity near 1, heavy tails": _near_one,
     "mean of skewed numbers": _mean,
     "held-out statistic, 6 of 16 blocks have held-out rows": _held_out,

@@ -213,7 +213,7 @@ def t_interval_of(
 
 def _interval(value: Tensor, replicates: Tensor, level: float, within: tuple[float, float]) -> ConfidenceInterval:
     error = standard_error(value, replicates)
-    return t_interval(value, error, degrees_of_freedom(value, replicates, within), level, within)
+    return t_interval(value, error, degrees_of_freedom(value, replicates), level, within)
 
 
 def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:

@@ -111,39 +111,29 @@ def standard_error(value: Tensor, replicates: Tensor) -> Tensor:
     return error.where(error.isfinite(), math.nan)
 
 
-def degrees_of_freedom(value: Tensor, replicates: Tensor, within: tuple[float, float] = UNBOUNDED) -> Tensor:
-    """Degrees of freedom of a jackknife error: one fewer than the blocks that the statistic rests on.
+def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
+    """Degrees of freedom of a jackknife error: one fewer than the blocks that change the statistic.
 
-    A block that changes nothing, such as one without held-out rows, is none. Near a bound blocks count by how far they keep the
-    statistic from it: of a rare event only those in which it occurs, (sum w)^2 / sum w^2 with w the distance of the block's
-    pseudo-value from the nearer bound.
+    A block without held-out rows changes none of their statistics.
 
     Args:
         value: the statistic on all data.
         replicates: `block ...`, the statistic without each block.
-        within: bounds that no value can exceed.
 
     Returns:
-        In the shape of `value`: at least 1, and NaN where a single block changes the statistic.
+        In the shape of `value`; NaN where a single block changes the statistic, and of a constant one fewer than the blocks.
 
     Examples:
-        Events in one of four blocks, in two, and in all of them.
+        Two of four blocks change the statistic.
 
-        >>> hits = torch.tensor([[4.0, 0, 0, 0], [2, 2, 0, 0], [1, 1, 1, 1]]).double()
-        >>> without = ((4 - hits) / 30).T
-        >>> degrees_of_freedom(hits.sum(1) / 40, without, within=(0, 1))
-        tensor([1., 1., 3.], dtype=torch.float64)
+        >>> without = torch.tensor([0.5, 0.5, 0.4, 0.6]).double()
+        >>> float(degrees_of_freedom(torch.tensor(0.5).double(), without))
+        1.0
     """
-    changes = (replicates - value).abs() > ROUNDING * value.abs()
-    changed = changes.sum(0).double()
-    # Moves of the pseudo-values from the statistic.
-    move = (value - replicates) * (changed - 1)
-    to_low, to_high = value - within[0], within[1] - value
-    near = torch.minimum(to_low, to_high)
-    weight = torch.where(to_low <= to_high, near + move, near - move).clamp(min=0) * changes
-    rest = weight.sum(0).square() / weight.square().sum(0)
-    rest = rest.where(near.isfinite() & rest.isfinite(), changed)
-    degrees = (rest - 1).clamp(min=1).where(changed != 1, math.nan)
+    deviation = (replicates - value).abs()
+    rounding = torch.maximum(ROUNDING * value.abs(), 1e-9 * deviation.amax(0)) if len(replicates) else value
+    changed = (deviation > rounding).sum(0).double()
+    degrees = (changed - 1).where(changed != 1, math.nan)
     # A constant has an interval without width.
     return degrees.where(changed > 0, float(max(len(replicates) - 1, 1)))
 

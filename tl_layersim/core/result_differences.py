@@ -87,7 +87,7 @@ def difference_estimate(
     else:
         errors = (standard_error(a, without_a), standard_error(b, without_b))
         error = (errors[0].square() + errors[1].square()).sqrt()
-        degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a, within), degrees_of_freedom(b, without_b, within)))
+        degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a), degrees_of_freedom(b, without_b)))
     # Ones on the diagonal of a similarity differ by rounding, which is no finding.
     rounding = ROUNDING * torch.maximum(a.abs(), b.abs())
     is_rounding = (error <= rounding) & ((b - a).abs() <= rounding)
