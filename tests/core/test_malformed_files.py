@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
 from typing import Any
@@ -71,9 +70,7 @@ def used(found: Any) -> None:
         np.asarray(result)
         for field in result.tensor_fields():
             result.to_frame(field)
-        # A figure of labels or options that were exchanged may end in Python's own error.
-        with contextlib.suppress(IndexError, TypeError):
-            result.plot()
+        result.plot()
         for picture in result.pictures:
             result.plot(picture.field)
 

@@ -132,6 +132,18 @@ class TrajectoryPCA(Result):
     explained: Float64[Tensor, " component"] = axes("component", within=(0, 1))
     tokens: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        skipped = self.provenance.options.get("skip_first", 0)
+        # A bool is an int; positions of a figure are counted from this number.
+        if type(skipped) is not int or not 0 <= skipped < 2**31:
+            raise LayersimError(
+                "`skip_first` of the provenance is no number of positions.",
+                given=f"skip_first={skipped!r}"[:100],
+                expected="a whole number, 0 or more",
+                do="leave options of the provenance as trajectory_pca writes them",
+            )
+
     @property
     def components(self) -> tuple[str, ...]:
         """Labels of the `component` axis."""

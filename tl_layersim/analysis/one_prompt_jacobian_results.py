@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.errors import LayersimError
 from ..core.results import Picture, Result, axes
 
 if TYPE_CHECKING:
@@ -18,6 +20,32 @@ if TYPE_CHECKING:
 
 # What the connections of a figure are, by what differs among them.
 CONNECTED = {"block": "blocks", "token": "tokens"}
+# The positions at the end of a label, in digits that `int` reads.
+POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
+
+
+def refuse_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
+    """Refuse labels of Jacobians that figures cannot read, such as those of a malformed file.
+
+    Args:
+        field: name of the attribute that holds the labels.
+        labels: of the Jacobians.
+        form: of each label, in words.
+        start: regular expression of what is before the positions.
+        tokens: of the prompt, which the positions count.
+
+    Raises:
+        LayersimError: a label has another form, or a position that the prompt does not have.
+    """
+    for label in labels:
+        found = re.fullmatch(start + POSITIONS, label)
+        if found is None or max(map(int, found.groups())) >= len(tokens):
+            raise LayersimError(
+                f"`{field}` has a label that names no two tokens of the prompt.",
+                given=f"{label!r}, of a prompt of {len(tokens)} tokens",
+                expected=f"{form}, with positions below {len(tokens)}",
+                do=f"write {field} as block_jacobians and coupling_matrices do",
+            )
 
 
 @typed
@@ -41,6 +69,10 @@ class BlockJacobians(Result):
     blocks: tuple[str, ...]
     pairs: tuple[str, ...]
     tokens: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -117,6 +149,10 @@ class CouplingMatrices(Result):
             "(Aubry et al. 2025, figures 2 to 4).",
         ),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
 
     @property
     def others(self) -> tuple[str, ...]:
