@@ -58,5 +58,5 @@ def test_two_models_of_which_one_is_on_a_server_have_intervals(small):
     data, cka = list(random_tokens(32, 8)), lsim.CKA(minibatch=8)
     here = lsim.compare(tiny_llama(), tiny_llama(seed=1), data, cka, batch_size=2, intervals=True)
     there = lsim.compare(small.model(), tiny_llama(seed=1), data, cka, batch_size=2, intervals=True, remote=(small.url, False))
-    assert here.block_tokens == there.block_tokens == (16,) * 16
+    assert here.block_tokens == there.block_tokens == (128, 128)
     assert float((here.interval().low - there.interval().low).abs().max()) < 1e-4
