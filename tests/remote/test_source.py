@@ -112,8 +112,8 @@ def test_options_that_mean_nothing_are_refused(small, tmp_path):
 def test_what_cannot_be_added_is_refused_as_here(small):
     data = rows(5, 20)
     for tokens in (1000, 80):
+        options = {"remote": small.url, "tokens_per_request": tokens}
         with pytest.raises(lsim.LayersimError, match=r"kernel of 'own' returned sums that cannot be added across batches"):
-            options = {"remote": small.url, "tokens_per_request": tokens}
             lsim.analyze(small.model(), data, [lsim_analyzer(one_a_row)], batch_size=4, **options)
 
 
