@@ -30,7 +30,7 @@ def classes(tokens):
 
 def same(a, b) -> None:
     for name in a.tensor_fields():
-        assert torch.equal(getattr(a, name), getattr(b, name)), name
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
     assert a.labels == b.labels
 
 
@@ -141,6 +141,7 @@ def test_a_fit_that_does_not_converge_is_named(llama, tokens, classes):
         lsim.linear_probe(llama, tokens, labels=classes, method="logistic", positions="last", max_iter=2, C=1e4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "LinearProbe is evaluated on")
         lsim.linear_probe(llama, tokens, labels=classes, method="logistic", positions="last")
 
 
@@ -195,6 +196,46 @@ REFUSED = {
 def test_what_it_cannot_do_is_refused(says, llama, tokens, classes):
     with pytest.raises(lsim.LayersimError, match=says):
         lsim.linear_probe(llama, tokens, **({"labels": classes} | REFUSED[says]))
+
+
+@pytest.mark.parametrize("method", ["ridge", "logistic"])
+def test_intervals_are_of_the_held_out_rows_of_each_block(method, llama):
+    tokens = random_tokens(160, 5)
+    label = (tokens[:, -1] + tokens[:, -2]) % 2
+    found = lsim.linear_probe(llama, tokens, labels=label, method=method, positions="last", intervals=True)
+    low, high = found.interval()[1:3]
+    assert (high > low).all()
+    # The blocks are 20 of 8 rows; without one, accuracies are of the rows that are left.
+    out = np.array(oracles.held_out_rows(160))
+    left = [float(one.test_samples.sum()) for one in found.replicates]
+    assert left == [float(out.sum() - out[start : start + 8].sum()) for start in range(0, 160, 8)]
+
+
+def test_selectivity_of_logistic_regression(llama, tokens, classes):
+    options = {"labels": tokens % 2, "control": "token"}
+    found = {method: lsim.linear_probe(llama, tokens, method=method, **options) for method in ("ridge", "logistic")}
+    for one in found.values():
+        assert one.selectivity.isfinite().all()
+    assert float(found["logistic"].control_accuracy[0]) > 0.5
+
+
+def test_a_control_task_by_token_needs_tokens(llama, tokens, classes):
+    with pytest.raises(lsim.LayersimError, match="`control` cannot be 'token'"):
+        lsim.linear_probe(llama, tokens, labels=classes, control="token", positions="mean")
+
+
+@pytest.mark.parametrize("method", ["ridge", "logistic"])
+def test_few_samples_and_rows_are_warned_of(method, llama):
+    def warned(rows: int) -> list[bool]:
+        tokens = random_tokens(rows, 5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = lsim.linear_probe(llama, tokens, labels=tokens[:, -1] % 2, method=method, positions="last")
+        return [any(word in one for one in found.provenance.warnings) for word in ("32 dimensions", "held-out row")]
+
+    assert warned(20) == [True, True]
+    assert warned(60) == [False, True]
+    assert warned(160) == [False, False]
 
 
 def test_a_result_of_logistic_regression_is_a_file_too(llama, tokens, classes, tmp_path):

@@ -116,13 +116,14 @@ EXPECTED = {
         **dict.fromkeys(("cosine_to_last", "correlation"), COSINE),
     },
     ExitCurveResult: {
-        "values": POSITIVE,
-        **dict.fromkeys(("accuracy", "agreement"), FRACTION),
-        **dict.fromkeys(("perplexity", "speedup"), RATIO),
+        **dict.fromkeys(("values", "part_exits"), POSITIVE),
+        **dict.fromkeys(("accuracy", "agreement", "part_accuracy", "part_agreement"), FRACTION),
+        **dict.fromkeys(("perplexity", "speedup", "part_perplexity"), RATIO),
     },
     NeuralCollapseResult: dict.fromkeys(("values", "within", "between", "samples"), POSITIVE),
     LinearProbeResult: {
-        **dict.fromkeys(("values", "train_accuracy"), FRACTION),
+        **dict.fromkeys(("values", "train_accuracy", "control_accuracy"), FRACTION),
+        "selectivity": COSINE,
         "confusion": POSITIVE,
         **dict.fromkeys(("majority", "samples", "test_samples")),
     },

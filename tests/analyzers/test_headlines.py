@@ -48,6 +48,10 @@ def exit_result(agreement: list[float], thresholds: tuple[float, ...]) -> ExitCu
         agreement=torch.tensor(agreement, dtype=torch.float64),
         perplexity=torch.ones(count, dtype=torch.float64),
         speedup=torch.linspace(3, 1, count, dtype=torch.float64),
+        part_exits=torch.ones(2, count, 3, dtype=torch.float64),
+        part_accuracy=(torch.arange(count, dtype=torch.float64) / 10).expand(2, count),
+        part_agreement=torch.tensor([agreement, agreement], dtype=torch.float64),
+        part_perplexity=torch.ones(2, count, dtype=torch.float64),
         thresholds=thresholds,
         positions=3,
         targets=3,
@@ -62,6 +66,7 @@ def test_the_headline_of_an_exit_curve():
     # 0.5 is a lucky one below a bad one.
     assert found == {
         "threshold with 95 % agreement": 0.99,
+        "its agreement on held-out rows": 0.95,
         "its speed-up in blocks": 1.5,
         "its accuracy": pytest.approx(0.3),
         "accuracy at the highest threshold": pytest.approx(0.4),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.analyzers._probe_kernels import held_out
+from tl_layersim.analyzers._probe_kernels import control_classes, control_part, held_out
 from tl_layersim.analyzers._ridge import ridge_probe
 from tl_layersim.analyzers.linear_probe import LinearProbeResult
 from tl_layersim.models import View
@@ -103,6 +103,45 @@ def test_a_nuisance_dimension_of_any_size_costs_little():
     for found in beside:
         assert torch.equal(found.confusion, beside[0].confusion)
         np.testing.assert_allclose(found.accuracy, alone.accuracy, atol=0.05)
+
+
+def types(count: int = 4000, width: int = 30, kinds: int = 40):
+    """Samples `1 sample width` that are a vector of their token type and noise, the types, and a class of each type."""
+    rng = np.random.default_rng(0)
+    kind = rng.integers(kinds, size=count)
+    x = rng.normal(size=(kinds, width))[kind] + 0.1 * rng.normal(size=(count, width))
+    return x[None], kind, (kind >= kinds // 2).astype(int)
+
+
+@pytest.mark.parametrize("control", ["token", "row"])
+def test_control_labels_are_drawn_for_each_type_or_row(control):
+    x, kind, label = types()
+    row = torch.arange(len(kind)) // 4
+    one = view(x, kind, row=row, labels=torch.as_tensor(label))
+    found = from_views(lsim.LinearProbe(labels="data", control=control), [one])
+    plain = from_views(lsim.LinearProbe(labels="data"), [one])
+    assert torch.equal(found.confusion, plain.confusion)
+    assert plain.selectivity.isnan().all()
+    unit = one.tokens if control == "token" else row
+    drawn = control_classes(torch.as_tensor(np.bincount(label)))[control_part(one, control, 0)]
+    # One class for each unit, whose shares are those of the classes.
+    assert len({(int(u), int(y)) for u, y in zip(unit, drawn, strict=True)}) == len(set(unit.tolist()))
+    out = np.array(oracles.held_out_rows(int(row.max()) + 1))[row.numpy()]
+    scores = oracles.ridge_scores(x[0][~out], drawn.numpy()[~out], x[0], [0, 1], 0.1)
+    assert float(found.control_accuracy) == np.mean(scores[out].argmax(1) == drawn.numpy()[out])
+    assert torch.equal(found.selectivity, found.accuracy - found.control_accuracy)
+    # Types can be learnt by heart, rows that are held out cannot.
+    assert (float(found.control_accuracy) > 0.7) == (control == "token")
+    assert float(found.control_accuracy) > 0.4
+    assert not any("control" in name or "selectivity" in name for name in plain.to_frame())
+    assert {"control_accuracy", "selectivity"} <= set(found.to_frame())
+
+
+def test_control_labels_have_the_shares_of_the_classes():
+    x, kind, _ = types(kinds=3000)
+    one = view(x, kind, row=torch.arange(len(kind)))
+    drawn = torch.bincount(control_classes(torch.tensor([60, 0, 30, 10]))[control_part(one, "token", 3)]) / len(kind)
+    np.testing.assert_allclose(drawn, [0.6, 0, 0.3, 0.1], atol=0.05)
 
 
 def test_offset_and_scale_do_not_matter():

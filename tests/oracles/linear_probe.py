@@ -53,6 +53,8 @@ def oracle_linear_probe(
     return {
         "values": np.array(accuracy),
         "train_accuracy": np.array(train_accuracy),
+        "control_accuracy": np.full(len(x), np.nan),
+        "selectivity": np.full(len(x), np.nan),
         "majority": np.array(np.mean([y == most for y in y_test])),
         "confusion": np.array(confusion, dtype=float),
         "samples": np.array([y_train.count(c) for c in classes], dtype=float),

@@ -185,6 +185,8 @@ def exits_of(values: torch.Tensor) -> ExitCurveResult:
     own = torch.ones(len(values), dtype=torch.float64)
     sites = ("blocks.0.hook_resid_pre", *(f"blocks.{i}.hook_resid_post" for i in range(values.shape[1])))
     fields = dict.fromkeys(("accuracy", "agreement", "perplexity", "speedup"), own)
+    fields |= {f"part_{name}": own.expand(2, -1) for name in ("accuracy", "agreement", "perplexity")}
+    fields["part_exits"] = values.expand(2, *values.shape)
     counts = {"positions": int(values[0].sum()), "targets": 0, "unembedding": "norm"}
     return ExitCurveResult(values=values, thresholds=(0.0, 0.5, 1.0), layers=sites, provenance=provenance(), **fields, **counts)
 

@@ -37,7 +37,7 @@ def test_every_field_is_what_the_analyzers_say():
             "early_share": alone["saturation"].early_share,
             "exit_accuracy": torch.tensor(exits.accuracy),
             "speedup": torch.tensor(exits.speedup),
-            "speedup_at_agreement": torch.tensor(whole.at(whole.threshold_for(agreement=0.95)).speedup),
+            "speedup_at_agreement": torch.tensor(whole.at(whole.threshold_for(agreement=0.95), held_out=True).speedup),
             "effective_depth": torch.tensor(float(lens.effective_depth(0.1))),
         }.items():
             torch.testing.assert_close(getattr(found, ours)[number], theirs.double(), rtol=1e-6, atol=1e-9, msg=ours)

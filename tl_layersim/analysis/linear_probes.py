@@ -39,6 +39,7 @@ def linear_probe(
     C: int | float | None = None,
     max_iter: int | None = None,
     max_classes: int | None = None,
+    control: Literal["token", "row"] | None = None,
     seed: int = 0,
     max_memory_gb: int | float = 4.0,
     **options: Any,
@@ -57,13 +58,16 @@ def linear_probe(
         test_labels: labels of `test_data`, where `labels` are not "data" or "next_token".
         test_fraction: fraction of the rows of `data` that are held out, by their number alone; 0.2 by default.
         method: "ridge" fits in closed form from sums (`LinearProbe`), in two passes over the data, and runs on servers.
-            "logistic" keeps the activations in memory, standardises each dimension by the training samples, and fits
-            scikit-learn's `LogisticRegression`; for models in this process.
+            "logistic" keeps the activations of training samples in memory, standardises each dimension by them, and fits
+            scikit-learn's `LogisticRegression`, in two passes too; for models in this process. Intervals of both hold the
+            fitted probes fixed and vary the held-out rows.
         ridge: of "ridge", see `LinearProbe`; 0.1 by default.
         C: of "logistic", the inverse strength of the L2 penalty; 1 by default.
         max_iter: of "logistic", most iterations; 1000 by default. A fit that stops there is named in a warning.
         max_classes: of "ridge", a number above every class of the data's own column; 100 by default.
-        seed: of the choice of held-out rows.
+        control: also fit probes of control labels, which are random for each "token" type or for each "row", for
+            `selectivity`; see `LinearProbe`.
+        seed: of the choice of held-out rows and of control labels.
         max_memory_gb: limit for the sums of "ridge", or for the activations that "logistic" keeps.
         **options: further options of `analyze`: `at`, `per_head`, `positions`, `batch_size`, `remote`, `checkpoint`, ...
 
@@ -113,7 +117,7 @@ def linear_probe(
         classes = _labels_of_both(classes, test_labels, count, test_count)
         data, settings["first_test_row"] = [data, test_data], count
     kind: type[ProbeAnalyzer] = LinearProbe if method == "ridge" else LogisticProbe
-    probe = kind(labels=classes, seed=seed, max_memory_gb=max_memory_gb, **settings)
+    probe = kind(labels=classes, seed=seed, max_memory_gb=max_memory_gb, control=control, **settings)
     result: LinearProbeResult = analyze(model, data, [probe], **options)["linear_probe"]
     return result
 

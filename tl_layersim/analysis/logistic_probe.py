@@ -4,39 +4,44 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal  # noqa: F401 (annotations of the base class are resolved here)
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..analyzers._probe_kernels import control_classes, control_part
 from ..analyzers.base import Run
-from ..analyzers.linear_probe import LinearProbeResult, ProbeAnalyzer, need_samples, probe_result, warn_of_constant
+from ..analyzers.linear_probe import LinearProbeResult, ProbeAnalyzer, ProbeWeights, warn_of_constant
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
-from ..data.labels import warn_of_unused
 from ..models.view import Kernel, View
 
 
 @dataclass
 class KeptSamples:
-    """Activations of the samples that have a label, batch by batch.
+    """Activations of the training samples, batch by batch, and what became of the fits to them.
 
     Attributes:
         activations: of each batch, `site sample width`.
-        widths: of the sites.
         targets: of each batch, the class of each sample.
-        test: of each batch, whether each sample is held out.
+        test: of each batch, the class of each held-out sample.
+        control: of each batch, the part of the control labels of each sample.
+        widths: of the sites.
+        stopped: numbers of the sites at which a fit did not converge.
+        constant: numbers of the sites at which all samples are equal.
     """
 
     activations: list[Tensor] = field(default_factory=list)
-    widths: tuple[int, ...] = ()
     targets: list[Tensor] = field(default_factory=list)
     test: list[Tensor] = field(default_factory=list)
+    control: list[Tensor] = field(default_factory=list)
+    widths: tuple[int, ...] = ()
+    stopped: list[int] = field(default_factory=list)
+    constant: list[int] = field(default_factory=list)
 
 
 @typed
@@ -44,12 +49,16 @@ class KeptSamples:
 class LogisticProbe(ProbeAnalyzer):
     """Accuracy of multinomial logistic regression on standardised frozen activations, at each site.
 
+    A first pass over the data keeps the activations of training samples, on which the probes are fitted. A second pass counts
+    predictions on held-out samples. Intervals hold the fitted probes fixed and vary the held-out rows.
+
     Args:
         labels: see `LinearProbe`, as for the options up to `max_memory_gb`.
         test_fraction: see `LinearProbe`.
         first_test_row: see `LinearProbe`.
         seed: see `LinearProbe`.
         max_memory_gb: limit for the activations that are kept.
+        control: see `LinearProbe`.
         C: inverse strength of the L2 penalty, as in scikit-learn.
         max_iter: most iterations of the optimiser.
     """
@@ -58,6 +67,8 @@ class LogisticProbe(ProbeAnalyzer):
 
     C: int | float = 1.0
     max_iter: int = 1000
+    # Not an option: set by `first_kernel`.
+    _kept: ClassVar[KeptSamples]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,83 +80,96 @@ class LogisticProbe(ProbeAnalyzer):
                 do="leave them out for the defaults",
             )
 
-    def kernel(self, first: Sums) -> Kernel:
+    def first_kernel(self) -> Kernel | None:
         # Not a field: fields are options, which are recorded.
         kept = KeptSamples()
         object.__setattr__(self, "_kept", kept)
-        return partial(keep_kernel, kept=kept, samples=self.labelled_samples, max_memory_gb=self.max_memory_gb)
+        return partial(keep_kernel, kept=kept, probe=self)
+
+    def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
+        targets, test = torch.cat(self._kept.targets), torch.cat(self._kept.test)
+        size = int(torch.cat([targets, test]).max()) + 1 if len(targets) + len(test) else 1
+        return torch.bincount(targets, minlength=size), torch.bincount(test, minlength=size)
+
+    def fit(self, first: Sums) -> ProbeWeights:
+        return self._fit(torch.cat(self._kept.targets), len(self.counts(first)[0]))
+
+    def fit_control(self, first: Sums) -> ProbeWeights:
+        train = self.counts(first)[0]
+        return self._fit(control_classes(train)[torch.cat(self._kept.control)], len(train))
 
     def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
-        warn_of_unused(self.labels, run.provenance)
-        kept: KeptSamples = self._kept  # type: ignore[attr-defined]  # set by `kernel`
-        target, test = torch.cat(kept.targets).numpy(), torch.cat(kept.test).numpy()
-        size = int(target.max(initial=0)) + 1
-        train_counts, test_counts = (torch.tensor(np.bincount(target[part], minlength=size)) for part in (~test, test))
-        need_samples(train_counts, test_counts)
-        classes = (train_counts + test_counts).nonzero()[:, 0].numpy()
-        confusion, correct, stopped, constant = [], [], [], []
-        for site, (name, width) in enumerate(zip(run.layers, kept.widths, strict=True)):
-            x = torch.cat([batch[site, :, :width] for batch in kept.activations]).double().numpy()
-            if not np.ptp(x[~test], axis=0).any():
-                constant.append(name)
-            predicted, converged = self._fit(x, target, test)
-            if not converged:
-                stopped.append(name)
-            cells = np.searchsorted(classes, target[test]) * len(classes) + np.searchsorted(classes, predicted[test])
-            confusion.append(np.bincount(cells, minlength=len(classes) ** 2).reshape(len(classes), len(classes)))
-            correct.append(int((predicted == target)[~test].sum()))
-        warn_of_constant(constant)
-        if stopped:
+        kept = self._kept
+        warn_of_constant([run.layers[site] for site in kept.constant])
+        if kept.stopped:
+            stopped = [run.layers[site] for site in dict.fromkeys(kept.stopped)]
             warn(
                 f"The logistic regression stopped at max_iter={self.max_iter} before it converged, at {', '.join(stopped[:4])}"
                 f"{' and other sites' if len(stopped) > 4 else ''}. Pass a larger max_iter=, or a smaller C=."
             )
-        tables = torch.tensor(np.stack(confusion)), torch.tensor(correct)
-        return probe_result(*tables, train_counts, test_counts, run, "logistic")
+        return self.result(sums, run, "logistic", max(kept.widths))
 
-    def _fit(self, x: np.ndarray, target: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, bool]:
-        """The predicted class of every sample, by a fit on the training samples; and whether the fit converged."""
+    def _fit(self, target: Tensor, classes: int) -> ProbeWeights:
+        """Logistic regressions of all sites on the training samples that were kept.
+
+        Args:
+            target: `sample`, the class of each training sample.
+            classes: a number above every class.
+        """
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression
-        from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
 
-        probe = make_pipeline(StandardScaler(), LogisticRegression(C=self.C, max_iter=self.max_iter))
-        with warnings.catch_warnings(record=True) as issued:
-            warnings.simplefilter("always")
-            probe.fit(x[~test], target[~test])
-        for other in issued:
-            if not issubclass(other.category, ConvergenceWarning):
-                warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
-        return probe.predict(x), not any(issubclass(one.category, ConvergenceWarning) for one in issued)
+        kept = self._kept
+        weight = torch.zeros(len(kept.widths), max(kept.widths), classes, dtype=torch.float64)
+        offset = torch.full((len(kept.widths), classes), -math.inf, dtype=torch.float64)
+        kept.constant = []
+        for site, width in enumerate(kept.widths):
+            x = torch.cat([batch[site, :, :width] for batch in kept.activations]).double().numpy()
+            if not np.ptp(x, axis=0).any():
+                kept.constant.append(site)
+            scaler, probe = StandardScaler(), LogisticRegression(C=self.C, max_iter=self.max_iter)
+            with warnings.catch_warnings(record=True) as issued:
+                warnings.simplefilter("always")
+                probe.fit(scaler.fit_transform(x), target.numpy())
+            for other in issued:
+                if issubclass(other.category, ConvergenceWarning):
+                    kept.stopped.append(site)
+                else:
+                    warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+            # Two classes have one score: that of the second, above 0 for the second.
+            scores, known = torch.tensor(probe.coef_), torch.tensor(probe.classes_)[-len(probe.coef_) :]
+            scores = scores / torch.tensor(scaler.scale_)
+            offset[site, torch.tensor(probe.classes_)] = 0.0
+            weight[site, :width, known] = scores.T
+            offset[site, known] = torch.tensor(probe.intercept_) - scores @ torch.tensor(scaler.mean_)
+        return weight, offset
 
 
-def keep_kernel(
-    view: View, *, kept: KeptSamples, samples: Callable[[View], tuple[Tensor, Tensor, Tensor]], max_memory_gb: float
-) -> dict[str, Tensor]:
-    """Keep the activations of the labelled samples of a batch; for models in this process only.
+def keep_kernel(view: View, *, kept: KeptSamples, probe: LogisticProbe) -> dict[str, Tensor]:
+    """Keep the activations of the training samples of a batch; for models in this process only.
 
     Args:
         view: activations of one batch.
         kept: receives them.
-        samples: gives the class of each sample, and whether it is a training sample or held out.
-        max_memory_gb: limit for all that is kept.
+        probe: whose samples they are.
 
     Raises:
         LayersimError: the activations need more memory.
     """
-    target, train, test = samples(view)
-    known = train | test
-    kept.activations.append(view.activations[:, known.to(view.activations.device)].cpu())
+    target, train, test = (part.cpu() for part in probe.labelled_samples(view))
+    kept.activations.append(view.activations[:, train.to(view.activations.device)].cpu())
     kept.widths = view.widths or (view.activations.shape[-1],) * len(view.activations)
-    kept.targets.append(target[known].cpu())
-    kept.test.append(test[known].cpu())
+    kept.targets.append(target[train])
+    kept.test.append(target[test])
+    if probe.control is not None:
+        kept.control.append(control_part(view, probe.control, probe.seed).cpu()[train])
     held = sum(batch.numel() * batch.element_size() for batch in kept.activations)
-    if not held <= max_memory_gb * 1e9:
+    if not held <= probe.max_memory_gb * 1e9:
         raise LayersimError(
             "The activations that logistic regression keeps need more memory than `max_memory_gb`.",
             given=f"{held / 1e9:.2f} GB after {sum(map(len, kept.targets))} samples at {len(view.activations)} sites",
-            expected=f"at most max_memory_gb={max_memory_gb:g}",
+            expected=f"at most max_memory_gb={probe.max_memory_gb:g}",
             do='method="ridge", which keeps sums only; fewer sites (at=) or samples (positions="last"); or a larger limit',
         )
-    return {"samples": known.sum()}
+    return {"samples": train.sum()}

@@ -68,6 +68,7 @@ def split_cross_product_kernel(*views: View, rows: partial[Tensor], split: tuple
         # A batch may have held-out rows only, or none.
         parts = [side[:, chosen.to(side.device)] for side in sides]
         out |= {f"{name}.{field}": value for field, value in products_of(parts).items()}
+    out["test.rows"] = torch.tensor(len(torch.unique(number[test])))
     return out
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..data.labels import NO_LABEL
+from ..models.pools import mixed
 from ..models.targets import targets
 from ..models.view import View
 
@@ -16,6 +17,8 @@ from ..models.view import View
 GOLDEN = 2654435769
 # The same for seeds: sqrt(2).
 SHIFT = 1779033703
+# A control label is drawn for each token type or row by a hash, in as many equal parts.
+CONTROL_PARTS = 128
 
 
 def held_out(row: Tensor, fraction: float, seed: int, first_row: int | None) -> Tensor:
@@ -46,8 +49,36 @@ def labelled(view: View, labels: str | Tensor, split: tuple[float, int, int | No
     return target, known & ~out, known & out
 
 
+def control_part(view: View, control: str, seed: int) -> Tensor:
+    """The part of the control labels that each sample belongs to, by a hash of its token type or of its row.
+
+    Args:
+        view: activations of one batch.
+        control: "token" or "row".
+        seed: of the hash.
+    """
+    unit = view.tokens if control == "token" else view.row
+    assert unit is not None
+    return mixed(unit.long() * GOLDEN + seed * SHIFT + 1) % CONTROL_PARTS
+
+
+def control_classes(counts: Tensor) -> Tensor:
+    """The class of each part of the control labels, so that classes have the shares of the training samples.
+
+    Args:
+        counts: `class`, number of training samples.
+
+    Examples:
+        >>> torch.bincount(control_classes(torch.tensor([6, 0, 2]))).tolist()
+        [96, 0, 32]
+    """
+    shares = counts.cumsum(0).double() / counts.sum()
+    middles = (torch.arange(CONTROL_PARTS).double() + 0.5) / CONTROL_PARTS
+    return torch.searchsorted(shares, middles)
+
+
 def probe_sums_kernel(
-    view: View, *, labels: str | Tensor, classes: int, split: tuple[float, int, int | None]
+    view: View, *, labels: str | Tensor, classes: int, split: tuple[float, int, int | None], control: str | None = None
 ) -> dict[str, Tensor]:
     """Second moments, class sums and class sizes of the training samples, float64; and class sizes of the held-out ones.
 
@@ -56,21 +87,33 @@ def probe_sums_kernel(
         labels: the classes.
         classes: a number above every class.
         split: the arguments of `held_out` after the rows.
+        control: the unit of control labels, "token" or "row"; None for none. Their sums are `parts` and `part_samples`.
     """
     target, train, test = labelled(view, labels, split)
     device, width = view.activations.device, view.activations.shape[-1]
-    # The classes of this batch alone, of which there are few.
-    own: Tensor = torch.unique(target[train])
-    member = (target[train][:, None] == own).double().to(device)
-    total = torch.zeros(len(view.activations), classes, width, dtype=torch.float64, device=device)
-    second = []
+    groups = {"total": (target[train], classes)}
+    if control is not None:
+        groups["parts"] = (control_part(view, control, split[1]).to(target.device)[train], CONTROL_PARTS)
+    second, sums = (
+        [],
+        {
+            name: torch.zeros(len(view.activations), count, width, dtype=torch.float64, device=device)
+            for name, (_, count) in groups.items()
+        },
+    )
     for site, layer in enumerate(view.activations):
         rows = layer[train.to(device)].double()
         second.append(rows.T @ rows)
-        total[site, own.to(device)] = member.T @ rows
+        for name, (group, _) in groups.items():
+            # The groups of this batch alone, of which there are few.
+            own: Tensor = torch.unique(group)
+            member = (group[:, None] == own).double().to(device)
+            sums[name][site, own.to(device)] = member.T @ rows
+    if control is not None:
+        sums["part_samples"] = torch.bincount(groups["parts"][0], minlength=CONTROL_PARTS)
     return {
         "second": torch.stack(second),
-        "total": total,
+        **sums,
         "train": torch.bincount(target[train], minlength=classes),
         "test": torch.bincount(target[test], minlength=classes),
     }
@@ -84,8 +127,9 @@ def probe_counts_kernel(
     weight: Tensor,
     offset: Tensor,
     split: tuple[float, int, int | None],
+    control: tuple[str, Tensor, Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Predictions on held-out samples by class, and correct predictions on training samples.
+    """Predictions on held-out samples by class, correct predictions on training samples, and numbers of both.
 
     Args:
         view: activations of one batch.
@@ -94,8 +138,12 @@ def probe_counts_kernel(
         weight: `site width class`.
         offset: `site class`, -inf for classes without training samples.
         split: the arguments of `held_out` after the rows.
+        control: the unit of control labels, the number of the class of each of their parts, and weights and offsets of the
+            probes of control labels; None for none.
     """
+    assert view.row is not None
     target, train, test = labelled(view, labels, split)
+    out = {"train": train.sum(), "test_rows": torch.tensor(len(torch.unique(view.row.to(test.device)[test])))}
     device = view.activations.device
     number = torch.searchsorted(classes.to(target.device), target).to(device)
     train, test, k = train.to(device), test.to(device), len(classes)
@@ -105,4 +153,14 @@ def probe_counts_kernel(
         predicted = (layer.double() @ w + b).argmax(1)
         confusion.append(torch.bincount(number[test] * k + predicted[test], minlength=k * k).view(k, k))
         correct.append((predicted == number)[train].sum())
-    return {"confusion": torch.stack(confusion), "train_correct": torch.stack(correct)}
+    out |= {"confusion": torch.stack(confusion), "train_correct": torch.stack(correct)}
+    if control is not None:
+        unit, class_of_part, weight, offset = control
+        number = class_of_part[control_part(view, unit, split[1]).cpu()].to(device)
+        out["control_correct"] = torch.stack(
+            [
+                ((layer.double() @ w + b).argmax(1) == number)[test].sum()
+                for layer, w, b in zip(view.activations, weight.to(device), offset.to(device), strict=True)
+            ]
+        )
+    return out

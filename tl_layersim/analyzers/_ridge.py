@@ -33,13 +33,13 @@ def ridge_weights(covariance: Tensor, cross: Tensor, mean: Tensor, ridge: float)
     variance = covariance.diagonal()
     power = variance + mean.square()
     spread = variance > ROUNDING * power
-    least = 100 * EPS * max((power / variance)[spread].tolist(), default=0.0)
+    least = 100 * EPS * (power / variance).where(spread, 0).max()
     if not ridge >= least:
         raise LayersimError(
             "`ridge` is within the rounding error of the sums, because the mean of the activations is large.",
             given=f"ridge={ridge:g}",
-            expected=f"at least {least:.1g}",
-            do=f"ridge={2 * least:.1g}",
+            expected=f"at least {float(least):.1g}",
+            do=f"ridge={float(2 * least):.1g}",
         )
     scale = variance.where(spread, torch.inf).rsqrt()
     penalised = covariance * scale * scale[:, None] + ridge * torch.eye(len(covariance), dtype=torch.float64)

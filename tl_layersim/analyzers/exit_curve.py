@@ -25,9 +25,11 @@ from ..models.chunked_logit_lens import RANKED, bad_logits, read_lens, read_posi
 from ..models.exit_heads import ExitHeads, as_heads, plain_heads
 from ..models.layer_heads import LayerHeads
 from ..models.model_info import Model
+from ..models.pools import samples_of
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
+from ._probe_kernels import held_out
 from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 from .logit_lens import unembedding
 
@@ -71,6 +73,11 @@ class ExitCurveResult(Result):
         agreement: `threshold`, fraction of all positions whose prediction at the exit is the last layer's; 1 at threshold 1.
         perplexity: `threshold`, exp of the mean cross-entropy at the exits.
         speedup: `threshold`, L N / sum of blocks run.
+        part_exits: `part threshold layer`, `exits` of each half of the rows: the half that `threshold_for` chooses on, and the
+            held-out half. The number of a row decides, or its tokens where rows have no number.
+        part_accuracy: `part threshold`, `accuracy` of each half; NaN for a half without rows.
+        part_agreement: `part threshold`, `agreement` of each half.
+        part_perplexity: `part threshold`, `perplexity` of each half.
         thresholds: in ascending order.
         positions: number of positions.
         targets: number of positions with a target.
@@ -83,6 +90,12 @@ class ExitCurveResult(Result):
     agreement: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1))
     perplexity: Float64[Tensor, " threshold"] = axes("threshold", within=(1, math.inf))
     speedup: Float64[Tensor, " threshold"] = axes("threshold", within=(1, math.inf))
+    part_exits: Float64[Tensor, "part threshold layer"] = axes(
+        "part", "threshold", "layer", within=(0, math.inf), out_of="part_exits"
+    )
+    part_accuracy: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(0, 1))
+    part_agreement: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(0, 1))
+    part_perplexity: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(1, math.inf))
     thresholds: tuple[float, ...]
     positions: int
     targets: int
@@ -105,6 +118,11 @@ class ExitCurveResult(Result):
         """Number of positions that exit after each block, `threshold layer`; the same as `values`."""
         return self.values
 
+    @property
+    def parts(self) -> tuple[str, str]:
+        """Labels of the `part` axis: the half of the rows that thresholds are chosen on, and the held-out half."""
+        return "choice", "held-out"
+
     def plot(self, field: str = "speedup") -> plotly.graph_objects.Figure:
         """The speed-up against agreement and perplexity, a point for each threshold; or another field, as of any result.
 
@@ -121,11 +139,13 @@ class ExitCurveResult(Result):
         return exit_tradeoff(self, self.pictures[0].title)
 
     @typed
-    def at(self, threshold: int | float) -> ExitPoint:
+    def at(self, threshold: int | float, held_out: bool = False) -> ExitPoint:
         """Exits, accuracy, agreement, perplexity and speed-up at one of the measured thresholds.
 
         Args:
             threshold: one of `thresholds`.
+            held_out: whether to take the half of the rows on which `threshold_for` does not choose; NaN if a half has no rows.
+                False takes all rows.
 
         Raises:
             LayersimError: the threshold was not measured; the message names the nearest one.
@@ -147,6 +167,18 @@ class ExitCurveResult(Result):
                 do=f"at({self.thresholds[near]:g}), or ExitCurve(thresholds="
                 f"{tuple(round(t, 7) for t in (*self.thresholds[:index], threshold, *self.thresholds[index:]))})",
             )
+        if held_out:
+            exits = self.part_exits[1, near]
+            # With one half alone, thresholds are chosen on it.
+            known = math.nan if bool(self.part_agreement.isnan().any()) else 1.0
+            return ExitPoint(
+                threshold=self.thresholds[near],
+                exits=exits,
+                accuracy=known * float(self.part_accuracy[1, near]),
+                agreement=known * float(self.part_agreement[1, near]),
+                perplexity=known * float(self.part_perplexity[1, near]),
+                speedup=known * float(_speedup(exits)),
+            )
         return ExitPoint(
             threshold=self.thresholds[near],
             exits=self.values[near],
@@ -159,6 +191,9 @@ class ExitCurveResult(Result):
     @typed
     def threshold_for(self, *, agreement: int | float | None = None, accuracy: int | float | None = None) -> float:
         """The lowest, and thus fastest, measured threshold from which on agreement and accuracy reach the given values.
+
+        The threshold is chosen on one half of the rows, because its agreement on rows that chose it is too high.
+        `at(threshold, held_out=True)` has its agreement on the other half.
 
         At threshold 1 no position exits early. If this threshold is returned, no lower measured threshold is sufficient, and
         more thresholds close to 1 should be measured.
@@ -185,47 +220,65 @@ class ExitCurveResult(Result):
                     expected="a fraction of positions, 0 to 1",
                     do=as_fraction(name, value) or f"threshold_for({name}=0.95)",
                 )
-        enough = self.agreement >= (agreement or 0)
-        if accuracy is not None:
-            enough &= self.accuracy >= accuracy
-        # From this threshold on: a single threshold may reach the values by chance, with worse ones above it.
-        holds = enough.flip(0).long().cumprod(0).flip(0).nonzero()[:, 0]
-        if not len(holds):
-            best = f"agreement {float(self.agreement[-1]):.4g} and accuracy {float(self.accuracy[-1]):.4g}"
+        found = self.lowest_threshold(agreement, accuracy)
+        if found is None:
+            last = [float(values[-1]) for values in self._choice()]
             raise LayersimError(
                 "`agreement` or `accuracy` is too high: no measured threshold reaches the requested values.",
                 given=f"agreement={agreement}, accuracy={accuracy}",
-                expected=f"at most what the highest threshold, {self.thresholds[-1]:g}, gives: {best}",
+                expected=f"at most what the highest threshold, {self.thresholds[-1]:g}, gives: agreement {last[0]:.4g} and "
+                f"accuracy {last[1]:.4g}",
                 do="lower values, or measure with thresholds=(..., 1.0): at 1 no position exits early",
             )
-        return self.thresholds[int(holds[0])]
+        return found
+
+    def lowest_threshold(self, agreement: float | None, accuracy: float | None = None) -> float | None:
+        """`threshold_for` of valid arguments; None if no measured threshold reaches the values.
+
+        Args:
+            agreement: least agreement; None for any.
+            accuracy: least accuracy; None for any.
+        """
+        agreements, accuracies = self._choice()
+        enough = agreements >= (agreement or 0)
+        if accuracy is not None:
+            enough &= accuracies >= accuracy
+        # From this threshold on: a single threshold may reach the values by chance, with worse ones above it.
+        holds = enough.flip(0).long().cumprod(0).flip(0).nonzero()[:, 0]
+        return self.thresholds[int(holds[0])] if len(holds) else None
+
+    def _choice(self) -> tuple[Tensor, Tensor]:
+        """Agreement and accuracy of the rows that choose thresholds, each `threshold`; of all rows if a half is empty."""
+        if bool(self.part_agreement.isnan().any()):
+            return self.agreement, self.accuracy
+        return self.part_agreement[0], self.part_accuracy[0]
 
     def headline(self) -> dict[str, float]:
-        reached = (self.agreement >= 0.95).nonzero()[:, 0]
+        reached = (self._choice()[0] >= 0.95).nonzero()[:, 0]
         if not len(reached):
             return {f"agreement at threshold {self.thresholds[-1]:g}": float(self.agreement[-1])}
-        threshold = (
-            self.threshold_for(agreement=0.95) if bool(self.agreement[-1] >= 0.95) else self.thresholds[int(reached[-1])]
-        )
-        point = self.at(threshold)
+        threshold = self.lowest_threshold(0.95)
+        if threshold is None:
+            threshold = self.thresholds[int(reached[-1])]
+        point = self.at(threshold, held_out=True)
         numbers = {
             "threshold with 95 % agreement": threshold,
+            "its agreement on held-out rows": point.agreement,
             "its speed-up in blocks": point.speedup,
             "its accuracy": point.accuracy,
-            "accuracy at the highest threshold": float(self.accuracy[-1]),
+            "accuracy at the highest threshold": self.at(self.thresholds[-1], held_out=True).accuracy,
         }
         return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
     def finding(self) -> str:
-        if not bool(self.agreement[-1] >= 0.95):
+        threshold = self.lowest_threshold(0.95)
+        if threshold is None or math.isnan(self.at(threshold, held_out=True).agreement):
             return ""
-        threshold = self.threshold_for(agreement=0.95)
-        at = self.thresholds.index(threshold)
-        agreement = with_margin(self, lambda result: result.agreement[at], percent=True)
-        speedup = with_margin(self, lambda result: result.speedup[at])
+        agreement = with_margin(self, lambda result: result.at(threshold, held_out=True).agreement, percent=True)
+        speedup = with_margin(self, lambda result: result.at(threshold, held_out=True).speedup)
         return (
             f"Early exit at a top probability of {threshold:g} agrees with the whole model at {agreement} of the positions, "
-            f"with a speed-up in blocks of {speedup}."
+            f"with a speed-up in blocks of {speedup}, on the half of the rows that did not choose the threshold."
         )
 
 
@@ -315,19 +368,23 @@ class ExitCurve(Analyzer):
 
     def compute(self, sums: Sums, run: Run) -> ExitCurveResult:
         warn_of_unused(self.labels, run.provenance)
-        count, targets = int(sums["count"]), int(sums["targets"])
+        count, targets = int(sums["count"].sum()), int(sums["targets"].sum())
         need_tokens(count, 1, "ExitCurve", "positions that the head reads")
         refuse_bad_logits(sums["bad"], run.layers)
         if not is_none(self.labels):
             need_tokens(targets, 1, "ExitCurve", "positions with a target")
-        exits = sums["exits"].double()
-        layers = exits.shape[1]
+        parts = sums["exits"].double()
+        exits, counts, known = parts.sum(0), sums["count"][:, None], sums["targets"][:, None]
         return ExitCurveResult(
             values=exits,
-            accuracy=sums["correct"].double() / targets,
-            agreement=sums["agree"].double() / count,
-            perplexity=(-sums["log_prob"] / targets).exp(),
-            speedup=layers * count / (exits @ torch.arange(1, layers + 1, dtype=torch.float64)),
+            accuracy=sums["correct"].sum(0).double() / targets,
+            agreement=sums["agree"].sum(0).double() / count,
+            perplexity=(-sums["log_prob"].sum(0) / targets).exp(),
+            speedup=_speedup(exits),
+            part_exits=parts,
+            part_accuracy=sums["correct"].double() / known,
+            part_agreement=sums["agree"].double() / counts,
+            part_perplexity=(-sums["log_prob"] / known).exp(),
             thresholds=self._ascending(),
             positions=count,
             targets=targets,
@@ -346,7 +403,7 @@ def exit_kernel(
     memory_mb: float,
     heads: LayerHeads | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over positions of exits at each threshold, and of the predictions at the exits.
+    """Sums over positions of exits at each threshold, and of the predictions at the exits, for each half of the rows.
 
     Args:
         view: activations of one batch.
@@ -356,24 +413,53 @@ def exit_kernel(
         memory_mb: megabytes for logits.
         heads: of the layers below the last; None for the model's own at every layer.
     """
-    target = with_labels(view, labels, read_positions(view))
+    index, part = read_positions(view), _part_of_row(view)
+    target, part = with_labels(view, labels, index), part if index is None else part[index.to(part.device)]
     lens = read_lens(view, target, normed, memory_mb, RANKED, label_key(labels), heads)
     top, best = lens["best_prob"], lens["best"]
-    layers = len(top)
+    layers, part = len(top), part.to(top.device)
     known = target != NO_LABEL
+
+    def by_part(values: Tensor, part: Tensor) -> Tensor:
+        return torch.stack([values[part == number].sum() for number in (0, 1)])
+
     out: dict[str, list[Tensor]] = {"exits": [], "correct": [], "agree": [], "log_prob": []}
     for threshold in thresholds.to(top.device):
         confident = top > threshold
         confident[-1] = True
         layer = confident.int().argmax(0, keepdim=True)
         prediction = best.gather(0, layer)[0]
-        out["exits"].append(torch.bincount(layer[0], minlength=layers))
-        out["correct"].append((lens["before"].gather(0, layer)[0][known] == 0).sum())
-        out["agree"].append((prediction == best[-1]).sum())
-        out["log_prob"].append(lens["target_log_prob"].gather(0, layer)[0][known].sum())
+        out["exits"].append(torch.bincount(part * layers + layer[0], minlength=2 * layers).view(2, layers))
+        out["correct"].append(by_part(lens["before"].gather(0, layer)[0][known] == 0, part[known]))
+        out["agree"].append(by_part(prediction == best[-1], part))
+        out["log_prob"].append(by_part(lens["target_log_prob"].gather(0, layer)[0][known], part[known]))
     return {
-        **{name: torch.stack(values) for name, values in out.items()},
-        "count": torch.tensor(len(target)),
-        "targets": known.sum(),
+        **{name: torch.stack(values, dim=1) for name, values in out.items()},
+        "count": torch.bincount(part, minlength=2),
+        "targets": by_part(known.to(part.device), part),
         "bad": bad_logits(lens),
     }
+
+
+def _part_of_row(view: View) -> Tensor:
+    """The half of the rows that each token belongs to, `token`: 0 for the half that chooses thresholds, 1 for the other.
+
+    Args:
+        view: activations of one batch.
+    """
+    rows = samples_of(view, whole_rows=True)
+    by_tokens = (rows.key % 2 == 1)[torch.unique_consecutive(view.sequence.cpu(), return_inverse=True)[1]]
+    if view.row is None:
+        return by_tokens.long()
+    number = view.row.cpu()
+    return torch.where(number >= 0, held_out(number, 0.5, 0, None), by_tokens).long()
+
+
+def _speedup(exits: Tensor) -> Tensor:
+    """Blocks of the full model over blocks run.
+
+    Args:
+        exits: `... layer`, number of positions that exit after each block.
+    """
+    layers = exits.shape[-1]
+    return layers * exits.sum(-1) / (exits @ torch.arange(1, layers + 1, dtype=torch.float64))

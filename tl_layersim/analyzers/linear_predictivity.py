@@ -22,6 +22,7 @@ from ..models.view import Kernel
 from ._covariances import Covariances, are_defined, check_defined, check_sums_fit, cost_in_words, seconds_of_pairs
 from ._cross_product_analyzer import CrossProductAnalyzer
 from ._cross_products import draw_exchanged_split, split_cross_product_kernel
+from ._few_samples import warn_of_few_rows, warn_of_few_samples
 from ._permutation_null import CalibratedMatrix, is_one_model, null_fields, null_pictures
 from ._ridge import ridge_weights
 from .base import Run, Weight, need_whole_rows
@@ -186,6 +187,8 @@ class LinearPredictivity(CrossProductAnalyzer):
         train, test = Covariances(sums, "train."), Covariances(sums, "test.")
         count = train.samples + test.samples
         self._need_samples(train.samples, test.samples)
+        warn_of_few_samples("LinearPredictivity", train.samples, train.row_mean.shape[-1], self.samples_in_words)
+        warn_of_few_rows("LinearPredictivity", int(sums["test.rows"]))
         sides = [are_defined(train.row_power()) & are_defined(test.row_power())]
         if train.two_models:
             sides.append(are_defined(train.column_power()) & are_defined(test.column_power()))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float64
@@ -21,9 +22,13 @@ from ..data.labels import NO_LABEL, as_labels, label_source, warn_of_unused
 from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, tokens_alone
-from ._probe_kernels import labelled, probe_counts_kernel, probe_sums_kernel
+from ._few_samples import warn_of_few_rows, warn_of_few_samples
+from ._probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
 from ._ridge import ridge_probe, samples_differ
 from .base import Analyzer, Run, need_whole_rows
+
+# Weights `site width class` and offsets `site class`, over all classes.
+ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
 
 
 @typed
@@ -35,8 +40,12 @@ class LinearProbeResult(Result):
         values: `residual`, the same as `accuracy`: fraction of held-out samples whose class the probe predicts.
         train_accuracy: `residual`, the same of training samples. Far above `accuracy`, the probe has too few samples for the
             width of the site.
-        majority: accuracy on held-out samples of always predicting the most frequent class of the training samples.
+        majority: accuracy on held-out samples of always predicting the most frequent class of the training samples, which is
+            the share of that class among held-out samples.
         confusion: `residual label prediction`, number of held-out samples of each class that were predicted as each class.
+        control_accuracy: `residual`, accuracy of probes of control labels on held-out samples; NaN without a control task.
+        selectivity: `residual`, `accuracy` minus `control_accuracy` (Hewitt and Liang 2019). A probe that finds any labels has
+            a selectivity near 0.
         samples: `label`, number of training samples of each class.
         test_samples: `label`, number of held-out samples of each class.
         labels: the classes, ascending.
@@ -46,6 +55,8 @@ class LinearProbeResult(Result):
     values_name: ClassVar[str] = "accuracy"
     values: Float64[Tensor, " residual"] = axes("residual", within=(0, 1))
     train_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1))
+    control_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1))
+    selectivity: Float64[Tensor, " residual"] = axes("residual", within=(-1, 1))
     majority: Float64[Tensor, ""] = axes(within=None)
     confusion: Float64[Tensor, "residual label prediction"] = axes(
         "residual", "label", "prediction", within=(0, math.inf), out_of="confusion"
@@ -81,12 +92,20 @@ class LinearProbeResult(Result):
         train, test, classes = int(self.samples.sum()), int(self.test_samples.sum()), len(self.labels)
         return f"{train:,} training and {amount(test, 'held-out sample')}, {classes} classes (chance:\u00a0{1 / classes:.3g})"
 
+    def to_frame(self, field: str = "values") -> Any:
+        table = super().to_frame(field)
+        names = ("control_accuracy", "selectivity")
+        empty = [f"{name}{end}" for name in names for end in ("", "_low", "_high") if name != field]
+        return table.drop(columns=[name for name in table if name in empty]) if bool(self.selectivity.isnan().all()) else table
+
     def headline(self) -> dict[str, float]:
         best = int(self.values.argmax())
         first = self.first_layer()
         ends = {f"probe accuracy at {'the embedding' if first == 'embedding' else first}": float(self.values[0])}
         if len(self.values) > 1:
             ends["probe accuracy at the last site"] = float(self.values[-1])
+        if not bool(self.selectivity.isnan().any()):
+            ends[f"selectivity at {self.layers[best]}"] = float(self.selectivity[best])
         return ends | {
             f"highest probe accuracy, at {self.layers[best]}": float(self.values[best]),
             "accuracy of the most frequent class": float(self.majority),
@@ -97,7 +116,7 @@ class LinearProbeResult(Result):
 @typed
 @dataclass(frozen=True, eq=False)
 class ProbeAnalyzer(Analyzer):
-    """A probe with labels, whose held-out rows are chosen by their numbers. Subclasses fit the probe.
+    """A probe with labels, whose held-out rows are chosen by their numbers. Subclasses fit the probe in a first pass.
 
     Args:
         labels: see `LinearProbe`, as for all options.
@@ -105,6 +124,7 @@ class ProbeAnalyzer(Analyzer):
         first_test_row: see `LinearProbe`.
         seed: see `LinearProbe`.
         max_memory_gb: see `LinearProbe`.
+        control: see `LinearProbe`.
     """
 
     labels: Any = "next_token"
@@ -112,6 +132,7 @@ class ProbeAnalyzer(Analyzer):
     first_test_row: int | None = None
     seed: int = 0
     max_memory_gb: int | float = 4.0
+    control: Literal["token", "row"] | None = None
 
     def __post_init__(self) -> None:
         labels = as_labels(self.labels)
@@ -158,8 +179,94 @@ class ProbeAnalyzer(Analyzer):
     def check_batch(self, batch: Batch, model: Model) -> None:
         check_batch_labels(self.labels, batch)
         need_whole_rows(batch, "a linear probe")
+        if self.control == "token" and (batch.pooled or not batch.has_tokens):
+            raise LayersimError(
+                "`control` cannot be 'token' here, because samples have no token of their own.",
+                given="control='token' with " + ("positions='mean'" if batch.pooled else "inputs without token ids"),
+                expected="control='row', or samples that are single tokens",
+                do="control='row'",
+            )
         if not isinstance(self.labels, Tensor):
             _check_classes(targets(tokens_alone(batch), self.labels), None)
+
+    @abstractmethod
+    def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
+        """Number of training samples and of held-out samples of each class, each `class`.
+
+        Args:
+            first: sums of the first pass.
+        """
+
+    @abstractmethod
+    def fit(self, first: Sums) -> ProbeWeights:
+        """The probes of all sites.
+
+        Args:
+            first: sums of the first pass.
+        """
+
+    @abstractmethod
+    def fit_control(self, first: Sums) -> ProbeWeights:
+        """The probes of control labels.
+
+        Args:
+            first: sums of the first pass.
+        """
+
+    def kernel(self, first: Sums) -> Kernel:
+        train, test = self.counts(first)
+        need_samples(train, test)
+        classes = (train + test).nonzero()[:, 0]
+        weight, offset = self.fit(first)
+        control = None
+        if self.control is not None:
+            control_weight, control_offset = self.fit_control(first)
+            numbers = torch.searchsorted(classes, control_classes(train))
+            control = (self.control, numbers, control_weight[..., classes], control_offset[:, classes])
+        return partial(
+            probe_counts_kernel,
+            labels=self.labels,
+            classes=classes,
+            weight=weight[..., classes],
+            offset=offset[:, classes],
+            split=self.split,
+            control=control,
+        )
+
+    def result(self, sums: Sums, run: Run, method: str, width: int) -> LinearProbeResult:
+        """The result of probes from the counts of their predictions.
+
+        Args:
+            sums: of the main pass. Without a block of the data, accuracies are of the samples that are left.
+            run: the finished run.
+            method: of the fit.
+            width: of the widest site.
+        """
+        warn_of_unused(self.labels, run.provenance)
+        train, test = self.counts(run.first)
+        classes = (train + test).nonzero()[:, 0]
+        warn_of_few_samples("LinearProbe", int(train.sum()), width, "samples")
+        warn_of_few_rows("LinearProbe", int(sums["test_rows"]))
+        confusion = sums["confusion"].double()
+        tested = confusion[0].sum(1)
+        accuracy = confusion.diagonal(dim1=1, dim2=2).sum(1) / tested.sum()
+        control = torch.full_like(accuracy, math.nan)
+        if self.control is not None:
+            control = sums["control_correct"].double() / tested.sum()
+        return LinearProbeResult(
+            values=accuracy,
+            train_accuracy=sums["train_correct"].double() / sums["train"],
+            control_accuracy=control,
+            selectivity=accuracy - control,
+            majority=tested[torch.searchsorted(classes, train.argmax())] / tested.sum(),
+            confusion=confusion,
+            samples=train[classes].double(),
+            test_samples=tested,
+            labels=tuple(classes.tolist()),
+            method=method,
+            layers=run.layers,
+            provenance=run.provenance,
+        )
 
 
 @typed
@@ -173,7 +280,7 @@ class LinearProbe(ProbeAnalyzer):
     with the activations x of the n training samples and their one-hot labels y. This is ridge regression on dimensions that are
     scaled to a standard deviation of 1. The prediction is the class with the largest entry of $\hat W'(x - \bar x) + \bar y$:
     the intercept is not penalised. A first pass over the data sums over training samples, and a second pass counts predictions
-    on held-out samples, so no activation is kept.
+    on held-out samples, so no activation is kept. Intervals hold the fitted probes fixed and vary the held-out rows.
 
     Rows of the data are held out, never single positions of a row: positions of one row are not independent. The number of a
     row decides alone, so the choice does not depend on batches.
@@ -186,6 +293,8 @@ class LinearProbe(ProbeAnalyzer):
         seed: of the choice of held-out rows.
         max_memory_gb: limit for the sums, sites x width x (width + classes) numbers; a larger requirement is refused before
             the run.
+        control: also fit probes of control labels, which are drawn at random by the shares of the classes: for each "token"
+            type, or for each "row" where labels belong to rows. None for no control task.
         ridge: strength of the penalty relative to the variance of each dimension, above 0; docs/probes.md compares some.
         max_classes: a number above every class of "data" and "next_token", which sets the size of the sums.
 
@@ -193,7 +302,8 @@ class LinearProbe(ProbeAnalyzer):
         Alain and Bengio 2016 (arXiv 1610.01644). Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.4 and figure 17,
         transfer a DeiT from ImageNet to CIFAR-10: they "only fine-tune a linear classifier, with the feature mapping fixed",
         and report accuracy by layer. The paper gives neither optimiser nor whether one classifier serves all layers. Here each
-        site has a classifier of its own, in closed form.
+        site has a classifier of its own, in closed form. Control tasks and selectivity: Hewitt and Liang 2019
+        (arXiv 1909.03368).
 
     Examples:
         >>> import tl_layersim as lsim
@@ -234,11 +344,12 @@ class LinearProbe(ProbeAnalyzer):
         if model.widest is None:
             return
         # The batch's sums, the running sums, and the new sums while the two are added.
-        need = 3 * 8 * len(model.layers) * model.widest * (model.widest + self.classes) / 1e9
+        groups = self.classes + CONTROL_PARTS * (self.control is not None)
+        need = 3 * 8 * len(model.layers) * model.widest * (model.widest + groups) / 1e9
         if not need <= self.max_memory_gb:
             raise LayersimError(
                 "The sums of a linear probe need more memory than `max_memory_gb`.",
-                given=f"{len(model.layers)} sites x {model.widest} x ({model.widest} + {self.classes}) numbers: {need:.1f} GB",
+                given=f"{len(model.layers)} sites x {model.widest} x ({model.widest} + {groups}) numbers: {need:.1f} GB",
                 expected=f"at most max_memory_gb={self.max_memory_gb:g}",
                 do=f"max_memory_gb={math.ceil(need)}; or fewer sites, at=['blocks.0.hook_resid_post', ...]",
             )
@@ -249,67 +360,38 @@ class LinearProbe(ProbeAnalyzer):
             _check_classes(targets(tokens_alone(batch), self.labels), self.max_classes)
 
     def first_kernel(self) -> Kernel | None:
-        return partial(probe_sums_kernel, labels=self.labels, classes=self.classes, split=self.split)
+        return partial(probe_sums_kernel, labels=self.labels, classes=self.classes, split=self.split, control=self.control)
 
-    def kernel(self, first: Sums) -> Kernel:
-        train, test = first["train"], first["test"]
-        need_samples(train, test)
-        classes = (train + test).nonzero()[:, 0]
-        weight, offset = zip(
-            *(
-                ridge_probe(second, total, train, float(self.ridge))
-                for second, total in zip(first["second"], first["total"], strict=True)
-            ),
-            strict=True,
-        )
-        return partial(
-            probe_counts_kernel,
-            labels=self.labels,
-            classes=classes,
-            weight=torch.stack(weight)[..., classes],
-            offset=torch.stack(offset)[:, classes],
-            split=self.split,
-        )
+    def counts(self, first: Sums) -> tuple[Tensor, Tensor]:
+        return first["train"], first["test"]
+
+    def fit(self, first: Sums) -> ProbeWeights:
+        return self._ridge_probes(first, first["total"], first["train"])
+
+    def fit_control(self, first: Sums) -> ProbeWeights:
+        train = first["train"]
+        part = control_classes(train)
+        total = torch.zeros_like(first["total"]).index_add_(1, part, first["parts"])
+        return self._ridge_probes(first, total, torch.zeros_like(train).index_add_(0, part, first["part_samples"]))
+
+    def _ridge_probes(self, first: Sums, totals: Tensor, counts: Tensor) -> ProbeWeights:
+        each = [
+            ridge_probe(second, total, counts, float(self.ridge)) for second, total in zip(first["second"], totals, strict=True)
+        ]
+        weight, offset = zip(*each, strict=True)
+        return torch.stack(weight), torch.stack(offset)
 
     def compute(self, sums: Sums, run: Run) -> LinearProbeResult:
-        warn_of_unused(self.labels, run.provenance)
-        train, test = run.first["train"], run.first["test"]
-        second, total = run.first["second"], run.first["total"].sum(1)
-        constant = [
-            name
-            for name, moments, mean in zip(run.layers, second, total / train.sum(), strict=True)
-            if not samples_differ(moments / train.sum(), mean)
-        ]
-        warn_of_constant(constant)
-        return probe_result(sums["confusion"], sums["train_correct"], train, test, run, "ridge")
-
-
-def probe_result(
-    confusion: Tensor, train_correct: Tensor, train: Tensor, test: Tensor, run: Run, method: str
-) -> LinearProbeResult:
-    """The result of probes from the counts of their predictions.
-
-    Args:
-        confusion: `site class class`, over the classes that have samples.
-        train_correct: `site`, number of correct predictions on training samples.
-        train: number of training samples of every class.
-        test: number of held-out samples of every class.
-        run: the finished run.
-        method: of the fit.
-    """
-    classes = (train + test).nonzero()[:, 0]
-    return LinearProbeResult(
-        values=confusion.diagonal(dim1=1, dim2=2).sum(1).double() / test.sum(),
-        train_accuracy=train_correct.double() / train.sum(),
-        majority=test[train.argmax()].double() / test.sum(),
-        confusion=confusion.double(),
-        samples=train[classes].double(),
-        test_samples=test[classes].double(),
-        labels=tuple(classes.tolist()),
-        method=method,
-        layers=run.layers,
-        provenance=run.provenance,
-    )
+        second, train = run.first["second"], run.first["train"].sum()
+        means = run.first["total"].sum(1) / train
+        warn_of_constant(
+            [
+                name
+                for name, moments, mean in zip(run.layers, second, means, strict=True)
+                if not samples_differ(moments / train, mean)
+            ]
+        )
+        return self.result(sums, run, "ridge", second.shape[-1])
 
 
 def need_samples(train: Tensor, test: Tensor) -> None:

@@ -228,6 +228,11 @@ class NeuralCollapse(Analyzer):
                 expected="at least two classes with samples",
                 do="pass more data, fewer classes=, or check the labels",
             )
+        if int(counts.sum()) < sums["second"].shape[-1]:
+            warn(
+                f"NeuralCollapse rests on {int(counts.sum()):,} samples of {sums['second'].shape[-1]:,} dimensions: with fewer "
+                "samples than dimensions NC1 depends on the number of samples. Pass more data, or fewer classes=."
+            )
         nc1, within, between = zip(
             *(collapse(counts, total, second) for total, second in zip(sums["total"], sums["second"], strict=True)), strict=True
         )

@@ -52,7 +52,8 @@ def exit_tradeoff(result: Any, title: str) -> go.Figure:
     y, y_ends = result.speedup.numpy(), interval_ends(result, "speedup")
     texts = exit_texts(result)
     reached = np.flatnonzero(result.agreement.numpy() >= AGREEMENT)
-    mark = result.thresholds.index(result.threshold_for(agreement=AGREEMENT)) if result.agreement[-1] >= AGREEMENT else None
+    chosen = result.lowest_threshold(AGREEMENT)
+    mark = None if chosen is None else result.thresholds.index(chosen)
     for col, field in enumerate(fields, start=1):
         x, x_ends = getattr(result, field).numpy(), interval_ends(result, field)
         bars = [

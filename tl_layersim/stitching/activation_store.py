@@ -47,7 +47,9 @@ class StitchData:
 
     @staticmethod
     def of(batches: Batches, held_out: Batches | None, labels: str | Tensor, model: Model, fitted: bool) -> StitchData:
-        """Read the data. If an adapter is fitted and `held_out` is None, the last fifth of the rows is held out.
+        """Read the data. If an adapter is fitted and `held_out` is None, about the last fifth of the rows is held out.
+
+        Rows of one document stand on one side. A packed row that holds ends of documents of both sides is left out.
 
         Args:
             batches: the data of the fit, or of the evaluation where nothing is fitted.
@@ -68,7 +70,8 @@ class StitchData:
             return StitchData(tuple(own) if fitted else (), _in_small_batches(other, size, labels, model), labels)
         if not fitted:
             return StitchData((), _in_small_batches(own, size, labels, model), labels)
-        fit, kept = _split(own)
+        tokenizer = batches.model.tokenizer
+        fit, kept = _split(own, None if tokenizer is None else tokenizer.eos_token_id)
         fit = [batch for batch in fit if _has_targets(batch, labels, model)]
         evaluation = _in_small_batches(kept, size, labels, model)
         if not fit or not evaluation:
@@ -106,17 +109,53 @@ def _batches_with_targets(source: Batches, argument: str, labels: str | Tensor, 
     return batches
 
 
-def _split(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """The first four fifths of the rows, and the last fifth."""
-    rows = sum(len(batch.tokens) for batch in batches)
-    left = rows - max(1, rows // EVALUATION_EVERY)
-    first, last = list[Batch](), list[Batch]()
+def _split(batches: list[Batch], separator: int | None) -> tuple[list[Batch], list[Batch]]:
+    """The rows of the fit, and about the last fifth of the rows, of other documents.
+
+    Args:
+        batches: rows in the order of the data.
+        separator: the token that ends a text in packed rows.
+    """
+    first, last = _documents(batches, separator)
+    start = len(first) - max(1, len(first) // EVALUATION_EVERY)
+    whole = (first[start:] > last[max(start - 1, 0)]).nonzero()[:, 0]
+    # The document that the cut goes through is of the fit if others follow it, else of the evaluation.
+    start_of_evaluation = start + int(whole[0]) if len(whole) else min(int((first < last[-1]).sum()), len(first) - 1)
+    stop_of_fit = int((last < first[start_of_evaluation]).sum())
+    if not stop_of_fit and start:
+        warn(
+            "The rows of the fit and of the evaluation are of one document, so the penalty is that of known text. Pass several "
+            "documents, or eval_data= of other documents."
+        )
+        stop_of_fit = start_of_evaluation = start
+    return _rows_between(batches, 0, stop_of_fit), _rows_between(batches, start_of_evaluation, len(first))
+
+
+def _documents(batches: list[Batch], separator: int | None) -> tuple[Tensor, Tensor]:
+    """Number of the first and of the last document in each row, each `row`, ascending."""
+    first, last, packed = list[int](), list[int](), 0
     for batch in batches:
-        count = min(left, len(batch.tokens))
-        first += [batch.rows(0, count)] if count else []
-        last += [batch.rows(count, len(batch.tokens))] if count < len(batch.tokens) else []
-        left -= count
-    return first, last
+        for number, source in enumerate(batch.sources[0][:, 0].tolist()):
+            if source >= 0:
+                first.append(source)
+                last.append(source)
+                continue
+            first.append(packed)
+            # The first token may be a BOS that is the separator too.
+            ends = batch.tokens[number, 1:] == (-1 if separator is None else separator)
+            packed += int((ends & batch.attention[number, 1:]).sum())
+            last.append(packed)
+    return torch.tensor(first), torch.tensor(last)
+
+
+def _rows_between(batches: list[Batch], start: int, stop: int) -> list[Batch]:
+    """The rows from `start` to before `stop`, counted over all batches."""
+    out, before = list[Batch](), 0
+    for batch in batches:
+        own = max(start - before, 0), min(stop - before, len(batch.tokens))
+        out += [batch.rows(*own)] if own[0] < own[1] else []
+        before += len(batch.tokens)
+    return out
 
 
 def _in_small_batches(batches: list[Batch], largest: int, labels: str | Tensor, model: Model) -> tuple[Batch, ...]:

@@ -77,8 +77,8 @@ def stitch(
         training: of `"sgd"`; default `StitchTraining()`, the paper's settings.
         ridge: of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
         seed: of the order of batches in training.
-        eval_data: the data that the penalty is measured on, at most `max_tokens` of it too. Default: the last fifth of the rows
-            of `data`, which are then kept out of the fit; all of them where nothing is fitted.
+        eval_data: the data that the penalty is measured on, at most `max_tokens` of it too. Default: about the last fifth of
+            the rows of `data`, of documents that are not in the fit; all of them where nothing is fitted.
         labels: the targets of the back: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a
             classifier, and for rows without tokens that have labels, `"data"`.
         layers: paths of the blocks of each model, for unknown layouts.

@@ -227,7 +227,7 @@ def _change(
         exit_accuracy=both([point.accuracy for point in points]),
         exit_agreement=both([point.agreement for point in points]),
         speedup=both([point.speedup for point in points]),
-        speedup_at_agreement=both([curve.at(curve.threshold_for(agreement=0.95)).speedup for curve in curves]),
+        speedup_at_agreement=both([curve.at(curve.threshold_for(agreement=0.95), held_out=True).speedup for curve in curves]),
         effective_depth=both([float(lens.effective_depth(eps)) for lens in lenses]),
         models=names,
         threshold=threshold,
