@@ -1,10 +1,8 @@
 """Coverage of the confidence intervals in simulations with dependent tokens, beside intervals that ignore the dependence.
 
-A second table has statistics for which intervals are hard, beside intervals that are symmetric about the value.
-
     python benchmarks/coverage.py --simulations 2000 --out table.md
 
-Run from the root of the repository: the simulations are those of the tests.
+Run from the root of the repository: the simulation is that of the tests.
 """
 
 from __future__ import annotations
@@ -47,15 +45,7 @@ def main() -> None:
         lines.append(f"| {name} | {own.now:.1%} | {own.symmetric:.1%} | {own.warned:.1%} |")
         print(lines[-1], flush=True)
     if args.out:
-        args.out.write_text("\n".join([*lines, "", *cases]) + "\n")
-
-
-def case_lines(simulations: int) -> list[str]:
-    lines = ["| case | covered now | symmetric interval | warned of drift |", "| --- | --- | --- | --- |"]
-    for name in CASES:
-        found = coverage_of(name, simulations)
-        lines.append(f"| {name} | " + " | ".join(f"{share:.1%}" for share in found) + " |")
-    return lines
+        args.out.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 
 import nnsight
 import numpy as np
@@ -18,7 +19,7 @@ from nnsight.intervention.serialization import dumps
 import tl_layersim as lsim
 from tl_layersim.analyzers import find_analyzers
 from tl_layersim.core import Sums
-from tl_layersim.core.intervals import bounds_of, total_of
+from tl_layersim.core.intervals import aligned, bounds_of, total_of, with_and_without_blocks
 from tl_layersim.models.view import reduce
 
 from .. import oracles
@@ -217,6 +218,10 @@ def test_every_field_has_an_interval(name, cls):
         assert bool((low >= min(bounds[0], float(value.nan_to_num().min())))[known].all()) if value.numel() else True
         assert bool((high <= max(bounds[1], float(value.nan_to_num().max())))[known].all()) if value.numel() else True
         assert bool((error[known] >= 0).all())
+        # What a block changes depends on the blocks, also at a bound: its interval has a width, or there is none.
+        _, replicates = with_and_without_blocks(result, partial(aligned, result=result, field=field), total_of(result, field))
+        spread = replicates.amax(0) - replicates.amin(0)
+        assert not bool(((spread > 1e-9 * value.abs()) & (high == low)).any()), field
     moving = [f for f, b in bounds_of(result).items() if b is not None and bool((result.interval(f).error > 0).any())]
     assert "values" in moving
     # What differs in half of the rows depends on the rows: its interval has a width.

@@ -55,8 +55,8 @@ def test_a_stream_of_unknown_length_begins_with_blocks_of_one_batch(small):
 
 
 def test_two_models_of_which_one_is_on_a_server_have_intervals(small):
-    data, cka = list(random_tokens(32, 8)), lsim.CKA(minibatch=8)
+    data, cka = list(random_tokens(256, 8)), lsim.CKA(minibatch=8)
     here = lsim.compare(tiny_llama(), tiny_llama(seed=1), data, cka, batch_size=2, intervals=True)
     there = lsim.compare(small.model(), tiny_llama(seed=1), data, cka, batch_size=2, intervals=True, remote=(small.url, False))
-    assert here.block_tokens == there.block_tokens == (128, 128)
+    assert here.block_tokens == there.block_tokens == (16 * 8,) * 16
     assert float((here.interval().low - there.interval().low).abs().max()) < 1e-4

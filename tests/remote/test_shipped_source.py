@@ -32,7 +32,7 @@ def test_not_a_number_there_is_named_with_its_layer(small, tmp_path):
     model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
     model.save_pretrained(small.folder / "broken")
     tiny_tokenizer().save_pretrained(small.folder / "broken")
-    with pytest.raises(lsim.LayersimError, match=r"NaN or infinite(.|\n)*blocks.1.hook_resid_post"):
+    with pytest.raises(lsim.LayersimError, match=r"rows 0 to 3(.|\n)*blocks.1.hook_resid_post"):
         lsim.analyze(small.model("broken"), rows(4, 20), QUICK, remote=small.url, batch_size=1, tokens_per_request=1000)
 
 

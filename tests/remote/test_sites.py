@@ -93,8 +93,11 @@ def test_two_models_are_compared_at_other_sites(small, capfd):
         torch.testing.assert_close(far.values, near.values, rtol=0, atol=1e-6)
         assert (far.layers, far.column_layers) == (near.layers, near.column_layers)
     said = capfd.readouterr().err
-    # The Gram matrices of 12 heads of each model, triangles of 32 samples, and the row of each sample.
-    crossing = near.minibatches * (24 * 4 * 32 * 33 // 2 + 2 * 8 * 32)
+    tokens = near.samples
+    assert near.provenance.tokens // 32 * 32 == tokens
+    # Of each model: Grams of 12 sites, the row of each sample and the number of rows, for each minibatch, and the rows of the
+    # pool; and 96 numbers a token, where the widths of both are known beforehand.
+    crossing = 2 * (tokens // 32 * (12 * 4 * 32 * 33 // 2 + 8 * 32 + 8) + 8)
     assert said.count(f"{crossing / 1e3:.1f} kB cross in all") == 2
     assert said.count(f"activations would be {2 * 96 * 4 * near.provenance.tokens / 1e3:.1f} kB") == 1
 

@@ -112,13 +112,21 @@ def test_options_that_mean_nothing_are_refused(small, tmp_path):
 def test_what_cannot_be_added_is_refused_as_here(small):
     data = rows(5, 20)
     for tokens in (1000, 80):
-        options = {"remote": small.url, "tokens_per_request": tokens}
+        options = {"remote": small.url, "tokens_per_request": tokens, "batch_size": 4}
         with pytest.raises(lsim.LayersimError, match=r"kernel of 'own' returned sums that cannot be added across batches"):
-            lsim.analyze(small.model(), data, [lsim_analyzer(one_a_row)], batch_size=4, **options)
+            lsim.analyze(small.model(), data, [lsim_analyzer(one_a_row)], **options)
+        # A sum that some batches lack is the sum over the others.
+        far = lsim.analyze(small.model(), data, [lsim_analyzer(now_and_then)], **options)
+        assert furthest(far, local(small, data, [lsim_analyzer(now_and_then)], batch_size=4)) < 1e-12
 
 
 def one_a_row(view):
     return {"norm": torch.ones(int(view.sequence.max()) + 1), "count": torch.tensor(1)}
+
+
+def now_and_then(view):
+    few = int(view.sequence.max()) < 3
+    return {"norm": torch.ones(len(view.activations)), "count": torch.tensor(1)} | ({"few": torch.tensor(1)} if few else {})
 
 
 def everything(view):

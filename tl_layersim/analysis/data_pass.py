@@ -326,8 +326,11 @@ class DataPass:
     def _refuse_not_finite(self, parts: Sequence[PartialSums]) -> None:
         names = [source.sites for source in self.sources]
         start = self.state.tally.tree.end
+        # The last leaf of the data may be larger than the rest of the data.
+        read = self.state.tally.sequences + sum(step.rows for step in self.state.waiting)
         for part in parts:
-            refuse_not_finite(part.not_finite, names, f"rows {start} to {start + part.count - 1}")
+            last = min(start + part.count, max(read, start + 1)) - 1
+            refuse_not_finite(part.not_finite, names, f"rows {start} to {last}")
             start += part.count
 
     def _seconds(self) -> float:
@@ -382,7 +385,7 @@ def _addable(sums: Mapping[str, Sums], out: Mapping[str, Any]) -> Iterator[tuple
             raise LayersimError(
                 f"The kernel of {name!r} returned sums that cannot be added across batches.",
                 given=str(error),
-                expected="a dict of tensors whose names and shapes do not depend on the batch",
+                expected="a dict of tensors whose shapes do not depend on the batch",
                 do="sum over the token axis inside the kernel",
             ) from error
         yield name, before, own

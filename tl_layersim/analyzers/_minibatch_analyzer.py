@@ -168,9 +168,12 @@ class MinibatchAnalyzer(Analyzer):
         kernel = self._pools(None)
         drawn = kernel.samples_in(rows // pools, density)
         n = min(self.minibatch, drawn)
-        # Upper triangles in float32, those of the null too, and the row of each sample.
-        each = 4 * layers * n * (n + 1) // 2 + 8 * n
-        return pools * (drawn // n + (self.permutations > 0)) * each if n >= self.least else 0
+        if n < self.least:
+            return 0
+        # Upper triangles in float32; the row of each sample and their number, of each minibatch, and the number of rows.
+        triangles = 4 * layers * n * (n + 1) // 2
+        null = triangles + 16 if self.permutations else 0
+        return pools * (drawn // n * (triangles + 8 * n + 8) + 8 + null)
 
     def similarities(
         self, sums: Sums, run: Run, values: Tensor, null_scale: Tensor, inputs: tuple[Tensor, Tensor] | None = None
