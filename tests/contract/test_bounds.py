@@ -59,6 +59,8 @@ def test_bounds_of_ranks_and_angles():
 
     ranks = bounds(EffectiveRankResult)
     assert ranks.pop("spectrum") == (0, 1)
+    # A number of directions jumps.
+    assert ranks.pop("directions_90") is None
     assert set(ranks.values()) == {(1, math.inf)}
     assert (bounds(CosineResult)["angular"], bounds(CosineResult)["block_influence"]) == ((0, 1), (0, 2))
     path = bounds(TrajectoryResult)
@@ -66,5 +68,6 @@ def test_bounds_of_ranks_and_angles():
     # Values of single prompts have no interval.
     assert path["prompt_lss"] is None
     null = bounds(CalibratedMatrix)
-    assert null["calibrated"] == null["max_calibrated"] == (0, 1)
+    assert null["calibrated"] == (-math.inf, 1)
+    assert null["max_calibrated"] is None
     assert null["null_mean"] == null["null_threshold"] == (-math.inf, 1)
