@@ -13,7 +13,7 @@ from tl_layersim.models.unembed import Unembed
 
 from .. import oracles
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from ..views import from_views, own_head, residuals, view, worst
+from ..views import from_views, own_head, residuals, view, view_for, worst
 
 ANALYZERS = {"logit_lens": lsim.LogitLens, "saturation": lsim.Saturation, "exit_curve": lsim.ExitCurve}
 each_lens = pytest.mark.parametrize("name", ANALYZERS)
@@ -40,7 +40,8 @@ def test_every_layer_is_read_by_its_own_head(name, norm):
     near = torch.as_tensor(oracles.HEAD) + 0.3 * random_heads().weight
     for heads in (random_heads(norm=norm), lsim.ExitHeads(near, 0.1 * random_heads().bias, norm=norm)):
         expected = getattr(oracles, f"oracle_{name}")(data, norm=norm == "final", heads=pairs(heads))
-        found = from_views(ANALYZERS[name](norm=norm, heads=heads), [view(x) for x in data])
+        analyzer = ANALYZERS[name](norm=norm, heads=heads)
+        found = from_views(analyzer, [view_for(analyzer, x) for x in data])
         for field, value in expected.items():
             np.testing.assert_allclose(getattr(found, field).numpy(), value, rtol=1e-9, atol=1e-9, err_msg=field)
 
