@@ -29,6 +29,22 @@ def test_the_interval_of_a_count_is_that_of_its_fraction():
     assert float(lsim.difference(counts, counts).interval("counts").error.max()) == 0
 
 
+def test_a_fraction_without_any_event_has_an_interval_with_width():
+    model, data = tiny_llama(), torch.randint(3, 90, (32, 12), generator=torch.Generator().manual_seed(0))
+    # Tokens that the model never predicts.
+    with torch.no_grad():
+        model.lm_head.weight[1:3] = 0
+    never = (torch.arange(12) % 2 + 1).expand(32, 12)
+    lens = lsim.analyze(model, data, lsim.LogitLens(labels=never), intervals=True)["logit_lens"]
+    assert bool((lens.accuracy == 0).all())
+    found = lens.interval("accuracy")
+    assert bool((found.low == 0).all() and (found.high > 0.1).all() and (found.high < 0.2).all())
+    assert lens.interval(lambda one: one.accuracy[1]).high == found.high[1]
+    # The last layer agrees with itself by definition.
+    agreement = lens.interval("agreement")
+    assert float(agreement.low[-1]) == float(agreement.high[-1]) == 1.0
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_label_that_one_block_alone_has_gets_no_interval():
     coupling = run(lsim.BlockCoupling(k=2), lengths=(5,) * 17 + (9,) * 16 + (40,))["block_coupling"]

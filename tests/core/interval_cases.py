@@ -36,13 +36,20 @@ def drifting(rho: float, simulations: int, texts: int) -> Tensor:
     return x
 
 
-def covered(numerator: Tensor, denominator: Tensor, truth: float, within: tuple[float, float] = UNBOUNDED) -> Coverage:
-    """The coverage of 95 % intervals of a ratio of sums over texts, `simulation text`."""
+def covered(
+    numerator: Tensor, denominator: Tensor, truth: float, within: tuple[float, float] = UNBOUNDED, events: bool = False
+) -> Coverage:
+    """The coverage of 95 % intervals of a ratio of sums over texts, `simulation text`; `events` for fractions."""
     a, b = (x.expand(numerator.shape).unflatten(1, (BLOCKS, -1)).sum(2).T for x in (numerator, denominator))
     value, replicates = a.sum(0) / b.sum(0), (a.sum(0) - a) / (b.sum(0) - b)
     error = standard_error(value, replicates)
     every = torch.full_like(value, BLOCKS - 1)
-    now = t_interval(value, error, degrees_of_freedom(value, replicates), 0.95, within)
+    degrees = degrees_of_freedom(value, replicates)
+    now = t_interval(value, error, degrees, 0.95, within)
+    if events:
+        rows, none = float(numerator.shape[1]), value == 0
+        wilson = t_interval(value[none], error[none], degrees[none], 0.95, within, (rows, rows))
+        now = now._replace(high=now.high.masked_scatter(none, wilson.high))
     plain = t_interval(value, error, every, 0.95)
     shares = [float(((one.low <= truth) & (truth <= one.high)).double().mean()) for one in (now, plain)]
     return Coverage(*shares, float((neighbour_correlation(replicates) > 0.4).double().mean()))
@@ -50,7 +57,7 @@ def covered(numerator: Tensor, denominator: Tensor, truth: float, within: tuple[
 
 def _fraction(rate: float, texts: int = TEXTS) -> Callable[[int], Coverage]:
     tokens = torch.tensor(float(TOKENS), dtype=torch.float64)
-    return lambda simulations: covered(fractions(rate, simulations, texts), tokens, rate, (0, 1))
+    return lambda simulations: covered(fractions(rate, simulations, texts), tokens, rate, (0, 1), events=True)
 
 
 def _gain(first: float, second: float) -> Callable[[int], Coverage]:

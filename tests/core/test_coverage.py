@@ -27,14 +27,11 @@ def test_intervals_that_take_tokens_for_independent_do_not(found):
     assert found["median"]["naive"] < 0.7
 
 
-# Where the data have no event in a quarter of the simulations, no interval covers its rate.
-NOT_COVERED = "fraction of .001, 64 texts"
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "drift" not in name and name != NOT_COVERED])
+@pytest.mark.parametrize("name", [name for name in CASES if "drift" not in name])
 def test_intervals_of_hard_statistics_cover_the_true_value(name):
     """Of rare fractions, values near a bound, and statistics of few blocks. The error of a share here is 0.7 %."""
-    assert 0.91 <= coverage_of(name, 1000).now <= 0.97
+    # Where the data have no event in a quarter of the simulations, their intervals are longer than need be.
+    assert 0.91 <= coverage_of(name, 1000).now <= (0.99 if name == "fraction of .001, 64 texts" else 0.97)
 
 
 def test_symmetric_intervals_of_rare_fractions_do_not():

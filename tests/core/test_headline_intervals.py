@@ -10,6 +10,9 @@ from scipy import stats
 
 from tl_layersim.core.errors import LayersimError
 from tl_layersim.core.intervals import function_interval, headline_margins, headline_texts, interval_of
+from tl_layersim.core.provenance import Provenance
+
+from ..views import provenance
 
 
 @dataclass
@@ -17,10 +20,11 @@ class Headlines:
     """A result with a headline number and a field of fractions."""
 
     numbers: dict[str, float]
-    curve: torch.Tensor = field(metadata={"axes": ("layer",), "within": (0, 1), "out_of": ""})
+    curve: torch.Tensor = field(metadata={"axes": ("layer",), "within": (0, 1), "by_chance": (), "out_of": ""})
     replicates: tuple = ()
     block_tokens: tuple = ()
     untrained: tuple = ()
+    provenance: Provenance = field(default_factory=provenance)
     has_intervals = True
     values_name = "values"
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from statsmodels.stats.proportion import proportion_confint
 
 from tl_layersim.core.jackknife import (
     degrees_of_freedom,
@@ -96,6 +97,27 @@ def test_an_interval_holds_its_value_at_a_bound_and_is_undefined_without_degrees
     # Errors far larger than the distance from a bound.
     wide = t_interval(torch.tensor(1e-9).double(), torch.tensor(0.5).double(), torch.tensor(15.0), 0.95, within=(0, 1))
     assert (float(wide.low), float(wide.high)) == (0.0, 1.0)
+
+
+def test_a_fraction_that_is_a_bound_by_chance_has_the_interval_of_wilson():
+    ends = torch.tensor([0.0, 1.0]).double()
+    found = t_interval(ends, 0 * ends, torch.tensor(1e9), 0.95, within=(0, 1), rows=(64, 64))
+    for number, events in enumerate((0, 64)):
+        expected = proportion_confint(events, 64, method="wilson")
+        assert (float(found.low[number]), float(found.high[number])) == pytest.approx(expected, abs=1e-9)
+    one_end = t_interval(ends, 0 * ends, torch.tensor(15.0), 0.95, within=(0, 1), rows=(64, math.inf))
+    assert float(one_end.high[0]) > 0.06
+    assert float(one_end.low[1]) == 1.0
+
+
+def test_a_fraction_at_a_bound_is_worth_as_many_samples_as_the_others_of_its_field():
+    value, error = torch.tensor([0.0, 0.5, 0.2]).double(), torch.tensor([0.0, 0.05, 0.02]).double()
+    found = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1), rows=(16, 16))
+    # 0.5 (1 - 0.5) / 0.05², fewer than the 400 of the other.
+    assert float(found.high[0]) == pytest.approx(proportion_confint(0, 100, method="wilson")[1], abs=1e-6)
+    plain = t_interval(value, error, torch.tensor(1e9), 0.95, within=(0, 1))
+    assert torch.equal(found.high[1:], plain.high[1:])
+    assert torch.equal(found.low, plain.low)
 
 
 def test_degrees_count_the_blocks_that_change_a_statistic():

@@ -54,7 +54,7 @@ class CosineResult(LayerMatrix):
     to_last: Float64[Tensor, "quantile row"] = axes("quantile", "residual", within=(-1, 1))
     adjacent: Float64[Tensor, "quantile layer"] = axes("quantile", "layer", within=(-1, 1))
     norm_ratio: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    monotone_share: Float64[Tensor, ""] = axes(within=(0, 1))
+    monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
     # Files of earlier versions lack the next two.
     angular: Float64[Tensor, "row column"] = axes("row", "column", default=None, within=(0, 1))
     block_influence: Float64[Tensor, " layer"] = axes("layer", default=None, within=(0, 2))

@@ -86,15 +86,15 @@ class ExitCurveResult(Result):
 
     values_name: ClassVar[str] = "exits"
     values: Float64[Tensor, "threshold layer"] = axes("threshold", "layer", within=(0, math.inf), out_of="values")
-    accuracy: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1))
-    agreement: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1))
+    accuracy: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1), by_chance=(0, 1))
+    agreement: Float64[Tensor, " threshold"] = axes("threshold", within=(0, 1), by_chance=(0,))
     perplexity: Float64[Tensor, " threshold"] = axes("threshold", within=(1, math.inf))
     speedup: Float64[Tensor, " threshold"] = axes("threshold", within=(1, math.inf))
     part_exits: Float64[Tensor, "part threshold layer"] = axes(
         "part", "threshold", "layer", within=(0, math.inf), out_of="part_exits"
     )
-    part_accuracy: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(0, 1))
-    part_agreement: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(0, 1))
+    part_accuracy: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(0, 1), by_chance=(0, 1))
+    part_agreement: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(0, 1), by_chance=(0,))
     part_perplexity: Float64[Tensor, "part threshold"] = axes("part", "threshold", within=(1, math.inf))
     thresholds: tuple[float, ...]
     positions: int

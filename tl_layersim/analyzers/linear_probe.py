@@ -53,9 +53,9 @@ class LinearProbeResult(Result):
     """
 
     values_name: ClassVar[str] = "accuracy"
-    values: Float64[Tensor, " residual"] = axes("residual", within=(0, 1))
-    train_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1))
-    control_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1))
+    values: Float64[Tensor, " residual"] = axes("residual", within=(0, 1), by_chance=(0, 1))
+    train_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1), by_chance=(0, 1))
+    control_accuracy: Float64[Tensor, " residual"] = axes("residual", within=(0, 1), by_chance=(0, 1))
     selectivity: Float64[Tensor, " residual"] = axes("residual", within=(-1, 1))
     majority: Float64[Tensor, ""] = axes(within=None)
     confusion: Float64[Tensor, "residual label prediction"] = axes(

@@ -58,13 +58,13 @@ class LogitLensResult(Result):
     values_name: ClassVar[str] = "cross_entropy"
     values: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
     perplexity: Float64[Tensor, " layer"] = axes("layer", within=(1, math.inf))
-    accuracy: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
-    top_k_accuracy: Float64[Tensor, "k layer"] = axes("k", "layer", within=(0, 1))
+    accuracy: Float64[Tensor, " layer"] = axes("layer", within=(0, 1), by_chance=(0, 1))
+    top_k_accuracy: Float64[Tensor, "k layer"] = axes("k", "layer", within=(0, 1), by_chance=(0, 1))
     target_probability: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
-    agreement: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    agreement: Float64[Tensor, " layer"] = axes("layer", within=(0, 1), by_chance=(0,))
     kl_to_final: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
     entropy: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf))
-    monotone_share: Float64[Tensor, ""] = axes(within=(0, 1))
+    monotone_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
     ks: tuple[int, ...]
     positions: int
     targets: int

@@ -53,8 +53,8 @@ class SaturationResult(Result):
 
     values_name: ClassVar[str] = "counts"
     values: Float64[Tensor, " layer"] = axes("layer", within=(0, math.inf), out_of="values")
-    cumulative: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
-    early_share: Float64[Tensor, ""] = axes(within=(0, 1))
+    cumulative: Float64[Tensor, " layer"] = axes("layer", within=(0, 1), by_chance=(0,))
+    early_share: Float64[Tensor, ""] = axes(within=(0, 1), by_chance=(0, 1))
     cosine_to_last: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
     correlation: Float64[Tensor, ""] = axes(within=(-1, 1))
     unembedding: str

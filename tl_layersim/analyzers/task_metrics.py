@@ -48,7 +48,7 @@ class TaskMetricsResult(Result):
 
     values_name: ClassVar[str] = "f1"
     values: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
-    accuracy: Float64[Tensor, " layer"] = axes("layer", within=(0, 1))
+    accuracy: Float64[Tensor, " layer"] = axes("layer", within=(0, 1), by_chance=(0, 1))
     mcc: Float64[Tensor, " layer"] = axes("layer", within=(-1, 1))
     f1_by_class: Float64[Tensor, "label layer"] = axes("label", "layer", within=(0, 1))
     confusion: Float64[Tensor, "layer label prediction"] = axes(

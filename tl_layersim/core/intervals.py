@@ -51,7 +51,10 @@ def interval_of(result: Any, what: str | Callable[[Any], Any], level: float) -> 
     refuse_no_blocks(result)
     if isinstance(what, str):
         field, within = bounded_field(result, what)
-        return t_interval_of(result, lambda one: aligned(one, result, field), level, within, total_of(result, field))
+        parts = with_and_without_blocks(result, lambda one: aligned(one, result, field), total_of(result, field))
+        by_chance, rows = _declared(result, field)["by_chance"], result.provenance.sequences
+        low, high = (rows if bound in by_chance else math.inf for bound in within)
+        return _interval(*parts, level, within, (low, high))
     found = function_interval(result, what, level)
     if found is None:
         raise LayersimError(
@@ -75,37 +78,41 @@ def function_interval(result: Any, function: Callable[[Any], Any], level: float)
     Returns:
         None for a number that blocks move by jumps: a maximum, a place or a whole number.
     """
-    value, replicates = with_and_without_blocks(result, function)
-    within = entry_bounds(result, value, replicates)
-    return None if within is None else _interval(value, replicates, level, within)
+    return _number_interval(result, *with_and_without_blocks(result, function), level)
 
 
-def entry_bounds(result: Any, value: Tensor, replicates: Tensor) -> tuple[float, float] | None:
-    """The bounds of a number: those of a field if it is one entry of it on all parts of the data.
+def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: float) -> ConfidenceInterval | None:
+    """The interval of a number; that of a field if the number is one entry of it on all parts of the data.
 
     Args:
         result: with its replicates.
         value: of all data.
         replicates: without each block.
+        level: of confidence.
 
     Returns:
         None for a number that blocks move by jumps: one that is whole on all parts of the data, or an entry of a field whose
-        place depends on the part, as that of the largest entry does. No bounds for any other number.
+        place depends on the part, as that of the largest entry does.
     """
     each = torch.cat([value[None], replicates]) if len(replicates) else value[None]
     if value.dim() or not bool(each.isfinite().all()):
-        return UNBOUNDED
+        return _interval(value, replicates, level)
     if bool((each != value).any()) and bool((each == each.round()).all()):
         return None
-    jumps = False
-    for name, within in bounds_of(result).items():
+    places, jumps = [], False
+    for name in bounds_of(result):
         held = [getattr(one, name) for one in (result, *result.replicates)]
         if len({one.shape for one in held}) == 1:
             equal = torch.stack([one.reshape(-1) for one in held]) == each[:, None]
-            if bool(equal.all(0).any()):
-                return within or UNBOUNDED
+            places += [(name, int(place)) for place in equal.all(0).nonzero()[:1]]
             jumps |= bool(equal.any(1).all())
-    return None if jumps else UNBOUNDED
+    if not places:
+        return None if jumps else _interval(value, replicates, level)
+    # A number at a bound may be in several fields; the interval of one in which it is there by chance has a width.
+    field, place = min(places, key=lambda one: float(value) not in _declared(result, one[0])["by_chance"])
+    if _declared(result, field)["within"] is None:
+        return _interval(value, replicates, level)
+    return ConfidenceInterval(*(part.reshape(-1)[place] for part in interval_of(result, field, level)))
 
 
 def refuse_level(level: float) -> None:
@@ -181,7 +188,12 @@ def total_of(result: Any, field: str) -> str:
         result: any.
         field: name of the attribute that holds the field.
     """
-    return str(next((f.metadata.get("out_of", "") for f in fields(result) if f.name == field), ""))
+    return str(_declared(result, field)["out_of"])
+
+
+def _declared(result: Any, field: str) -> Mapping[str, Any]:
+    """What `axes` declares of a tensor field."""
+    return next(one.metadata for one in fields(result) if one.name == field)
 
 
 def bounds_of(result: Any) -> dict[str, tuple[float, float] | None]:
@@ -189,31 +201,16 @@ def bounds_of(result: Any) -> dict[str, tuple[float, float] | None]:
     return {f.name: f.metadata["within"] for f in fields(result) if "within" in f.metadata}
 
 
-def t_interval_of(
-    result: Any,
-    function: Callable[[Any], Any],
+def _interval(
+    value: Tensor,
+    replicates: Tensor,
     level: float,
     within: tuple[float, float] = UNBOUNDED,
-    out_of: str = "",
+    rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
-    """The interval of a function of a result.
-
-    Args:
-        result: with its replicates.
-        function: takes a result and returns a number or a tensor.
-        level: of confidence.
-        within: bounds of what it returns.
-        out_of: for counts, the attribute whose sum they are counted out of, see `total_of`.
-
-    Raises:
-        LayersimError: it returns tensors of different shapes for different blocks, or something else.
-    """
-    return _interval(*with_and_without_blocks(result, function, out_of), level, within)
-
-
-def _interval(value: Tensor, replicates: Tensor, level: float, within: tuple[float, float]) -> ConfidenceInterval:
+    """See `t_interval`."""
     error = standard_error(value, replicates)
-    return t_interval(value, error, degrees_of_freedom(value, replicates), level, within)
+    return t_interval(value, error, degrees_of_freedom(value, replicates), level, within, rows)
 
 
 def with_and_without_blocks(result: Any, function: Callable[[Any], Any], out_of: str = "") -> tuple[Tensor, Tensor]:
@@ -296,8 +293,7 @@ def headline_margins(result: Any, level: float = 0.95) -> dict[str, float]:
         own = torch.tensor([one.get(name, math.nan) for one in each], dtype=torch.float64)
         whole = torch.tensor(value[name], dtype=torch.float64)
         counted = float(whole).is_integer() and all(number.is_integer() for number in own.tolist())
-        within = entry_bounds(result, whole, own) if has_margin(name) and not counted else None
-        found = None if within is None else _interval(whole, own, level, within)
+        found = _number_interval(result, whole, own, level) if has_margin(name) and not counted else None
         margins[name] = math.nan if found is None else float(found.high - found.low) / 2
     return margins
 

@@ -139,7 +139,12 @@ def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
 
 
 def t_interval(
-    value: Tensor, error: Tensor, degrees: Tensor, level: float, within: tuple[float, float] = UNBOUNDED
+    value: Tensor,
+    error: Tensor,
+    degrees: Tensor,
+    level: float,
+    within: tuple[float, float] = UNBOUNDED,
+    rows: tuple[float, float] = (math.inf, math.inf),
 ) -> ConfidenceInterval:
     """Student's t interval about a statistic, symmetric on a scale on which the quantity has no bounds.
 
@@ -153,16 +158,31 @@ def t_interval(
         degrees: of freedom of each error; an interval without any is NaN.
         level: of confidence, such as 0.95.
         within: bounds that no value can exceed.
+        rows: of fractions, the number of rows of the data, for each bound that all samples may meet by chance; infinite for
+            another bound. A fraction at such a bound has Wilson's interval, for the number of independent samples that the
+            entry with the largest design effect is worth, or for the rows if no entry has an error.
+
+    Source:
+        Wilson 1927, Probable inference, the law of succession, and statistical inference. Effective number of samples
+        p (1 - p) / error²: Korn and Graubard 1998, Confidence intervals for proportions with small expected number of
+        positive counts estimated from survey data.
 
     Examples:
         >>> one = torch.tensor(0.02).double()
         >>> t_interval(one, one / 2, 15 * torch.ones(1).double(), 0.95, within=(0, 1)).high.round(decimals=3)
         tensor([0.0570], dtype=torch.float64)
+
+        No event in 64 rows.
+
+        >>> none = torch.zeros(1).double()
+        >>> t_interval(none, none, none + 15, 0.95, within=(0, 1), rows=(64, 64)).high.round(decimals=3)
+        tensor([0.0660], dtype=torch.float64)
     """
     from scipy.stats import t
 
     low, high = within
-    margin = torch.as_tensor(t.ppf(0.5 + level / 2, degrees.numpy())) * error
+    quantile = torch.as_tensor(t.ppf(0.5 + level / 2, degrees.numpy()))
+    margin = quantile * error
     plain = ((value - margin).clamp(min=low), (value + margin).clamp(max=high))
     inside = (value > low) & (value < high)
     if math.isfinite(low) or math.isfinite(high):
@@ -172,8 +192,15 @@ def t_interval(
             _moved(value, -step, low, high).where(inside, plain[0]),
             _moved(value, step, low, high).where(inside, plain[1]),
         )
+    least, most = plain
+    if min(rows) < math.inf:
+        worth = ((value - low) * (high - value) / error.square())[inside & (error > 0)]
+        samples = float(worth.min()) if len(worth) else min(rows)
+        width = (high - low) * quantile.square() / (quantile.square() + samples)
+        most = (low + width).where((value == low) & math.isfinite(rows[0]), most)
+        least = (high - width).where((value == high) & math.isfinite(rows[1]), least)
     # A value may exceed a bound by rounding; its interval contains it nevertheless.
-    least, most = torch.minimum(plain[0], value), torch.maximum(plain[1], value)
+    least, most = torch.minimum(least, value), torch.maximum(most, value)
     return ConfidenceInterval(value, least.where(~margin.isnan(), math.nan), most.where(~margin.isnan(), math.nan), error)
 
 

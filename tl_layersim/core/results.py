@@ -38,7 +38,11 @@ UNTRAINED = "untrained "
 
 @named
 def axes(
-    *names: str, default: Any = MISSING, within: tuple[float, float] | None = (-math.inf, math.inf), out_of: str = ""
+    *names: str,
+    default: Any = MISSING,
+    within: tuple[float, float] | None = (-math.inf, math.inf),
+    by_chance: tuple[float, ...] = (),
+    out_of: str = "",
 ) -> Any:
     """Declare a dataclass field that holds a float64 tensor over the named axes.
 
@@ -52,10 +56,12 @@ def axes(
         within: the bounds that no value of the field can exceed, such as (0, 1) for fractions; intervals keep to them.
             None for a field without interval: what a first pass over the data determines, values of single prompts, draws of
             a null, and p-values.
+        by_chance: the bounds at which a fraction may be because of few samples, not by definition, such as (0, 1) for an
+            accuracy. Its interval there has a width.
         out_of: for counts, which grow with the data, the attribute whose sum they are counted out of, such as the field
             itself. The interval of a count is that of its fraction.
     """
-    metadata = {"axes": names, "within": within, "out_of": out_of}
+    metadata = {"axes": names, "within": within, "by_chance": by_chance, "out_of": out_of}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 
