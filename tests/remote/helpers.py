@@ -22,7 +22,7 @@ from ..tiny_models import tiny_gpt2, tiny_llama, tiny_tokenizer
 
 QUICK = [lsim.CKA(minibatch=32), lsim.Cosine(center="none")]
 # Without pools of rows, so that a batch has as many rows as a forward pass.
-SINGLE = [lsim.Cosine(center="none"), lsim.LogitLens()]
+SINGLE = [lsim.Cosine(center="none"), lsim.Trajectory()]
 
 
 class Small:

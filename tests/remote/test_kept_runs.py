@@ -41,11 +41,11 @@ def test_a_run_is_kept_and_picked_up(sent, waited, tmp_path):
     later = done.result(60)
     assert equal(later, waited)
     # The record is that of the whole run: the probe, four requests, and all that came back.
-    [kept], [own] = (report["cka"].provenance.options["remote"] for report in (later, run.result(60)))
+    [kept], [own] = (report["cosine"].provenance.options["remote"] for report in (later, run.result(60)))
     assert kept == own
     assert kept["requests"] == 5
-    assert kept["bytes_received"] > 4 * 1000
-    assert later["cka"].provenance.seconds > 0
+    assert kept["bytes_received"] > 1000
+    assert later["cosine"].provenance.seconds > 0
 
 
 def test_a_first_look_is_waited_for(small):

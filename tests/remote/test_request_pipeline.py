@@ -161,7 +161,7 @@ def test_never_more_than_two_requests_are_on_the_server(small, monkeypatch):
     assert max(most) == 2
     # Each request once, and the probe.
     assert small.set() == {"requests": 13, "completed": 13}
-    records = [report["cka"].provenance.options["remote"][0] for report in (ahead, one_by_one)]
+    records = [report["cosine"].provenance.options["remote"][0] for report in (ahead, one_by_one)]
     assert records[0]["requests"] == records[1]["requests"] == 13
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..analyzers._probe_kernels import control_classes, control_part
+from ..analyzers.probe_kernels import control_classes, control_part
 from ..analyzers.base import Run
 from ..analyzers.linear_probe import LinearProbeResult, ProbeAnalyzer, ProbeWeights, warn_of_constant
 from ..core.argument_checks import typed

@@ -24,7 +24,7 @@ CONNECTED = {"block": "blocks", "token": "tokens"}
 POSITIONS = r"([0-9]{1,9}) > ([0-9]{1,9})"
 
 
-def refuse_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
+def refuse_pair_labels(field: str, labels: tuple[str, ...], form: str, start: str, tokens: tuple[str, ...]) -> None:
     """Refuse labels of Jacobians that figures cannot read, such as those of a malformed file.
 
     Args:
@@ -72,7 +72,7 @@ class BlockJacobians(Result):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
+        refuse_pair_labels("pairs", self.pairs, '"t_in > t_out"', "", self.tokens)
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class CouplingMatrices(Result):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
+        refuse_pair_labels("connections", self.connections, '"block: t_in > t_out"', "[0-9]{1,9}: ", self.tokens)
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..models.pools import SAMPLES_OF_ROW, Draws, Samples
 from ..models.view import View, row_ends
 from ._draws import draw_grid, draw_permutations, pool_key
-from ._probe_kernels import held_out
+from .probe_kernels import held_out
 
 
 def cross_product_kernel(*views: View, rows: partial[Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from ..core.errors import warn
 from ..core.wording import amount
 
 # Below this number of held-out rows a warning is given: with 20 rows, the standard error of an accuracy of .7 is .10.
-FEW_ROWS = 20
+FEW_HELD_OUT_ROWS = 20
 
 
 def warn_of_few_samples(measure: str, samples: int, width: int, unit: str) -> None:
@@ -32,8 +32,8 @@ def warn_of_few_rows(measure: str, rows: int) -> None:
         measure: name of the analyzer.
         rows: number of held-out rows with samples.
     """
-    if rows < FEW_ROWS:
+    if rows < FEW_HELD_OUT_ROWS:
         warn(
-            f"{measure} is evaluated on {amount(rows, 'held-out row')}. Below {FEW_ROWS} its values scatter by tenths: pass "
+            f"{measure} is evaluated on {amount(rows, 'held-out row')}. Below {FEW_HELD_OUT_ROWS} its values scatter by tenths: pass "
             "more rows, or a larger test_fraction=."
         )

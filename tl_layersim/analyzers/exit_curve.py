@@ -29,7 +29,7 @@ from ..models.pools import samples_of
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
-from ._probe_kernels import held_out
+from .probe_kernels import held_out
 from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 from .logit_lens import unembedding
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import LayersimError, as_fraction
-from .jackknife import ROUNDING, UNBOUNDED, ConfidenceInterval, degrees_of_freedom, standard_error, t_interval
+from .jackknife import ROUNDING_ERROR, UNBOUNDED, ConfidenceInterval, degrees_of_freedom, standard_error, t_interval
 from .wording import equation, number_text, p_value_text, rounded_to_margin
 
 # Words in the names of headline numbers that are extremes, or that belong to a threshold which the data choose.
@@ -266,7 +266,7 @@ def margin_text(value: float, margin: float, percent: bool = False) -> str:
         >>> margin_text(0.6383, 0.0191, percent=True), margin_text(0.6383, 0.0191), margin_text(0.6383, float("nan"))
         ('63.8 ± 1.9 %', '0.638 ± 0.019', '0.6383')
     """
-    if not ROUNDING * abs(value) < margin < math.inf:
+    if not ROUNDING_ERROR * abs(value) < margin < math.inf:
         return f"{100 * value:.3g} %" if percent else number_text(value)
     if percent:
         return " ± ".join(rounded_to_margin(100 * value, 100 * margin)) + " %"

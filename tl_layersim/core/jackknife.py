@@ -11,7 +11,7 @@ from torch import Tensor
 
 Term = TypeVar("Term")
 # A change below this fraction of a number is rounding: the number does not depend on the block.
-ROUNDING = 1e-12
+ROUNDING_ERROR = 1e-12
 UNBOUNDED = (-math.inf, math.inf)
 
 
@@ -131,7 +131,7 @@ def degrees_of_freedom(value: Tensor, replicates: Tensor) -> Tensor:
         1.0
     """
     deviation = (replicates - value).abs()
-    rounding = torch.maximum(ROUNDING * value.abs(), 1e-9 * deviation.amax(0)) if len(replicates) else value
+    rounding = torch.maximum(ROUNDING_ERROR * value.abs(), 1e-9 * deviation.amax(0)) if len(replicates) else value
     changed = (deviation > rounding).sum(0).double()
     degrees = (changed - 1).where(changed != 1, math.nan)
     # A constant has an interval without width.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .intervals import with_and_without_blocks
 from .jackknife import (
-    ROUNDING,
+    ROUNDING_ERROR,
     ConfidenceInterval,
     degrees_of_freedom,
     p_value_from_error,
@@ -89,7 +89,7 @@ def difference_estimate(
         error = (errors[0].square() + errors[1].square()).sqrt()
         degrees = welch_degrees(errors, (degrees_of_freedom(a, without_a), degrees_of_freedom(b, without_b)))
     # Ones on the diagonal of a similarity differ by rounding, which is no finding.
-    rounding = ROUNDING * torch.maximum(a.abs(), b.abs())
+    rounding = ROUNDING_ERROR * torch.maximum(a.abs(), b.abs())
     is_rounding = (error <= rounding) & ((b - a).abs() <= rounding)
     error, b = error.where(~is_rounding, 0.0), b.where(~is_rounding, a)
     return Estimate(a, b, error, degrees)

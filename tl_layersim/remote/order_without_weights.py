@@ -20,7 +20,7 @@ Order = tuple[tuple[int, ...], tuple[int, ...]]
 # Positional and keyword arguments of a forward pass.
 Arguments = tuple[Sequence[Tensor], Mapping[str, Any]]
 # Number of tokens of a forward pass.
-POSITIONS = 4
+PROBE_POSITIONS = 4
 # What forward passes without weights raise where they depend on values.
 FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
@@ -86,7 +86,7 @@ def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
 
 def _token_passes(module: torch.nn.Module) -> list[Callable[[], Any]]:
     """Forward passes of token ids, without a mask and with one in its final form: most decoders compute it from values."""
-    tokens, mask = torch.zeros(1, POSITIONS, dtype=torch.long), torch.zeros(1, 1, POSITIONS, POSITIONS)
+    tokens, mask = torch.zeros(1, PROBE_POSITIONS, dtype=torch.long), torch.zeros(1, 1, PROBE_POSITIONS, PROBE_POSITIONS)
     options: dict[str, Any] = {"use_cache": False} if hasattr(getattr(module, "config", None), "use_cache") else {}
     name = "attention_mask"
     if encoder_and_decoder(module):
