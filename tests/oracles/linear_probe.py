@@ -21,6 +21,7 @@ def ridge_scores(x: np.ndarray, y: np.ndarray, new: np.ndarray, classes: list[in
     """Scores `sample class` of new samples by ridge regression on one-hot labels of standardised samples."""
     onehot = np.array([[float(label == c) for c in classes] for label in y])
     away, spread = x - x.mean(0), x.std(0)
+    spread = np.where(spread > 0, spread, 1)
     away, new = away / spread, (new - x.mean(0)) / spread
     weight = np.linalg.solve(away.T @ away / len(x) + ridge * np.eye(x.shape[1]), away.T @ (onehot - onehot.mean(0)) / len(x))
     return new @ weight + onehot.mean(0)

@@ -17,11 +17,11 @@ from .helpers import load
 
 
 def test_cosine_and_cka_equal_their_oracles_on_a_real_model(stories15m, wikitext):
-    batch = stories15m.tokenizer(wikitext[:2], return_tensors="pt", truncation=True, max_length=48)["input_ids"]
+    batch = stories15m.tokenizer(wikitext[:4], return_tensors="pt", truncation=True, max_length=24)["input_ids"]
     states = np.concatenate([hidden_states(stories15m, row) for row in batch], axis=1)
     cosine = oracles.oracle_cosine([states])
-    # One minibatch of all tokens, shuffled or not.
-    cka = oracles.oracle_cka([states - states.mean(1, keepdims=True)])
+    # One minibatch of all tokens.
+    cka = oracles.oracle_cka([states - states.mean(1, keepdims=True)], rows=24)
     found = lsim.analyze(stories15m, batch, [lsim.Cosine(), lsim.CKA()])
     np.testing.assert_allclose(found["cosine"].values, cosine["values"], atol=2e-6)
     np.testing.assert_allclose(found["cosine"].norm_ratio, cosine["norm_ratio"], rtol=1e-4)
@@ -39,7 +39,7 @@ def test_sources_agree_on_a_real_model(stories15m, wikitext):
             np.testing.assert_allclose(found[name].values, plain[name].values, atol=2e-5)
 
 
-@pytest.mark.filterwarnings("ignore:CKA is dominated by a few samples")
+@pytest.mark.filterwarnings("ignore:.*few tokens decide")
 def test_similarity_to_the_last_layer_rises_with_depth(stories15m, wikitext):
     found = lsim.analyze(stories15m, wikitext, [lsim.Cosine(), lsim.CKA()], pack=True, max_tokens=4096)
     to_last = found["cosine"].values[:, -1]
@@ -49,7 +49,7 @@ def test_similarity_to_the_last_layer_rises_with_depth(stories15m, wikitext):
 
 
 def test_the_first_token_is_an_outlier(stories15m, wikitext):
-    with pytest.warns(lsim.LayersimWarning, match=r"dominated by a few samples(.|\n)*skip_first=2"):
+    with pytest.warns(lsim.LayersimWarning, match="few tokens decide these numbers.*skip_first=1"):
         every = lsim.analyze(stories15m, wikitext, "cka", max_tokens=4096)["cka"]
     without = lsim.analyze(stories15m, wikitext, "cka", max_tokens=4096, skip_first=1)["cka"]
     assert (every.values - without.values).abs().max() > 0.05
@@ -61,7 +61,7 @@ def test_shuffled_minibatches_are_near_the_exact_value(stories15m, wikitext):
     shuffled = lsim.analyze(stories15m, wikitext, lsim.CKA(), **options)["cka"]
     assert (exact.values - shuffled.values).abs().max() < 0.05
     biased = lsim.analyze(stories15m, wikitext, lsim.CKA(estimator="biased"), **options)["cka"]
-    assert (biased.values - exact.values).mean() > (shuffled.values - exact.values).abs().mean()
+    assert (biased.values > shuffled.values)[~torch.eye(len(exact.values), dtype=torch.bool)].all()
 
 
 def test_two_runs_of_one_recipe_compare(wikitext):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
 def test_cosine_and_cka_equal_their_oracles(name, place):
     model = load(name)
     tokens = model.tokenizer("Once upon a time there was a little girl who", return_tensors="pt")["input_ids"][:, :8]
-    tokens, family = torch.cat([tokens, tokens.flip(1)]), place.split()[0]
+    tokens, family = torch.cat([tokens.roll(shift, 1) for shift in range(4)]), place.split()[0]
     table = lsim.sites(model)
     table = table[table.family == family]
     # The first, one in the middle and the last: oracles take their time.
@@ -41,7 +41,7 @@ def test_cosine_and_cka_equal_their_oracles(name, place):
     np.testing.assert_allclose(found["cosine"].values, cosine["values"], atol=2e-6)
     np.testing.assert_allclose(found["cosine"].std, cosine["std"], atol=2e-5)
     # Massive activations make the biased terms large beside their difference.
-    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([np.stack(samples)])["values"], atol=2e-5)
+    np.testing.assert_allclose(found["cka"].values, oracles.oracle_cka([np.stack(samples)], rows=8)["values"], atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["stories15M", "smollm2"])
@@ -49,7 +49,7 @@ def test_a_bridge_reads_the_same_sites(name):
     model = load(name)
     tokens = model.tokenizer("Once upon a time there was a little girl who", return_tensors="pt")["input_ids"]
     at = ["z", "attn_out", "mlp_out", "resid_mid"]
-    here = lsim.analyze(model, tokens, lsim.CKA(), at=at)["cka"]
-    there = lsim.analyze(bridge(load(name)), tokens, lsim.CKA(), at=at)["cka"]
+    here = lsim.analyze(model, tokens, lsim.CKA(unit="token"), at=at)["cka"]
+    there = lsim.analyze(bridge(load(name)), tokens, lsim.CKA(unit="token"), at=at)["cka"]
     assert here.layers == there.layers
     np.testing.assert_allclose(there.values, here.values, atol=5e-5)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..analyzers.probe_kernels import control_classes, control_part
 from ..analyzers.base import Run
 from ..analyzers.linear_probe import LinearProbeResult, ProbeAnalyzer, ProbeWeights, warn_of_constant
+from ..analyzers.probe_kernels import control_classes, control_part
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums

@@ -132,7 +132,7 @@ def warn_of_few(blocks: Mapping[str, Sequence[SumsOfBlock]]) -> dict[str, str]:
     text = (
         f"Intervals of {', '.join(map(repr, few))} rest on {words}{', so there are none' if fewest < 2 else ' only'}; "
         f"{FEW_BLOCKS} or more are good: pass more rows, or, for packed text, a smaller seq_len. A block of CKA and of other "
-        "measures over pairs of samples has 16 rows at least, and `minibatch` samples."
+        "measures over pairs of samples has 16 rows at least, and minibatch= samples."
     )
     warn(text)
     return dict.fromkeys(few, text)

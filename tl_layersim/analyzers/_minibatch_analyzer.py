@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
+from ..core.wording import amount
 from ..models.model_info import Model
 from ..models.pools import AnyKernel, PoolKernel, pool_rows
 from ._minibatch_pairs import (
@@ -240,7 +241,7 @@ class MinibatchAnalyzer(Analyzer):
         need = f"{self.least} {self.samples_in_words}{rows}"
         return LayersimError(
             f"{type(self).__name__} needs {need}, and the data has fewer.",
-            given=f"{run.provenance.tokens} tokens in {run.provenance.sequences} rows, level={self.level!r}",
+            given=f"{amount(run.provenance.tokens, 'token')} in {amount(run.provenance.sequences, 'row')}, level={self.level!r}",
             expected=f"at least {need}",
             do="pass more rows" + (', or unit="token" for tokens that do not depend on each other' if rows else ""),
         )

@@ -29,9 +29,9 @@ from ..models.pools import samples_of
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
-from .probe_kernels import held_out
 from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
 from .logit_lens import unembedding
+from .probe_kernels import held_out
 
 if TYPE_CHECKING:
     import plotly.graph_objects

@@ -23,9 +23,9 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, targets
 from ..models.view import Kernel, View, tokens_alone
 from ._few_samples import warn_of_few_rows, warn_of_few_samples
-from .probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
 from ._ridge import ridge_probe, samples_differ
 from .base import Analyzer, Run, need_whole_rows
+from .probe_kernels import CONTROL_PARTS, control_classes, labelled, probe_counts_kernel, probe_sums_kernel
 
 # Weights `site width class` and offsets `site class`, over all classes.
 ProbeWeights: TypeAlias = tuple[Tensor, Tensor]
