@@ -238,10 +238,11 @@ class MinibatchAnalyzer(Analyzer):
             run: the finished run.
         """
         rows = " of 4 rows, as pairs of tokens of one row are left out" if self.unit == "row" else ""
+        tokens, given = amount(run.provenance.tokens, "token"), amount(run.provenance.sequences, "row")
         need = f"{self.least} {self.samples_in_words}{rows}"
         return LayersimError(
             f"{type(self).__name__} needs {need}, and the data has fewer.",
-            given=f"{amount(run.provenance.tokens, 'token')} in {amount(run.provenance.sequences, 'row')}, level={self.level!r}",
+            given=f"{tokens} in {given}, level={self.level!r}",
             expected=f"at least {need}",
             do="pass more rows" + (', or unit="token" for tokens that do not depend on each other' if rows else ""),
         )
