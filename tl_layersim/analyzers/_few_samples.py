@@ -35,5 +35,5 @@ def warn_of_few_rows(measure: str, rows: int) -> None:
     if rows < FEW_HELD_OUT_ROWS:
         warn(
             f"{measure} is evaluated on {amount(rows, 'held-out row')}. Below {FEW_HELD_OUT_ROWS} its values scatter by "
-            "pass more rows, or a larger test_fraction=."
+            "tenths: pass more rows, or a larger test_fraction=."
         )
