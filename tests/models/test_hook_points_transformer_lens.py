@@ -168,5 +168,5 @@ def test_a_hooked_transformer_of_attention_alone_has_no_mlp():
     # The norm runs for queries, keys and values each; attention, which reads its output, runs once.
     [point] = find_points(model, [], "blocks.0.ln1.hook_normalized")
     assert (point.module, point.incoming) == ("blocks.0.attn", True)
-    found = lsim.analyze(model, torch.arange(16).view(2, 8), lsim.CKA(), at="ln1")["cka"]
+    found = lsim.analyze(model, torch.arange(16).view(2, 8), lsim.CKA(unit="token"), at="ln1")["cka"]
     assert found.layers == ("blocks.0.ln1.hook_normalized",)
