@@ -12,8 +12,9 @@ tokenizer = hf_model.tokenizer
 model = build_bridge_from_module(hf_model, "LlamaForCausalLM", hf_config=hf_model.config)
 
 with lsim.attach(model, [lsim.Cosine(center="none"), lsim.CKA(minibatch=64)]) as probe:
-    for prompt in ("Once upon a time", "The old dog", "One day, a girl named"):
-        tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    # The tokens of one text depend on each other, so CKA compares tokens of different texts and needs several.
+    for text in lsim.demo_text()[:8]:
+        tokens = tokenizer(text, return_tensors="pt")["input_ids"][:, :8]
         out = model.generate(tokens, max_new_tokens=40, stop_at_eos=False, do_sample=False, verbose=False)
         print(tokenizer.decode(out[0]))
 

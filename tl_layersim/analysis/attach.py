@@ -230,10 +230,10 @@ class Probe:
         if count == 0:
             return
         self._tokens += count
-        self._sequences += torch.unique_consecutive(view.sequence).numel()
         self._digest.update(view.tokens.cpu().numpy().tobytes())
         own = {name: self._reduced(name, [view]) for name in self._immediate}
         first, continued = self._first_row(view)
+        self._sequences += 0 if continued else torch.unique_consecutive(view.sequence).numel()
         for name, views in self._waiting.items():
             views.append(replace(view, sequence=view.sequence + first) if name in self._pooled else view)
             if self._is_enough(name, views, continued):
