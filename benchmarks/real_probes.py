@@ -1,7 +1,8 @@
-"""Linear probes of a sentence encoder by ridge and method, as docs/probes.md has them: by sentences of dev.tsv, which choose a
-ridge, and of test.tsv, which report.
+"""Linear probes of a sentence encoder by ridge and method, as docs/probes.md has them.
 
 python benchmarks/real_probes.py FOLDER_OF_MODEL FOLDER_OF_SST2
+
+Sentences of dev.tsv show which ridge is best for how many training samples, those of test.tsv the accuracy of each block.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import tl_layersim as lsim
+from tl_layersim.analyzers.linear_probe import LinearProbeResult
 
-FIT, TEST = 800, 400
+COUNTS, FIT, TEST = (200, 800, 3200), 800, 400
 PROBES = [*({"ridge": ridge} for ridge in (0.001, 0.01, 0.1, 1.0)), {"method": "logistic"}]
 
 
@@ -29,19 +32,26 @@ def main(model_folder: str, data_folder: str) -> None:
 
     model = AutoModel.from_pretrained(model_folder, dtype=torch.float32).eval()
     model.tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    texts, labels = sentences(Path(data_folder) / "train.tsv", FIT)
-    for name in ("dev", "test"):
-        test_data, test_labels = sentences(Path(data_folder) / f"{name}.tsv", TEST)
-        parts = {"labels": labels, "test_data": test_data, "test_labels": test_labels, "positions": "mean", "batch_size": 64}
-        print(f"### {name}\n\n| probe | " + " | ".join(["embedding", *map(str, range(6)), "mean", "5, training"]) + " |")
-        for options in PROBES:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                found = lsim.linear_probe(model, texts, **parts, **options)
-            probe = ", ".join(f"{key} {value}" for key, value in options.items())
-            numbers = [*found.accuracy.tolist(), float(found.accuracy.mean()), float(found.train_accuracy[-1])]
-            print(f"| {probe} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |", flush=True)
-        print(f"most frequent class: {float(found.majority):.3f}")
+    warnings.simplefilter("error")
+
+    def probe(count: int, part: str, options: dict[str, Any]) -> LinearProbeResult:
+        texts, labels = sentences(Path(data_folder) / "train.tsv", count)
+        test_texts, test_labels = sentences(Path(data_folder) / f"{part}.tsv", TEST)
+        held_out = {"test_data": test_texts, "test_labels": test_labels}
+        return lsim.linear_probe(model, texts, labels=labels, positions="mean", batch_size=64, **held_out, **options)
+
+    def show(options: dict[str, Any], numbers: list[float]) -> None:
+        name = ", ".join(f"{key} {value}" for key, value in options.items())
+        print(f"| {name} | " + " | ".join(f"{number:.3f}" for number in numbers) + " |", flush=True)
+
+    print("| dev.tsv, mean of all sites | " + " | ".join(f"{count} training samples" for count in COUNTS) + " |")
+    for options in PROBES:
+        show(options, [float(probe(count, "dev", options).accuracy.mean()) for count in COUNTS])
+    print("| test.tsv | " + " | ".join(["embedding", *map(str, range(6)), "5, on training samples"]) + " |")
+    for options in PROBES:
+        found = probe(FIT, "test", options)
+        show(options, [*found.accuracy.tolist(), float(found.train_accuracy[-1])])
+    print(f"most frequent class: {float(found.majority):.3f}")
 
 
 if __name__ == "__main__":

@@ -49,11 +49,12 @@ def test_half_precision_there_is_summed_as_here(start, monkeypatch):
 def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_path):
     server, data = start(job_limit=4), rows(64, 200)
     options = {"remote": server.url, "batch_size": 2}
-    analyzers = [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
+    # A request with CKA holds 16 rows or more.
+    analyzers = [lsim.Cosine(center="none"), lsim.Trajectory()]
     calm = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=400, **options)
     halved = lsim.analyze(load("tests/slow"), data, analyzers, tokens_per_request=100_000, **options)
     assert equal(calm, halved)
-    requests = [report["cka"].provenance.options["remote"][0]["requests"] for report in (calm, halved)]
+    requests = [report["cosine"].provenance.options["remote"][0]["requests"] for report in (calm, halved)]
     assert requests[0] == 33
     # Without a halving there would be two requests.
     assert 2 < requests[1] <= 33
@@ -72,7 +73,7 @@ def test_a_job_that_is_too_long_is_halved_and_adds_up_to_the_same(start, tmp_pat
 
 def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     server, data = start(), rows(48, 60)
-    analyzers = [lsim.Cosine(), lsim.CKA(minibatch=64)]
+    analyzers = [lsim.Cosine(), lsim.Trajectory()]
     options = {"remote": server.url, "batch_size": 2, "tokens_per_request": 240}
     undisturbed = lsim.analyze(load("tests/llama"), data, analyzers, **options)
 
@@ -95,9 +96,9 @@ def test_a_server_that_is_killed_and_started_again(start, monkeypatch):
     report = lsim.analyze(load("tests/llama"), data, analyzers, **options)
     cut.join()
     # Some requests were made more than once.
-    assert len(asked) > report["cka"].provenance.options["remote"][0]["requests"]
+    assert len(asked) > report["cosine"].provenance.options["remote"][0]["requests"]
     assert equal(report, undisturbed)
-    assert report["cka"].provenance.seconds > undisturbed["cka"].provenance.seconds + 5
+    assert report["cosine"].provenance.seconds > undisturbed["cosine"].provenance.seconds + 5
 
 
 def test_nothing_is_left_running(start):
@@ -146,7 +147,7 @@ def test_few_bytes_come_back(server, capsys):
 def test_the_next_request_is_sent_while_one_runs(server, monkeypatch):
     from tl_layersim.remote import request_pipeline
 
-    data, analyzers = rows(32, 60), [lsim.Cosine(center="none"), lsim.CKA(minibatch=64), lsim.Trajectory()]
+    data, analyzers = rows(32, 60), [lsim.Cosine(center="none"), lsim.Trajectory()]
     options = {"remote": server.url, "batch_size": 4, "tokens_per_request": 240}
     send, finish, sent, before_result, positions = ndif.NdifClient.send, ndif.NdifClient._finish_attempt, [], [], []
 
@@ -170,7 +171,7 @@ def test_the_next_request_is_sent_while_one_runs(server, monkeypatch):
     monkeypatch.setattr(request_pipeline, "MOST_ON_SERVER", 1)
     one_by_one = lsim.analyze(load("tests/slow"), data, analyzers, **options)
     assert equal(ahead, one_by_one)
-    [place], [other] = (report["cka"].provenance.options["remote"] for report in (ahead, one_by_one))
+    [place], [other] = (report["cosine"].provenance.options["remote"] for report in (ahead, one_by_one))
     assert place["requests"] == other["requests"] == 9
 
 

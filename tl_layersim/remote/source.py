@@ -291,7 +291,7 @@ class RemoteSource(NNsightSource):
     def _too_long(self, batch: Batch, error: Exception) -> LayersimError:
         rows = len(batch.tokens)
         return LayersimError(
-            "One forward pass with these analyzers exceeds the server's time limit for a job.",
+            "The smallest request of these analyzers exceeds the server's time limit for a job.",
             given=f"{rows} rows of {batch.tokens.shape[1]} tokens; {self.offer.server} reports: {error}",
             expected="a job within the operator's limit",
             do="a smaller seq_len= or batch_size=, or fewer analyzers at once",
