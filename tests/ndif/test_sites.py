@@ -58,7 +58,8 @@ def test_analyzers_with_sites_of_their_own_equal_local(server, trust):
 def test_a_run_at_other_sites_is_kept_and_sent_again(server, tmp_path, monkeypatch):
     monkeypatch.setattr(submitted_run, "FORGOTTEN", 0.5)
     monkeypatch.setattr(submitted_run, "PAUSE", 0.1)
-    data, options = rows(16, 40), {"remote": server.url, "batch_size": 4, "at": "z", "per_head": True}
+    # A request with CKA holds 16 rows or more.
+    data, options = rows(32, 40), {"remote": server.url, "batch_size": 4, "at": "z", "per_head": True}
     waited = lsim.analyze(load("tests/llama"), data, QUICK, **options)
     run = lsim.analyze(load("tests/llama"), data, QUICK, blocking=False, tokens_per_request=320, **options)
     path = run.save(tmp_path / "run")
