@@ -63,7 +63,9 @@ def test_compatibility_mode_is_recorded_and_changes_the_basis(data):
 
 
 @pytest.mark.parametrize("remote", [False, "local"])
-@pytest.mark.parametrize(("path", "at"), [("model.layers.2", "attn_out"), ("model.layers.0", "attn_out"), ("lm_head", "resid_post")])
+@pytest.mark.parametrize(
+    ("path", "at"), [("model.layers.2", "attn_out"), ("model.layers.0", "attn_out"), ("lm_head", "resid_post")]
+)
 def test_edits_change_what_hooks_would_change_and_may_follow_the_last_site(path, at, remote, data):
     module = tiny_llama()
     with nnsight(module).edit() as (_, edited):

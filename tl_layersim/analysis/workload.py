@@ -216,9 +216,7 @@ class _MeteredRun:
             # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
             unpacked = sum(map(_size, self.first.values())) if self.weightless else 0
             self.sent.append(packed_request(kernels) + unpacked)
-            self.returned.append(
-                sum(map(_size, sums.values())) if self.weightless else packed_result(self.source.sites, sums)
-            )
+            self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(self.source.sites, sums))
         return sums
 
     def _outputs(self, kernels: Mapping[str, AnyKernel]) -> dict[str, dict[str, Tensor]]:

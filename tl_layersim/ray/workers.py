@@ -241,8 +241,8 @@ class Loss(NamedTuple):
 def loss_of(reason: Exception) -> Loss:
     """Why a worker was lost.
 
-    Ray raises `OutOfMemoryError` if its memory monitor ended the process. An `ActorDiedError` or `ActorUnavailableError` may have
-    any cause, a machine that left the cluster among them, which only some of their texts name.
+    Ray raises `OutOfMemoryError` if its memory monitor ended the process. An `ActorDiedError` or `ActorUnavailableError` may
+    have any cause, a machine that left the cluster among them, which only some of their texts name.
 
     Args:
         reason: Ray's error.
