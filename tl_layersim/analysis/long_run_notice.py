@@ -19,7 +19,7 @@ from ..models.source import Source
 LONG = 60.0
 # Least seconds of a window in which speed is measured. A run becomes faster while requests grow from one batch and workers load
 # the model; it is announced when a window is faster than the one before it by no more than this factor.
-WINDOW = 2.0
+SHORTEST_WINDOW = 2.0
 FASTER = 1.1
 
 
@@ -80,7 +80,7 @@ class LongRunNotice:
             self._window = (now, tally.tokens)
             return ""
         before, tokens = self._window
-        if now - before < WINDOW or tally.tokens == tokens:
+        if now - before < SHORTEST_WINDOW or tally.tokens == tokens:
             return ""
         last, self._speed = self._speed, (tally.tokens - tokens) / (now - before)
         self._window = (now, tally.tokens)
