@@ -40,7 +40,7 @@ class LongRunNotice:
         >>> seconds = iter([0.0, 4.0, 8.0])
         >>> notice = LongRunNotice(100_000, None, [], lambda: next(seconds))
         >>> [notice.words(Tally(tokens=tokens)) for tokens in (1000, 2000, 3000)]
-        ['', '', 'This pass takes about 7 minutes for 100,000 tokens (250 tokens/s).']
+        ['', '', 'This pass takes up to 7 minutes for 100,000 tokens (250 tokens/s).']
     """
 
     def __init__(
@@ -94,7 +94,9 @@ class LongRunNotice:
         seconds = total / speed
         if seconds < LONG:
             return ""
-        line = f"This pass takes about {duration_in_words(seconds)} for {total:,} tokens ({speed:,.0f} tokens/s)."
+        # Without the number of rows, the total may be a limit that the data does not reach.
+        about = "up to" if self.rows is None else "about"
+        line = f"This pass takes {about} {duration_in_words(seconds)} for {total:,} tokens ({speed:,.0f} tokens/s)."
         held = self._memory(tally)
         return f"{line} It holds {held}." if held else line
 
