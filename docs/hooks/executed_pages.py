@@ -28,8 +28,6 @@ PLOTLY = "javascripts/plotly.min.js"
 FIGURE_TYPE = "application/vnd.plotly.v1+json"
 BLOCK = re.compile(r"^(?P<indent> *)```python\n(?P<code>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
 PLACE = '<div data-executed-figure="{}"></div>'
-# Seconds that one cell may take.
-LONGEST_CELL = 300
 # Two kernels at a time; the most that a machine of continuous integration has cores for.
 KERNELS = ThreadPoolExecutor(2)
 KERNEL_ENVIRONMENT = {
@@ -128,7 +126,7 @@ def _run(name: str, code: list[str], environment: dict[str, str], folder: str) -
     # Sockets in the file system: nobody else on the machine can speak to the kernel.
     sockets = Config(KernelManager={"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))})
     where = {"metadata": {"path": folder}}
-    client = NotebookClient(notebook, config=sockets, timeout=LONGEST_CELL, resources=where)
+    client = NotebookClient(notebook, config=sockets, timeout=None, resources=where)
     try:
         client.execute(env={**os.environ, **environment})
     except CellExecutionError as error:

@@ -83,7 +83,7 @@ def _stand_in(environment: dict[str, str]) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        end = time.monotonic() + 180
+        end = time.monotonic() + 900
         while True:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=1).close()

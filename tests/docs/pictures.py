@@ -47,6 +47,13 @@ def depth() -> dict[str, Picture]:
     return {"depth": side_by_side(names["added"].plot("relative_norm"), names["effect"].plot("values"))}
 
 
+def sublayers() -> dict[str, Picture]:
+    """Cosine similarities between attention outputs, and between MLP outputs."""
+    names = executed(ROOT / "docs/hook_points.md")
+    mlp = lsim.analyze(names["model"], names["texts"], lsim.Cosine(), at="mlp_out", **names["options"])
+    return {"sublayers": side_by_side(names["report"]["cosine"].plot(), mlp["cosine"].plot())}
+
+
 def many_models() -> dict[str, Picture]:
     """Distances between fine-tunes, and CKA within and between their groups."""
     grid = executed(ROOT / "docs/many_models.md")["grid"]
@@ -138,6 +145,7 @@ PICTURES: dict[tuple[str, ...], Callable[[], dict[str, Picture]]] = {
     ("home_decide", "home_prune", "home_agree", "home_certain"): home,
     ("performance",): performance,
     ("depth",): depth,
+    ("sublayers",): sublayers,
     ("many_models",): many_models,
     ("groups", "stitching", "mlp_skip", "clip", "sweep", "lens"): pictures_of_tables,
 }

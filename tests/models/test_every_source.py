@@ -62,6 +62,20 @@ def test_compatibility_mode_is_recorded_and_changes_the_basis(data):
     assert worst(raw["cosine"], processed["cosine"]) > 1e-4
 
 
+@pytest.mark.parametrize("remote", [False, "local"])
+@pytest.mark.parametrize(
+    ("path", "at"), [("model.layers.2", "attn_out"), ("model.layers.0", "attn_out"), ("lm_head", "resid_post")]
+)
+def test_edits_change_what_hooks_would_change_and_may_follow_the_last_site(path, at, remote, data):
+    module = tiny_llama()
+    with nnsight(module).edit() as (_, edited):
+        edited.get(path).output[:] = edited.get(path).output * 0.5 + 1
+    found = lsim.analyze(edited, data, lsim.Cosine(center="none"), at=at, remote=remote)
+    module.get_submodule(path).register_forward_hook(lambda _module, _args, output: output * 0.5 + 1)
+    expected = lsim.analyze(module, data, lsim.Cosine(center="none"), at=at)
+    np.testing.assert_allclose(found["cosine"].values, expected["cosine"].values, atol=1e-6)
+
+
 def test_a_wrapped_module_is_on_no_server():
     with pytest.raises(lsim.LayersimError, match=r"not a wrapped module(.|\n)*TransformersModel"):
         lsim.analyze(nnsight(tiny_llama()), random_tokens(), "cka", remote=True)

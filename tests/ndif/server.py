@@ -81,13 +81,13 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def start(self, wait: float = 180.0) -> None:
+    def start(self, wait: float = 900.0) -> None:
         """Start all of it, and return when requests are taken."""
         for name in ("home", "hf", "ray"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         self._spawn("redis", "redis-server", "--port", self._port["redis"], "--bind", "127.0.0.1", "--save", "")
         self._spawn("store", "moto_server", "-H", "127.0.0.1", "-p", self._port["store"])
-        self._wait_for_port("redis", "127.0.0.1", self._port["redis"], 30)
+        self._wait_for_port("redis", "127.0.0.1", self._port["redis"], 150)
         # Each actor takes one of the logical CPUs; the GPU and its memory are made up, see actors.py.
         self._spawn(
             "ray",
@@ -98,7 +98,7 @@ class Server:
             *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={self._port['dashboard']}"),
             f"--dashboard-agent-listen-port={self._port['agent']}",
         )
-        self._wait_for_port("ray", RAY_IP, self._port["client"], 90)
+        self._wait_for_port("ray", RAY_IP, self._port["client"], 450)
         self._run("controller", "python", "-m", "ndif.services.ray.deployments.controller.controller")
         self._spawn(
             "api",
@@ -189,7 +189,7 @@ class Server:
             subprocess.run(
                 [str(self._bin / program), *args],
                 check=True,
-                timeout=180,
+                timeout=900,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**self._env, "NDIF_SERVICE": "ray", "RAY_ADDRESS": f"{RAY_IP}:{self._port['gcs']}"},

@@ -55,6 +55,17 @@ def test_analyzers_with_sites_of_their_own_equal_local(server, trust):
         both(server, "tests/llama", [lsim.LogitLens(), lsim.Contribution()], at="resid_mid")
 
 
+def test_edits_after_the_last_site_equal_local(server, trust):
+    found = []
+    for model, options in ((load("tests/llama"), {"remote": server.url}), (load("tests/llama", torch.float32), {})):
+        with model.edit() as (_, edited):
+            edited.model.layers[0].output[:] = edited.model.layers[0].output * 0.5 + 1
+            edited.model.layers[-1].output[:] = edited.model.layers[-1].output * 0.5 + 1
+        found.append(lsim.analyze(edited, rows(8, 40), QUICK, at="attn_out", batch_size=4, **options))
+    assert furthest(*found) < 1e-6
+    assert furthest(found[0], lsim.analyze(load("tests/llama", torch.float32), rows(8, 40), QUICK, at="attn_out")) > 1e-3
+
+
 def test_a_run_at_other_sites_is_kept_and_sent_again(server, tmp_path, monkeypatch):
     monkeypatch.setattr(submitted_run, "FORGOTTEN", 0.5)
     monkeypatch.setattr(submitted_run, "PAUSE", 0.1)

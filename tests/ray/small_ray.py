@@ -19,6 +19,7 @@ class SmallRay:
         actors: all that were started.
         calls: names of all calls.
         lost: numbers of calls of `sums` with which the worker is lost.
+        loss: the error of such a call.
         on_wait: called before each wait for results.
     """
 
@@ -27,6 +28,7 @@ class SmallRay:
         self.actors: list[SmallActor] = []
         self.calls: list[str] = []
         self.lost: set[int] = set()
+        self.loss: Exception = exceptions.ActorDiedError()
         self.on_wait: Callable[[], None] = lambda: None
 
     def is_initialized(self) -> bool:
@@ -94,7 +96,7 @@ class SmallCall:
         ray.calls.append(self.name)
         if self.name == "sums" and ray.calls.count("sums") in ray.lost:
             self.actor.instance = self.actor.start()
-            return Outcome(error=ray.exceptions.ActorDiedError())
+            return Outcome(error=ray.loss)
         try:
             # As between processes.
             return Outcome(pickle.loads(pickle.dumps(getattr(self.actor.instance, self.name)(*arguments))))

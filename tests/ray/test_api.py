@@ -36,10 +36,31 @@ def test_batches_of_lost_workers_are_run_again(small_ray, on_ray, whole):
     assert_same(whole, on_ray(load))
 
 
-def test_batches_with_which_four_workers_are_lost_end_the_run(small_ray, on_ray):
-    small_ray.lost = {1, 2, 3, 4}
-    with pytest.raises(LayersimError, match="Workers were lost 4 times with the same batches"):
+def node_died(errors):
+    from ray._raylet import ActorID
+    from ray.core.generated.common_pb2 import ActorDiedErrorContext
+
+    text = "The actor died because its node has died. Node Id: 1f"
+    return errors.ActorDiedError(ActorDiedErrorContext(actor_id=ActorID.nil().binary(), error_message=text))
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "do"),
+    [
+        (lambda errors: errors.OutOfMemoryError("low on memory"), "OutOfMemoryError: low on memory", "resources={'memory'"),
+        (lambda errors: errors.NodeDiedError("node 1f is gone"), "NodeDiedError: node 1f is gone", "checkpoint="),
+        (node_died, "ActorDiedError: The actor died because its node has died. Node Id: 1f", "checkpoint="),
+        (lambda errors: errors.WorkerCrashedError(), "WorkerCrashedError: The worker died unexpectedly", "Ray's logs"),
+        (lambda errors: errors.ActorUnavailableError("socket closed", None), "ActorUnavailableError: ", "Ray's logs"),
+    ],
+)
+def test_batches_with_which_four_workers_are_lost_end_the_run_with_their_cause(small_ray, on_ray, make, given, do):
+    small_ray.lost, small_ray.loss = {1, 2, 3, 4}, make(small_ray.exceptions)
+    with pytest.raises(LayersimError, match="Workers were lost 4 times with the same batches") as lost:
         on_ray(load, dataset=texts(2))
+    assert lost.value.given.startswith(given)
+    assert do in lost.value.do
+    assert ("memory" in lost.value.do) == ("memory" in given)
 
 
 def test_errors_of_workers_reach_the_caller_as_they_are(on_ray):

@@ -20,8 +20,10 @@ from .workload import Workload
 
 # Measured with an NDIF server on one machine, see docs/performance.md and docs/ndif.md.
 SECONDS_OF_REQUEST = 0.15
-BYTES_OF_CODE = 25_000
-BYTES_OF_TOKEN = 5
+BYTES_OF_TOKEN = 4
+BYTES_OF_LAYER, BYTES_OF_SITE = 190, 35
+# Returned by a request before the passes.
+BYTES_OF_OPENING = 300
 
 
 @named
@@ -30,9 +32,10 @@ class Traffic:
     """Requests to a server and what they carry.
 
     Attributes:
-        requests: number of requests.
-        bytes_up: sent: the code of the kernels, token ids, and sums of a first pass.
-        bytes_down: returned, before they are packed: the sums of each request.
+        requests: number of requests, with those that ask what the server offers and check the first row.
+        bytes_up: sent: the packed source of the kernels, token ids, and sums of a first pass.
+        bytes_down: returned: the sums of each request, packed as those of the batch. Without weights sums have no values, and
+            `bytes_down` is an upper bound, their size before they are packed: histograms are packed to 3 %.
     """
 
     requests: int
@@ -130,7 +133,8 @@ class CostEstimate:
         lines += [("activations", f"{in_words(self.activations_bytes)} for a batch of {batch} x {positions}")]
         if self.traffic is not None:
             sent, back = in_words(self.traffic.bytes_up), in_words(self.traffic.bytes_down)
-            lines += [("traffic", f"{self.traffic.requests:,} requests, {sent} up, at most {back} down")]
+            most = "" if self.workload.has_values else "at most "
+            lines += [("traffic", f"{self.traffic.requests:,} requests, {sent} up, {most}{back} down")]
         time = "not known" if self.seconds is None else "never" if math.isinf(self.seconds) else _long(self.seconds)
         return [*lines, ("time", f"{time} ({self.basis})")]
 
@@ -234,8 +238,10 @@ def _traffic(workload: Workload, rows: int, tokens_per_request: int | None) -> T
     fit = max(1, (tokens_per_request or TOKENS_PER_REQUEST) // positions)
     # A request holds a power of two of batches.
     each = min(MOST_BATCHES, 1 << (fit.bit_length() - 1))
-    requests = workload.passes * math.ceil(batches / each)
-    main, first = math.ceil(batches / each), sum(workload.first_sums.values())
-    up = requests * BYTES_OF_CODE + workload.passes * batches * positions * BYTES_OF_TOKEN + main * first
-    down = main * sum(workload.sums.values()) + (requests - main) * first
-    return Traffic(requests, up, down)
+    of_a_pass, opening = math.ceil(batches / each), workload.opening
+    requests = workload.passes * of_a_pass
+    read = len(workload.model.layers) * BYTES_OF_LAYER + workload.sites * BYTES_OF_SITE
+    up = sum(opening) + sum(workload.sent) * of_a_pass + requests * read
+    up += workload.passes * rows * workload.shape[1] * BYTES_OF_TOKEN
+    down = sum(workload.returned) * of_a_pass + len(opening) * BYTES_OF_OPENING
+    return Traffic(requests + len(opening), up, down)

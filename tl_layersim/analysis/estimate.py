@@ -93,7 +93,9 @@ def estimate(
         analyzer.check_batch(batch, source.model)
     weightless = isinstance(source, WeightlessSource)
     try:
-        workload = meter(source, module, batch, chosen, plan, timed=devices is None and not weightless and not remote)
+        workload = meter(
+            source, module, batch, chosen, plan, timed=devices is None and not weightless and not remote, remote=remote
+        )
     except LayersimError:
         raise
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

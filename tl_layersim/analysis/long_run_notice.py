@@ -15,13 +15,19 @@ from ..core.errors import in_words
 from ..core.wording import duration_in_words
 from ..models.source import Source
 
-# Seconds from which on a run is announced, and of measuring after the first batch, which warms up.
+# Seconds from which on a run is announced.
 LONG = 60.0
-MEASURED = 2.0
+# Least seconds of a window in which speed is measured. A run becomes faster while requests grow from one batch and workers load
+# the model; it is announced when a window is faster than the one before it by no more than this factor.
+SHORTEST_WINDOW = 2.0
+FASTER = 1.1
 
 
 class LongRunNotice:
-    """Measures the speed of a pass by its own first batches, and prints its expected time once if it is long.
+    """Measures the speed of a pass until it no longer rises, and prints the expected time of the pass once if it is long.
+
+    Speed is measured after the first batch, which warms up, and from when all copies of the models have started, but for a
+    minute at most.
 
     Args:
         total: number of tokens in the data, or the most that are read; None where it is not known.
@@ -31,10 +37,10 @@ class LongRunNotice:
         clock: seconds, for tests.
 
     Examples:
-        >>> seconds = iter([0.0, 4.0])
+        >>> seconds = iter([0.0, 4.0, 8.0])
         >>> notice = LongRunNotice(100_000, None, [], lambda: next(seconds))
-        >>> notice.words(Tally(tokens=1000)), notice.words(Tally(tokens=2000))
-        ('', 'This pass takes about 7 minutes for 100,000 tokens (250 tokens/s).')
+        >>> [notice.words(Tally(tokens=tokens)) for tokens in (1000, 2000, 3000)]
+        ['', '', 'This pass takes up to 7 minutes for 100,000 tokens (250 tokens/s).']
     """
 
     def __init__(
@@ -45,7 +51,8 @@ class LongRunNotice:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.rows, self.sources, self.clock = total, rows, sources, clock
-        self._start: tuple[float, int] | None = None
+        self._start: float | None = None
+        self._window, self._speed = (0.0, 0), 0.0
         self._ended = (total is None and rows is None) or rank_and_size()[0] != 0
 
     def note(self, tally: Tally) -> None:
@@ -67,19 +74,29 @@ class LongRunNotice:
             return ""
         now = self.clock()
         if self._start is None:
-            self._start = (now, tally.tokens)
-        before, tokens = self._start
-        if now - before < MEASURED or tally.tokens == tokens:
+            self._start = now
+        starting = now - self._start < LONG and any(source.is_starting for source in self.sources)
+        if now == self._start or starting:
+            self._window = (now, tally.tokens)
+            return ""
+        before, tokens = self._window
+        if now - before < SHORTEST_WINDOW or tally.tokens == tokens:
+            return ""
+        last, self._speed = self._speed, (tally.tokens - tokens) / (now - before)
+        self._window = (now, tally.tokens)
+        if self._speed > FASTER * last:
             return ""
         self._ended = True
-        speed = (tally.tokens - tokens) / (now - before)
+        speed = self._speed
         # Rows that are not read yet are taken to be as long as those that are.
         by_rows = tally.tokens if self.rows is None else round(tally.tokens * self.rows / max(1, tally.sequences))
         total = by_rows if self.total is None else self.total if self.rows is None else min(self.total, by_rows)
         seconds = total / speed
         if seconds < LONG:
             return ""
-        line = f"This pass takes about {duration_in_words(seconds)} for {total:,} tokens ({speed:,.0f} tokens/s)."
+        # Without the number of rows, the total may be a limit that the data does not reach.
+        about = "up to" if self.rows is None else "about"
+        line = f"This pass takes {about} {duration_in_words(seconds)} for {total:,} tokens ({speed:,.0f} tokens/s)."
         held = self._memory(tally)
         return f"{line} It holds {held}." if held else line
 

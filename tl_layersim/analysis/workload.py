@@ -24,6 +24,7 @@ from ..models.pools import AnyKernel, Draws, PoolKernel, Samples, drawn, plan_ba
 from ..models.source import Source
 from ..models.view import Kernel, View, in_full_precision, tokens_alone
 from ..models.without_weights import WeightlessSource, without_values
+from ..remote.packed_sizes import packed_request, packed_result
 from .site_plan import SitePlan
 
 # Without weights, kernels that run more operations on a batch loop over samples: they are metered on a short row, and scaled.
@@ -31,6 +32,8 @@ MOST_OPERATIONS = 5_000
 # A calibration ends after so many seconds, or so many repeats.
 CALIBRATION = 10.0
 TIMED_BATCHES = 9
+# Measured with an NDIF server on one machine: requests before the passes.
+BYTES_OF_OFFER, BYTES_OF_LENS_CHECK, BYTES_OF_STREAM_CHECK = 7_000, 17_000, 35_000
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ class Workload:
         sums: bytes of the sums of each kernel, see `analyzer_of`.
         pools: rows of a pool, of each kernel that sums over pools.
         first_sums: bytes of the sums of each analyzer with a first pass, which its main pass reads.
+        sent: bytes of a request of each pass to a server, without its tokens; empty where the model is not on a server.
+        returned: bytes of a result of each pass, as `sent`.
+        opening: bytes of each request before the passes, as `sent`.
+        has_values: whether sums have values, by which results are packed.
         weights: bytes of the parameters and buffers.
         parameters: number of parameters.
         activations: most bytes beside the weights that are alive at once.
@@ -63,6 +70,10 @@ class Workload:
     sums: Mapping[str, int]
     pools: Mapping[str, int]
     first_sums: Mapping[str, int]
+    sent: tuple[int, ...]
+    returned: tuple[int, ...]
+    opening: tuple[int, ...]
+    has_values: bool
     weights: int
     parameters: int
     activations: int
@@ -80,7 +91,13 @@ class Workload:
 
 
 def meter(
-    source: Source, module: torch.nn.Module, batch: Batch, analyzers: Mapping[str, Analyzer], plan: SitePlan, timed: bool
+    source: Source,
+    module: torch.nn.Module,
+    batch: Batch,
+    analyzers: Mapping[str, Analyzer],
+    plan: SitePlan,
+    timed: bool,
+    remote: bool,
 ) -> Workload:
     """Run analyzers on one batch, and meter what they cost.
 
@@ -91,8 +108,9 @@ def meter(
         analyzers: by name.
         plan: the sites that each analyzer reads.
         timed: measure the time of the batch, for `CALIBRATION` seconds.
+        remote: measure requests to a server.
     """
-    run = _MeteredRun(source, module, batch, analyzers, plan)
+    run = _MeteredRun(source, module, batch, analyzers, plan, remote)
     with ExitStack() as stack:
         stack.enter_context(source.evaluating())
         stack.enter_context(torch.inference_mode(False))
@@ -113,12 +131,22 @@ def meter(
         sums=run.sums,
         pools={name: pool.rows for name, pool in run.pools.items()},
         first_sums={name: _size(sums) for name, sums in run.first.items()},
+        sent=tuple(run.sent),
+        returned=tuple(run.returned),
+        opening=_opening(source, analyzers) if remote else (),
+        has_values=not run.weightless,
         weights=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         activations=run.peak,
         compute_seconds=sum(analyzer.compute_seconds(models[name][0]) for name, analyzer in analyzers.items()),
         batch_seconds=seconds,
     )
+
+
+def _opening(source: Source, analyzers: Mapping[str, Analyzer]) -> tuple[int, ...]:
+    """Bytes of the requests before the passes: what the server offers, and the checks of lens and stream on one row."""
+    lens = any(analyzer.needs_unembed for analyzer in analyzers.values())
+    return (BYTES_OF_OFFER, *([BYTES_OF_LENS_CHECK] * lens), *([BYTES_OF_STREAM_CHECK] * bool(source.stream_sums())))
 
 
 class _MeteredRun:
@@ -132,12 +160,23 @@ class _MeteredRun:
         passes: number of passes in which the model runs.
         peak: most bytes beside the weights that were alive at once.
         samples: number of samples of the batch.
+        sent: see `Workload`.
+        returned: see `Workload`.
     """
 
     def __init__(
-        self, source: Source, module: torch.nn.Module, batch: Batch, analyzers: Mapping[str, Analyzer], plan: SitePlan
+        self,
+        source: Source,
+        module: torch.nn.Module,
+        batch: Batch,
+        analyzers: Mapping[str, Analyzer],
+        plan: SitePlan,
+        remote: bool,
     ) -> None:
         self.source, self.module, self.batch, self.analyzers, self.plan = source, module, batch, analyzers, plan
+        self.remote = remote
+        self.sent: list[int] = []
+        self.returned: list[int] = []
         self.counts: Counter[Operation] = Counter()
         self.sums: dict[str, int] = {}
         self.pools: dict[str, _Pool] = {}
@@ -156,7 +195,7 @@ class _MeteredRun:
         """Meter the first pass, if an analyzer needs one, and the main pass."""
         self.first = {name: Sums.of(kernel(tokens_alone(self.batch))) for name, kernel in self.alone.items()}
         if self.first_kernels:
-            self.first |= {name: self._widened(out) for name, out in self._pass(self.first_kernels).items()}
+            self.first |= self._pass(self.first_kernels)
             self.passes = 2
         with without_values() if self.weightless else nullcontext():
             kernels = self._main_kernels()
@@ -165,13 +204,22 @@ class _MeteredRun:
             for name, kernel in kernels.items()
             if isinstance(kernel, PoolKernel)
         }
-        outputs = self._pass(kernels)
-        self.sums = {name: _size(self._widened(out)) for name, out in outputs.items()}
+        self.sums = {name: _size(sums) for name, sums in self._pass(kernels).items()}
 
     def _main_kernels(self) -> dict[str, AnyKernel]:
         return self.plan.kernels(self.analyzers, self.first)
 
-    def _pass(self, kernels: Mapping[str, AnyKernel]) -> dict[str, dict[str, Tensor]]:
+    def _pass(self, kernels: Mapping[str, AnyKernel]) -> dict[str, Sums]:
+        """Run kernels on the batch, count their operations, and return their sums."""
+        sums = {name: self._widened(out) for name, out in self._outputs(kernels).items()}
+        if self.remote:
+            # Sums of the first pass are a part of the kernels of the main pass; those without values take no bytes there.
+            unpacked = sum(map(_size, self.first.values())) if self.weightless else 0
+            self.sent.append(packed_request(kernels) + unpacked)
+            self.returned.append(sum(map(_size, sums.values())) if self.weightless else packed_result(self.source.sites, sums))
+        return sums
+
+    def _outputs(self, kernels: Mapping[str, AnyKernel]) -> dict[str, dict[str, Tensor]]:
         """Run kernels on the batch, count their operations, and return their outputs."""
         outputs: dict[str, dict[str, Tensor]] = {}
         with self._metered() as meter:

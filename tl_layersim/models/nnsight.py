@@ -31,7 +31,7 @@ from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_me
 from .point_source import PointSource, SitesRead
 from .pools import AnyKernel, PoolKernel, by_leaf, drawn
 from .site_buffer import SiteBuffer
-from .trace_steps import TraceStep, block_events, read_step, residual_order
+from .trace_steps import TraceStep, block_events, is_edited, read_step, residual_order
 from .unembed import Unembed, head_parts, tensor_of, unembed_gap
 from .view import Kernel, Reduced, View, at_sites, reduce, tokens_alone
 
@@ -327,6 +327,7 @@ def _trace(
     keep, kept = kept_of(batch)
     shape, pooled, has_tokens = (len(batch.counted), batch.counted.shape[1]), batch.pooled, batch.has_positions
     args, options = arguments
+    ends_early = not is_edited(model)
     with torch.no_grad(), model.trace(*args, **options) as tracer:
         with torch.no_grad():
             buffer = SiteBuffer(names, keep, shape, pooled, has_tokens)
@@ -338,7 +339,8 @@ def _trace(
             view = View(**buffer.fields(), **here, unembed=unembed, calls=tuple(calls) if calling else None)
             reduced = reduce(kernels, view)
         out: Reduced = nnsight.save(reduced)
-        tracer.stop()
+        if ends_early:
+            tracer.stop()
     return out
 
 
@@ -346,6 +348,7 @@ def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], optio
     """Whether the input of each block after the first equals the output of the block before it; one trace, as in `_trace`."""
     import nnsight
 
+    ends_early = not is_edited(model)
     with torch.no_grad(), model.trace(*args, **options) as tracer:
         with torch.no_grad():
             same: list[bool] = []
@@ -358,7 +361,8 @@ def _trace_stream(model: Any, blocks: list[Any], args: tuple[Tensor, ...], optio
                     same.append(same_stream(entering, last) and entering.dim() <= 3)
                 last = first_tensor(block.output).clone()
         out: Tensor = nnsight.save(torch.tensor(same))
-        tracer.stop()
+        if ends_early:
+            tracer.stop()
     return out
 
 
@@ -382,10 +386,12 @@ def trace_shape(model: Any, module: Any, incoming: bool, args: tuple[Tensor, ...
     """The shape of a module's input or output; one trace, as in `_trace`."""
     import nnsight
 
+    ends_early = not is_edited(model)
     with torch.no_grad(), model.trace(*args, **options) as tracer:
         value = module.input if incoming else module.output
         while not isinstance(value, torch.Tensor):
             value = next(iter(value.values() if hasattr(value, "values") else value))
         found: list[int] = nnsight.save(list(value.shape))
-        tracer.stop()
+        if ends_early:
+            tracer.stop()
     return found

@@ -155,6 +155,11 @@ class Source(ABC):
         """A context in which forward passes read other hook points."""
         raise self._no_hook_points(", ".join(point.name for point in points[:3]))
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether further copies of the model are being loaded, with which runs become faster."""
+        return False
+
     def stream_sums(self) -> tuple[StreamSum, ...]:
         """The identities of the residual stream that the architecture implies for the sites that `read_at` chose."""
         return ()

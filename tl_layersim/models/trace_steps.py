@@ -33,6 +33,15 @@ class TraceStep:
     sites: list[tuple[int, HookPoint]] = field(default_factory=list)
 
 
+def is_edited(model: Any) -> bool:
+    """Whether an nnsight model has edits (`model.edit()`), which run in each of its traces.
+
+    A trace of such a model runs to the end of the forward pass: nnsight raises `OutOfOrderError` for an edit of a module that
+    a stopped trace has not reached.
+    """
+    return bool(model._edits)
+
+
 def block_events(paths: list[str]) -> tuple[HookPoint, ...]:
     """The input and the output of each block."""
     return tuple(HookPoint(path, path, incoming) for path in paths for incoming in (True, False))

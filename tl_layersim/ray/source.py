@@ -63,6 +63,10 @@ class RaySource(Source):
         return self._facts.is_settled
 
     @property
+    def is_starting(self) -> bool:
+        return self._workers.are_starting
+
+    @property
     def sites(self) -> tuple[str, ...]:
         return self._facts.sites
 

@@ -83,6 +83,11 @@ class Workers:
         for actor in self._actors:
             self._ray.kill(actor)
 
+    @property
+    def are_starting(self) -> bool:
+        """Whether some of them still load the model."""
+        return bool(self._starting)
+
     def share(self, value: Any) -> OnCluster:
         """Keep an object once on each machine of the cluster, for as long as the result is held."""
         reference = self._ray.put(value)
@@ -151,7 +156,8 @@ class Workers:
             except _Lost as lost:
                 heapq.heappush(again, self._repeated(call, lost.reason))
                 if worker in self._busy:
-                    LOG.warning("Worker %d of %d was lost and is started again", worker + 1, len(self._actors))
+                    why = loss_of(lost.reason).given
+                    LOG.warning("Worker %d of %d was lost and is started again: %s", worker + 1, len(self._actors), why)
                     self._start(worker)
 
     def _free(self) -> int | None:
@@ -172,13 +178,14 @@ class Workers:
             self._get(reference)
         except _Lost as lost:
             if self._busy or self._starting:
-                LOG.warning("Worker %d of %d does not start: %s", number + 1, len(self._actors), first_line(lost.reason))
+                LOG.warning("Worker %d of %d does not start: %s", number + 1, len(self._actors), loss_of(lost.reason).given)
                 return
+            loss = loss_of(lost.reason)
             raise LayersimError(
                 "`load_model` could not be run: every worker was lost.",
-                given=first_line(lost.reason),
+                given=loss.given,
                 expected="processes that live until the model is loaded",
-                do="more memory for each worker, resources={'memory': bytes}, or fewer of them on a machine",
+                do=loss.do,
             ) from None
         self._busy[number] = 0
         self._say()
@@ -197,11 +204,12 @@ class Workers:
 
     def _repeated(self, call: WorkerCall, reason: Exception) -> WorkerCall:
         if call.losses == REPEATS:
+            loss = loss_of(reason)
             raise LayersimError(
                 f"Workers were lost {call.losses + 1} times with the same batches.",
-                given=first_line(reason),
+                given=loss.given,
                 expected="workers that live until they return sums",
-                do="a smaller batch_size=, or more memory for each worker: resources={'memory': bytes}",
+                do=loss.do,
             )
         return call._replace(losses=call.losses + 1)
 
@@ -216,6 +224,39 @@ class _Lost(Exception):
     def __init__(self, reason: Exception) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Loss(NamedTuple):
+    """Why a worker was lost, as far as Ray knows it.
+
+    Attributes:
+        given: the name of Ray's error, and the line of its text that tells the cause.
+        do: the remedy.
+    """
+
+    given: str
+    do: str
+
+
+def loss_of(reason: Exception) -> Loss:
+    """Why a worker was lost.
+
+    Ray raises `OutOfMemoryError` if its memory monitor ended the process. An `ActorDiedError` or `ActorUnavailableError` may
+    have any cause, a machine that left the cluster among them, which only some of their texts name.
+
+    Args:
+        reason: Ray's error.
+    """
+    errors = import_ray().exceptions
+    # The first line of an `ActorDiedError` names no cause, and the lines with tabs are the actor's.
+    lines = [line for line in str(reason).strip().splitlines() if line.strip() and not line.startswith("\t")]
+    line = next(iter(lines[1:] if isinstance(reason, errors.ActorDiedError) else lines), first_line(reason))
+    given = f"{type(reason).__name__}: {line[:200]}"
+    if isinstance(reason, errors.OutOfMemoryError):
+        return Loss(given, "a smaller batch_size=, or more memory for each worker: resources={'memory': bytes}")
+    if isinstance(reason, errors.NodeDiedError | errors.LocalRayletDiedError) or "node has died" in str(reason):
+        return Loss(given, "`ray status` lists the machines that are left; with checkpoint= the same call continues")
+    return Loss(given, "`ray status` shows whether its machine left the cluster, and Ray's logs there why its process ended")
 
 
 def _original(error: Any) -> Exception:
