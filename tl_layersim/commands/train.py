@@ -23,9 +23,13 @@ SaveOption = Annotated[
 ]
 ObjectiveOption = Annotated[str, o.option(TRAINING, "NAME", "aligned, cosine-reg, multi-head or standard.", "--objective")]
 ScheduleOption = Annotated[
-    str,
+    str | None,
     o.option(
-        TRAINING, "NAME", "alternating: the last layer's loss at every other step; or always the objective.", "--schedule"
+        TRAINING,
+        "NAME",
+        "alternating: the last layer's loss at every other step; or always the objective. Default: always with cosine-reg, "
+        "else alternating.",
+        "--schedule",
     ),
 ]
 WeightsOption = Annotated[str, o.option(TRAINING, "NAME", "Weights of layers: linear or uniform.", "--weights")]
@@ -69,7 +73,7 @@ def train_model(
     pack: o.PackOption = None,
     skip_first: o.SkipFirstOption = 0,
     objective: ObjectiveOption = "aligned",
-    schedule: ScheduleOption = "alternating",
+    schedule: ScheduleOption = None,
     weights: WeightsOption = "linear",
     beta: BetaOption = 1.0,
     kl: DivergenceOption = 0.0,

@@ -25,18 +25,21 @@ class AlignedTraining:
     $CE_l$ is the cross-entropy of layer l's residual under the model's own final norm and head. The objectives are:
 
     - `"aligned"`: $\sum_l w_l CE_l$ (equation 5);
-    - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$ over the positions that are attended to (appendix B.3);
+    - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$, both of what the head reads at targets (appendix B.3);
     - `"multi-head"`: $\sum_l w_l CE'_l$ with a head of its own for each layer below the last, copied from the model's at the
       start, plus $\kappa \sum_l w_l KL(p^L \| p^l)$ if `kl` is given, through which no gradient reaches $p^L$;
     - `"standard"`: $CE_L$ alone, for comparison at the same budget.
 
     Args:
         objective: name of the objective, see above; each is one file in `training/objectives/`.
-        schedule: "alternating": $CE_L$ at odd optimiser steps, the objective at even ones, as in the paper, which
-            protects the last layer; "always": the objective at each. A step is one step of the optimiser.
+        schedule: "alternating": $CE_L$ at odd optimiser steps, the objective at even ones, which protects the last layer;
+            "always": the objective at each. A step is one step of the optimiser. Default: as in the paper, "always" of
+            "cosine-reg", else "alternating".
         weights: $w_l$: "linear" is 2 l / (L (L + 1)), "uniform" 1 / L; or one number for each layer, which must sum to 1.
         norm: "final" applies the model's final norm at every layer, "none" at the last alone.
         beta: of "cosine-reg".
+        cosine_over: of "cosine-reg", the positions of the cosines: "targets", those of $CE_L$, as in the paper; "attended", all
+            that are attended to.
         kl: $\kappa$ of "multi-head".
         steps: of the optimiser.
         lr: the highest learning rate of AdamW. The default is the paper's; small models need a higher one.
@@ -66,10 +69,11 @@ class AlignedTraining:
     """
 
     objective: str = "aligned"
-    schedule: Literal["alternating", "always"] = "alternating"
+    schedule: Literal["alternating", "always"] | None = None
     weights: Weights = "linear"
     norm: Norm = "final"
     beta: int | float = 1.0
+    cosine_over: Literal["targets", "attended"] = "targets"
     kl: int | float = 0.0
     steps: int = 1000
     lr: int | float = 2e-5
@@ -145,6 +149,7 @@ class AlignedTraining:
     def options(self) -> dict[str, Any]:
         """All settings that affect the results, for the provenance."""
         options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
+        options["schedule"] = self.schedule or objective_named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
         return options if lora is None else options | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
 

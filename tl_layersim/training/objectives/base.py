@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class ObjectiveSettings(Protocol):
     @property
     def objective(self) -> str: ...
     @property
-    def schedule(self) -> str: ...
+    def schedule(self) -> str | None: ...
     @property
     def weights(self) -> Weights: ...
     @property
@@ -35,6 +35,8 @@ class ObjectiveSettings(Protocol):
     def beta(self) -> int | float: ...
     @property
     def kl(self) -> int | float: ...
+    @property
+    def cosine_over(self) -> str: ...
     @property
     def layers_per_step(self) -> int | None: ...
     @property
@@ -54,6 +56,7 @@ class Objective(nn.Module, ABC):
     Attributes:
         name: under which `AlignedTraining(objective=...)` selects the objective.
         own_settings: names of the settings that only this objective (or few objectives) reads. Elsewhere they are refused.
+        schedule: the default of the setting `schedule`.
         has_own_parameters: whether the objective trains parameters that are not part of the model.
         weights: w_l of each layer, the first block's first.
         heads: a linear layer for each layer below the last, where layers have heads of their own; else None.
@@ -61,6 +64,7 @@ class Objective(nn.Module, ABC):
 
     name: ClassVar[str]
     own_settings: ClassVar[tuple[str, ...]] = ()
+    schedule: ClassVar[Literal["alternating", "always"]] = "alternating"
     has_own_parameters: ClassVar[bool] = False
 
     def __init__(self, stream: ResidualStream, settings: ObjectiveSettings) -> None:
@@ -81,7 +85,7 @@ class Objective(nn.Module, ABC):
     @classmethod
     def is_standard(cls, settings: ObjectiveSettings, step: int) -> bool:
         """Whether a step, counted from 0, trains with the loss of the last layer alone."""
-        return settings.schedule == "alternating" and step % 2 == 0
+        return (settings.schedule or cls.schedule) == "alternating" and step % 2 == 0
 
     @classmethod
     def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
