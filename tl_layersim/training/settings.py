@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ from .objectives.base import Objective
 @dataclass(frozen=True)
 class AlignedTraining:
     r"""The settings of aligned fine-tuning, which trains every layer to predict the targets.
+
+    The defaults are for short runs; `paper_gpt2` and `paper_bert` are the settings of the paper's experiments.
 
     $CE_l$ is the cross-entropy of layer l's residual under the model's own final norm and head. The objectives are:
 
@@ -42,10 +44,10 @@ class AlignedTraining:
             that are attended to.
         kl: $\kappa$ of "multi-head".
         steps: of the optimiser.
-        lr: the highest learning rate of AdamW. The default is the paper's; small models need a higher one.
+        lr: the highest learning rate of AdamW; small models need a higher one.
         warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the end.
         weight_decay: on weights of two or more dimensions, not on biases and norms.
-        clip: largest Euclidean norm of a step's gradient.
+        clip: largest Euclidean norm of a step's gradient; infinite for no limit.
         accumulation: batches in a step. All their tokens have one weight: a step equals that of a single larger batch.
         layers_per_step: number of layers drawn at random at each step, None for all; the expected loss is the same, its noise
             larger. A step then costs fewer unembeddings, and nothing above the highest layer drawn.
@@ -106,7 +108,7 @@ class AlignedTraining:
                 given=f"{name}={getattr(self, name)}",
                 expected="steps, accumulation and eval_every of 1 or more; lr and clip above 0; warmup below steps; "
                 "weight_decay of 0 or more; a seed of 0 to 2^31",
-                do="AlignedTraining(), the settings of the paper",
+                do="AlignedTraining(), the defaults; AlignedTraining.paper_gpt2(), the settings of the paper",
             )
         if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
             # Whatever the model: as many as there are sum to 1.
@@ -114,6 +116,45 @@ class AlignedTraining:
         objective = objective_named(self.objective)
         self._refuse_unused(objective)
         objective.check_settings(self)
+
+    @classmethod
+    def paper_gpt2(cls) -> AlignedTraining:
+        """The settings of AlignedGPT in Jiang, Zhou and Zhu 2024: GPT-2 on WikiText-103.
+
+        Batches of 8 rows of 256 tokens are arguments of the call: `finetune_aligned(..., batch_size=8, seq_len=256)`.
+
+        | setting | value | source |
+        | --- | --- | --- |
+        | `objective`, `weights`, `norm` | aligned, linear, none | section 3, equation 5: CE(W h), without a norm between |
+        | `schedule` | alternating | appendix B.3, "Setup for Aligned Training in ViT" |
+        | `steps` | 40,000 | appendix C.2, "Setup in AlignedGPT" |
+        | `lr` | 2e-5, of AdamW | appendix C.2, "Setup in AlignedBERT" |
+        | `clip` | infinite | no clipping is named |
+        | `weight_decay`, `warmup`, linear fall of the rate | 0.01, 0, yes | not named: torch's AdamW, "initial learning rate" |
+
+        Examples:
+            >>> training = AlignedTraining.paper_gpt2()
+            >>> training.steps, training.lr
+            (40000, 2e-05)
+        """
+        return cls(schedule="alternating", weights="linear", norm="none", steps=40_000, lr=2e-5, clip=math.inf)
+
+    @classmethod
+    @typed
+    def paper_bert(cls, rows: int) -> AlignedTraining:
+        """The settings of AlignedBERT in Jiang, Zhou and Zhu 2024: BERT on a task of GLUE.
+
+        Batches of 32 rows of 256 tokens are arguments of the call: `finetune_aligned(..., batch_size=32, seq_len=256)`. The
+        number of steps is three epochs (appendix C.2, "Setup in AlignedBERT"); all other settings are those of `paper_gpt2`.
+
+        Args:
+            rows: number of rows that are trained on, without those held out.
+
+        Examples:
+            >>> AlignedTraining.paper_bert(rows=2490).steps
+            234
+        """
+        return replace(cls.paper_gpt2(), steps=3 * math.ceil(rows / 32))
 
     def _refuse_unused(self, objective: type[Objective]) -> None:
         """Refuse settings of other objectives."""
