@@ -100,7 +100,7 @@ def test_train(tmp_path):
     done("report", "--model", tmp_path / "model", *SHORT, "--analyzers", "cka", "--out", tmp_path / "report")
     assert run("train", "demo").exit_code == 2
     refused = run("train", "demo", "--steps", 0, "--save-to", tmp_path / "other")
-    assert str(refused.exception).startswith("`--steps` is out of range.")
+    assert str(refused.exception).startswith("`--steps` of AlignedTraining cannot be 0.")
 
 
 @pytest.mark.parametrize(("option", "value"), [("--eval-data", "./nothing.txt"), ("--lora", "0")])

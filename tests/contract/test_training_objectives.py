@@ -162,7 +162,7 @@ def test_settings_of_other_objectives_are_refused(name):
         with pytest.raises(lsim.LayersimError, match=f"`{setting}` has no effect with objective='{name}'"):
             lsim.AlignedTraining(objective=name, **{setting: WORDS.get(setting, 2)})
     for setting in set(mine) - set(WORDS):
-        with pytest.raises(lsim.LayersimError, match=f"`{setting}` is out of range"):
+        with pytest.raises(lsim.LayersimError, match=f"`{setting}` of AlignedTraining cannot be -1"):
             lsim.AlignedTraining(objective=name, **{setting: -1})
 
 

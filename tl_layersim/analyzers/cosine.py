@@ -13,6 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import TwoOrMore
 from ..core.errors import LayersimError, warn
 from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, Picture, axes
@@ -207,7 +208,7 @@ class Cosine(Analyzer):
     one_pass: ClassVar[str] = 'Cosine(center="none"), or Cosine(center=mean) with the .mean of an earlier result'
 
     center: Literal["dataset", "none"] | Tensor = "dataset"
-    histogram_bins: int = 2000
+    histogram_bins: TwoOrMore = 2000
 
     def __post_init__(self) -> None:
         if isinstance(self.center, Tensor) and (self.center.dim() != 2 or not bool(self.center.isfinite().all())):
@@ -216,13 +217,6 @@ class Cosine(Analyzer):
                 given=f"a tensor of shape {tuple(self.center.shape)}, {int((~self.center.isfinite()).sum())} not finite",
                 expected="residual x d_model, finite",
                 do='Cosine(center=report["cosine"].mean)',
-            )
-        if self.histogram_bins < 2:
-            raise LayersimError(
-                "`histogram_bins` must be at least 2.",
-                given=f"histogram_bins={self.histogram_bins}",
-                expected="2 or more",
-                do="Cosine(histogram_bins=2000)",
             )
 
     def check_sites(self, *models: Model) -> None:

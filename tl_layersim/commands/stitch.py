@@ -37,7 +37,7 @@ FitOption = Annotated[
 RidgeOption = Annotated[float, o.option(o.MEASURES, "X", "Ridge of lstsq: fraction added to the diagonal of X'X.", "--ridge")]
 StitchSteps = Annotated[int, o.option(o.RUN, "N", "Steps of sgd, one batch each.", "--steps")]
 StitchRate = Annotated[float, o.option(o.RUN, "X", "Learning rate of sgd.", "--lr")]
-PaperOption = Annotated[
+StitchPaper = Annotated[
     bool,
     o.option(
         o.RUN,
@@ -70,7 +70,7 @@ def stitch_models(
     adapter: AdapterOption = "affine",
     fit: FitOption = None,
     ridge: RidgeOption = 0.0,
-    paper: PaperOption = False,
+    paper: StitchPaper = False,
     config: o.ConfigOption = None,
     steps: StitchSteps = 2000,
     lr: StitchRate = 1.0,

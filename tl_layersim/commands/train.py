@@ -54,7 +54,7 @@ RecomputeOption = Annotated[
     bool,
     o.option(TRAINING, None, "Compute activations again in the backward pass, to save memory.", "--gradient-checkpointing"),
 ]
-PaperOption = Annotated[
+TrainPaper = Annotated[
     bool,
     o.option(
         TRAINING,
@@ -84,7 +84,7 @@ def train_model(
     seq_len: o.SeqLenOption = None,
     pack: o.PackOption = None,
     skip_first: o.SkipFirstOption = 0,
-    paper: PaperOption = False,
+    paper: TrainPaper = False,
     objective: ObjectiveOption = "aligned",
     schedule: ScheduleOption = None,
     weights: WeightsOption = "linear",

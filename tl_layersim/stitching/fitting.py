@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..core.resumable_file import Snapshot
 from ..core.shuffle import Shuffle
@@ -50,27 +51,20 @@ class StitchTraining:
             for plain numbers.
     """
 
-    steps: int = 2000
-    lr: int | float = 1.0
-    momentum: int | float = 0.9
-    warmup: int | None = None
-    clip: int | float = 1.0
+    steps: PositiveInt = 2000
+    lr: PositiveFloat = 1.0
+    momentum: OpenFraction = 0.9
+    warmup: NonNegativeInt | None = None
+    clip: Limit = 1.0
     relative: bool = True
 
     def __post_init__(self) -> None:
-        wrong = {
-            "steps": self.steps < 1,
-            "lr": not 0 < self.lr < math.inf,
-            "momentum": not 0 < self.momentum < 1,
-            "warmup": self.warmup is not None and not 0 <= self.warmup < self.steps,
-            "clip": not self.clip > 0,
-        }
-        for name in (name for name, bad in wrong.items() if bad):
+        if self.warmup is not None and self.warmup >= self.steps:
             raise LayersimError(
-                f"`{name}` is out of range.",
-                given=f"{name}={getattr(self, name)}",
-                expected="steps of 1 or more, lr and clip above 0, momentum between 0 and 1, warmup below steps",
-                do="StitchTraining(), the defaults; StitchTraining.paper(), the settings of the paper",
+                "`warmup` must be below `steps`.",
+                given=f"warmup={self.warmup} with steps={self.steps}",
+                expected="fewer steps than the whole training has",
+                do="leave warmup out, for a tenth of the steps",
             )
 
     @classmethod

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable_folder
 from .aligned_loss import Norm
@@ -74,48 +75,36 @@ class AlignedTraining:
     schedule: Literal["alternating", "always"] | None = None
     weights: Weights = "linear"
     norm: Norm = "final"
-    beta: int | float = 1.0
+    beta: NonNegativeFloat = 1.0
     cosine_over: Literal["targets", "attended"] = "targets"
-    kl: int | float = 0.0
-    steps: int = 1000
-    lr: int | float = 2e-5
-    warmup: int = 0
-    weight_decay: int | float = 0.01
-    clip: int | float = 1.0
-    accumulation: int = 1
-    layers_per_step: int | None = None
-    eval_every: int | None = None
+    kl: NonNegativeFloat = 0.0
+    steps: PositiveInt = 1000
+    lr: PositiveFloat = 2e-5
+    warmup: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.01
+    clip: Limit = 1.0
+    accumulation: PositiveInt = 1
+    layers_per_step: PositiveInt | None = None
+    eval_every: PositiveInt | None = None
     mixed_precision: Literal["no", "bf16"] = "no"
     gradient_checkpointing: bool = False
     lora: Any = None
     save_to: str | os.PathLike[str] | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        wrong = {
-            "steps": self.steps < 1,
-            "lr": not 0 < self.lr < math.inf,
-            "warmup": not 0 <= self.warmup < self.steps,
-            "weight_decay": not 0 <= self.weight_decay < math.inf,
-            "clip": not self.clip > 0,
-            "accumulation": self.accumulation < 1,
-            "eval_every": self.eval_every is not None and self.eval_every < 1,
-            "seed": not 0 <= self.seed < 2**31,
-        }
-        for name in (name for name, bad in wrong.items() if bad):
+        if self.warmup >= self.steps:
             raise LayersimError(
-                f"`{name}` is out of range.",
-                given=f"{name}={getattr(self, name)}",
-                expected="steps, accumulation and eval_every of 1 or more; lr and clip above 0; warmup below steps; "
-                "weight_decay of 0 or more; a seed of 0 to 2^31",
-                do="AlignedTraining(), the defaults; AlignedTraining.paper_gpt2(), the settings of the paper",
+                "`warmup` must be below `steps`.",
+                given=f"warmup={self.warmup} with steps={self.steps}",
+                expected="fewer steps than the whole training has",
+                do="warmup=0",
             )
         if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
             # Whatever the model: as many as there are sum to 1.
             layer_weights(self.weights, max(1, len(self.weights)))
         objective = objective_named(self.objective)
         self._refuse_unused(objective)
-        objective.check_settings(self)
 
     @classmethod
     def paper_gpt2(cls) -> AlignedTraining:
@@ -141,7 +130,7 @@ class AlignedTraining:
 
     @classmethod
     @typed
-    def paper_bert(cls, rows: int) -> AlignedTraining:
+    def paper_bert(cls, rows: PositiveInt) -> AlignedTraining:
         """The settings of AlignedBERT in Jiang, Zhou and Zhu 2024: BERT on a task of GLUE.
 
         Batches of 32 rows of 256 tokens are arguments of the call: `finetune_aligned(..., batch_size=32, seq_len=256)`. The

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import LayersimError
 from ...models.cross_entropy import cross_entropy
 from ...models.exit_heads import ExitHeads
 from ...models.model_description import hash_weights
@@ -73,14 +72,6 @@ class Objective(nn.Module, ABC):
         self.module = stream.module
         self.weights = layer_weights(settings.weights, stream.n_layers)
         self.heads: nn.ModuleList | None = None
-
-    @classmethod
-    def check_settings(cls, settings: ObjectiveSettings) -> None:
-        """Refuse values of `own_settings` that are out of range.
-
-        Raises:
-            LayersimError: a setting is out of range.
-        """
 
     @classmethod
     def is_standard(cls, settings: ObjectiveSettings, step: int) -> bool:
@@ -171,19 +162,3 @@ class Objective(nn.Module, ABC):
                     correct = (logits.argmax(-1) == target).sum()
                     sums[:, layer - 1] += torch.tensor([float(loss), float(correct), float(len(target))], dtype=torch.float64)
         return sums
-
-
-def out_of_range(settings: ObjectiveSettings, name: str, expected: str) -> LayersimError:
-    """The error for a setting whose value is out of range.
-
-    Args:
-        settings: of the training.
-        name: of the setting.
-        expected: the range in words, such as "0 or more".
-    """
-    return LayersimError(
-        f"`{name}` is out of range: it must be {expected}.",
-        given=f"{name}={getattr(settings, name)}",
-        expected=expected,
-        do=f"leave {name} out, for the default",
-    )

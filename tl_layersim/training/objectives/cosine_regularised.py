@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..residual_stream import TrainingBatch
-from .base import Objective, ObjectiveSettings, out_of_range
+from .base import Objective, ObjectiveSettings
 
 
 class CosineRegularisedObjective(Objective):
@@ -27,11 +26,6 @@ class CosineRegularisedObjective(Objective):
     name = "cosine-reg"
     own_settings = ("beta", "cosine_over")
     schedule = "always"
-
-    @classmethod
-    def check_settings(cls, settings: ObjectiveSettings) -> None:
-        if not 0 <= settings.beta < math.inf:
-            raise out_of_range(settings, "beta", "0 or more")
 
     @classmethod
     def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
