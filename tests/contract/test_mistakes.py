@@ -82,7 +82,7 @@ def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_p
         (lambda m: lsim.ExitCosts.count(m, batch=0), "`batch` of ExitCosts.count cannot be 0"),
         (lambda m: lsim.ExitCosts.count(m, shortlist=3), "`shortlist` must be a list of token ids"),
         (lambda m: lsim.frequent_tokens(m, [], 5), "empty"),
-        (lambda m: lsim.Adapter(["linear"]), "`kind` must be the name"),
+        (lambda m: lsim.Adapter(["linear"]), "`kind` of Adapter cannot be"),
         (lambda m: lsim.Report([]), "`results` must be a mapping"),
         (lambda m: layer_names("3"), "`blocks` of layer_names cannot be '3'"),
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=NAN), "lens_memory_mb=nan"),

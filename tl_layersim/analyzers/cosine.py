@@ -9,7 +9,7 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
@@ -207,11 +207,11 @@ class Cosine(Analyzer):
     needs_sites: ClassVar[SiteNeed] = "equal_width"
     one_pass: ClassVar[str] = 'Cosine(center="none"), or Cosine(center=mean) with the .mean of an earlier result'
 
-    center: Literal["dataset", "none"] | Tensor = "dataset"
+    center: Literal["dataset", "none"] | Float[Tensor, "residual d_model"] = "dataset"
     histogram_bins: TwoOrMore = 2000
 
     def __post_init__(self) -> None:
-        if isinstance(self.center, Tensor) and (self.center.dim() != 2 or not bool(self.center.isfinite().all())):
+        if isinstance(self.center, Tensor) and not bool(self.center.isfinite().all()):
             raise LayersimError(
                 "`center` must have a finite number for each layer and dimension.",
                 given=f"a tensor of shape {tuple(self.center.shape)}, {int((~self.center.isfinite()).sum())} not finite",

@@ -147,9 +147,12 @@ def _is_number(annotation: Any) -> bool:
 
 def _wrong_type(name: str, parameter: str, value: object, expected: str) -> LayersimTypeError:
     """The error for an argument of the wrong type."""
+    given = brief(value)
+    # The text of a tensor or of a long list names its type.
+    kind = "" if value is None or given.startswith(("a ", "an ", "the ")) else f", {with_article(type(value).__name__)}"
     return LayersimTypeError(
-        f"`{parameter}` of {name} cannot be {brief(value)}.",
-        given=f"{parameter}={brief(value)}" + ("" if value is None else f", {with_article(type(value).__name__)}"),
+        f"`{parameter}` of {name} cannot be {given}.",
+        given=f"{parameter}={given}{kind}",
         expected=expected.replace("typing.", ""),
         do=_correction(parameter, value, expected) or f"help({name}) explains each argument",
     )
@@ -182,8 +185,17 @@ def _correction(parameter: str, value: Any, expected: str) -> str:
     return ""
 
 
+# jaxtyping's types of arguments, in words.
+_TENSORS = {"Float": "a floating-point tensor", "Integer": "an integer tensor", "Shaped": "a tensor"}
+
+
 def _in_words(expected: str) -> str:
-    """A type as jaxtyping prints it, with bounds in words, see `bounds`."""
+    """A type as jaxtyping prints it, with shapes of arguments and bounds in words, see `bounds`."""
+    expected = re.sub(
+        r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]",
+        lambda m: f"{_TENSORS[m[1]]} `{m[2].strip()}`",
+        expected,
+    )
     expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
     return re.sub(r"(?:typing\.)?Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
@@ -202,6 +214,9 @@ def _translated(message: str, name: str, bound: Mapping[str, Any]) -> LayersimEr
     if not match:
         return LayersimTypeError(message.splitlines()[0], given=message, expected="see the annotations", do=f"help({name})")
     expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
+    # Sizes that other arguments give to the dimensions of the shape.
+    sizes = [f"{axis}={size}" for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE) if axis in expected]
+    expected += f" with {', '.join(sizes)}" if sizes else ""
     if match["name"] in bound:
         return _wrong_type(name, match["name"], bound[match["name"]], expected)
     which = f"`{match['name']}` of {name}" if match["name"] else f"The result of {name}"
