@@ -32,7 +32,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 ARMS: dict[str, dict[str, Any]] = {
     "standard": {"objective": "standard"},
     "aligned": {"objective": "aligned"},
-    "cosine-reg": {"objective": "cosine-reg", "schedule": "always"},
+    "cosine-reg": {"objective": "cosine-reg", "cosine_over": "attended"},
     "multi-head": {"objective": "multi-head"},
 }
 THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -20,7 +20,7 @@ ARMS = {
     "aligned, alternating": lsim.AlignedTraining(steps=STEPS, lr=1e-3),
     "aligned, always": lsim.AlignedTraining(schedule="always", steps=STEPS, lr=1e-3),
     "aligned, uniform weights": lsim.AlignedTraining(schedule="always", weights="uniform", steps=STEPS, lr=1e-3),
-    "cosine regulariser": lsim.AlignedTraining(objective="cosine-reg", schedule="always", steps=STEPS, lr=1e-3),
+    "cosine regulariser": lsim.AlignedTraining(objective="cosine-reg", steps=STEPS, lr=1e-3),
     "own heads": lsim.AlignedTraining(objective="multi-head", schedule="always", steps=STEPS, lr=1e-3),
     "own heads and KL": lsim.AlignedTraining(objective="multi-head", schedule="always", kl=1.0, steps=STEPS, lr=1e-3),
 }

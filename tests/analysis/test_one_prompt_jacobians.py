@@ -83,7 +83,7 @@ class TestPrompt:
             "the same pair of tokens, twice": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[-1, 8]),
             "`positions` is empty": lambda: lsim.coupling_matrices(model, tokens, along="self", positions=[]),
             "`positions` must contain token indices": lambda: lsim.block_jacobians(model, tokens, positions=[("a", 1)]),
-            "`memory_mb` must be a finite number above 0": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
+            "`memory_mb` of block_jacobians cannot be nan": lambda: lsim.block_jacobians(model, tokens, memory_mb=float("nan")),
         }.items():
             with pytest.raises(lsim.LayersimError, match=match):
                 call()

@@ -81,7 +81,7 @@ def test_one_token_has_no_centred_cosine():
 def test_wrong_options_are_refused():
     with pytest.raises(lsim.LayersimError, match=r"`center` of Cosine cannot be(.|\n)*dataset"):
         lsim.Cosine(center="sample")
-    with pytest.raises(lsim.LayersimError, match="`histogram_bins` must be at least 2"):
+    with pytest.raises(lsim.LayersimError, match="`histogram_bins` of Cosine cannot be"):
         lsim.Cosine(histogram_bins=1)
 
 

@@ -158,7 +158,7 @@ def test_one_sample_has_no_spectrum():
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(lsim.LayersimError, match="`top` must be at least 1"):
+    with pytest.raises(lsim.LayersimError, match="`top` of EffectiveRank cannot be"):
         lsim.EffectiveRank(top=0)
     # 4 sites x 32 x 32 numbers of 8 bytes, three times: 98 kB.
     with pytest.raises(lsim.LayersimError, match=r"more memory than `max_memory_gb`(.|\n)*4 sites x 32\^2(.|\n)*at=\["):

@@ -165,11 +165,11 @@ def test_a_ridge_within_rounding_is_refused():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"ridge": 0}, "`ridge` must be above 0"),
-        ({"ridge": float("nan")}, "`ridge` must be above 0"),
-        ({"ridge": float("inf")}, "`ridge` must be above 0"),
-        ({"test_fraction": 0}, "`test_fraction` must be between 0 and 1"),
-        ({"test_fraction": 1.0}, "`test_fraction` must be between 0 and 1"),
+        ({"ridge": 0}, "`ridge` of LinearPredictivity cannot be"),
+        ({"ridge": float("nan")}, "`ridge` of LinearPredictivity cannot be"),
+        ({"ridge": float("inf")}, "`ridge` of LinearPredictivity cannot be"),
+        ({"test_fraction": 0}, "`test_fraction` of LinearPredictivity cannot be"),
+        ({"test_fraction": 1.0}, "`test_fraction` of LinearPredictivity cannot be"),
         ({"test_fraction": 20}, r"did you mean test_fraction=0\.2"),
     ],
 )

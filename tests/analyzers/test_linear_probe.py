@@ -306,11 +306,11 @@ def test_a_run_resumes_to_the_same_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"test_fraction": 0}, "`test_fraction` must be between 0 and 1"),
+        ({"test_fraction": 0}, "`test_fraction` of LinearProbe cannot be"),
         ({"test_fraction": 20}, r"did you mean test_fraction=0\.2"),
-        ({"ridge": 0}, "`ridge` must be above 0"),
-        ({"ridge": float("nan")}, "`ridge` must be above 0"),
-        ({"max_classes": 1}, "`max_classes` must be at least 2"),
+        ({"ridge": 0}, "`ridge` of LinearProbe cannot be"),
+        ({"ridge": float("nan")}, "`ridge` of LinearProbe cannot be"),
+        ({"max_classes": 1}, "`max_classes` of LinearProbe cannot be 1"),
         ({"labels": [0, -1]}, r"must be 0 or more(.|\n)*labels from -1 to 0"),
         ({"labels": [0.5, 1.0]}, "must be whole numbers"),
         ({"labels": [[[1]]]}, "must be whole numbers"),

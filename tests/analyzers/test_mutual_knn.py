@@ -124,7 +124,7 @@ def test_two_models_apart_and_in_a_grid():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"k": 0}, "`k` must be at least 1"),
+        ({"k": 0}, "`k` of MutualKNN cannot be 0"),
         ({"k": 10, "minibatch": 11}, r"`minibatch` must be at least 12(.|\n)*MutualKNN\(k=10, minibatch=256\)"),
         ({"k": 100, "minibatch": 64}, r"MutualKNN\(k=100, minibatch=400\)"),
         ({"k": 1, "minibatch": 3}, "`minibatch` must be at least 4"),

@@ -64,7 +64,7 @@ def test_the_score_of_a_model_is_at_least_one_and_turns_with_nothing():
 
 
 def test_what_has_no_shape_is_refused():
-    with pytest.raises(lsim.LayersimError, match="one step is always a straight line"):
+    with pytest.raises(lsim.LayersimError, match="`window` of Trajectory cannot be 1"):
         lsim.Trajectory(window=1)
     with pytest.raises(lsim.LayersimError, match=r"longer than the trajectory(.|\n)*Trajectory\(window=3\)"):
         lsim.analyze(tiny_llama(), random_tokens(), lsim.Trajectory(window=9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -73,6 +74,21 @@ def test_stitch(tmp_path):
         assert says in str(run("stitch", "demo", "demo", *options, "--out", tmp_path / "no").exception)
 
 
+def test_the_settings_of_the_papers(tmp_path):
+    few = ["--steps", 3, "--max-tokens", 512, "--seq-len", 64]
+    done("train", "demo", "--paper", *few, "--save-to", tmp_path / "model", "--out", tmp_path / "train")
+    done("stitch", "demo", "demo-aligned", "--paper", "--at", "4:4", *few, "--out", tmp_path / "stitch")
+    again = ["--config", tmp_path / "train" / "run.yaml", "--save-to", tmp_path / "again", "--out", tmp_path / "train again"]
+    done("train", *again)
+    first, second = (read(tmp_path / name)["training"] for name in ("train", "train again"))
+    options = first.provenance.options
+    assert [options[name] for name in ("steps", "norm", "clip", "lr", "schedule")] == [3, "none", math.inf, 2e-5, "alternating"]
+    assert torch.equal(second.values, first.values)
+    found = read(tmp_path / "stitch")["stitch"]
+    assert (found.kind, found.fit, len(found.curve)) == ("affine-norm", "sgd", 3)
+    assert found.provenance.options["training"]["relative"] is False
+
+
 def test_train(tmp_path):
     options = ["--steps", 2, "--lr", 1e-3, "--max-tokens", 1024, "--seq-len", 64, "--batch-size", 2]
     done("train", "demo", *options, "--save-to", tmp_path / "model", "--out", tmp_path)
@@ -84,7 +100,7 @@ def test_train(tmp_path):
     done("report", "--model", tmp_path / "model", *SHORT, "--analyzers", "cka", "--out", tmp_path / "report")
     assert run("train", "demo").exit_code == 2
     refused = run("train", "demo", "--steps", 0, "--save-to", tmp_path / "other")
-    assert str(refused.exception).startswith("`--steps` is out of range.")
+    assert str(refused.exception).startswith("`--steps` of AlignedTraining cannot be 0.")
 
 
 @pytest.mark.parametrize(("option", "value"), [("--eval-data", "./nothing.txt"), ("--lora", "0")])

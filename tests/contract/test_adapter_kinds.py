@@ -216,16 +216,15 @@ def test_its_moments_are_computed_where_this_package_is_not_installed(name, tmp_
     assert done.stdout.strip() == str({key: float(value.sum()) for key, value in expected.items()})
 
 
-@pytest.mark.parametrize("name", ["twisted", "Affine", "", 3])
+@pytest.mark.parametrize("name", ["twisted", "Affine", ""])
 def test_an_unknown_name_is_refused_with_all_kinds(name):
     with pytest.raises(lsim.LayersimError, match="`kind` must be the name of a kind of adapter") as refused:
         lsim.Adapter(name)
     assert all(known in str(refused.value) for known in KINDS)
-    if isinstance(name, str):
-        with pytest.raises(lsim.LayersimError, match="`adapter` must be the name of a kind of adapter"):
-            lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(1, 1), adapter=name)
-        with pytest.raises(lsim.LayersimError, match="`adapter` must be the name of a kind of adapter"):
-            lsim.stitch_grid({"a": tiny_llama()}, rows(), adapter=name)
+    with pytest.raises(lsim.LayersimError, match="`adapter` must be the name of a kind of adapter"):
+        lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(1, 1), adapter=name)
+    with pytest.raises(lsim.LayersimError, match="`adapter` must be the name of a kind of adapter"):
+        lsim.stitch_grid({"a": tiny_llama()}, rows(), adapter=name)
 
 
 NEW_KIND = '''

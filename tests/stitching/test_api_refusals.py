@@ -183,11 +183,9 @@ class TestRefusals:
                 **({"at": (1, 1), "fit": "lstsq"} | options if "adapter" not in options else {"at": (1, 1)} | options),
             )
 
-    @pytest.mark.parametrize(
-        "settings", [{"steps": 0}, {"lr": 0.0}, {"lr": math.nan}, {"momentum": 1.0}, {"warmup": -1}, {"clip": 0.0}]
-    )
+    @pytest.mark.parametrize("settings", [{"steps": 0}, {"lr": 0.0}, {"momentum": 1.0}, {"warmup": 2000}, {"clip": 0.0}])
     def test_settings_of_a_training(self, settings):
-        with pytest.raises(lsim.LayersimError, match="out of range"):
+        with pytest.raises(lsim.LayersimError, match=f"`{next(iter(settings))}`"):
             lsim.StitchTraining(**settings)
 
     @pytest.mark.parametrize("data", [[], torch.zeros(3, 1, dtype=torch.int64), [[5]]])

@@ -82,15 +82,18 @@ def test_a_step_lowers_the_loss_that_the_lens_measures(name, objective, weights)
     torch.testing.assert_close(lens.cross_entropy, after, rtol=1e-9, atol=0)
 
 
-def test_the_cosine_regulariser_beside_the_loss_of_pooled_rows():
+@pytest.mark.parametrize("over", ["targets", "attended"])
+def test_the_cosine_regulariser_beside_the_loss_of_pooled_rows(over):
     case, data = CASES["modernbert mean"], CASES["modernbert mean"].data(labels=LABELS)
-    settings = lsim.AlignedTraining(steps=1, lr=1e-4, warmup=0, objective="cosine-reg", beta=0.5, schedule="always")
+    settings = lsim.AlignedTraining(steps=1, lr=1e-4, warmup=0, objective="cosine-reg", beta=0.5, cosine_over=over)
     result = lsim.finetune_aligned(case.build(), data, settings, batch_size=5, eval_data=data)
     model = case.build()
-    x = torch.cat([torch.stack(block_outputs(model, case.paths, row))[:, 0] for row in case.rows()], 1)
+    rows = [torch.stack(block_outputs(model, case.paths, row))[:, 0] for row in case.rows()]
+    # The head reads the mean of a row.
+    x = torch.cat([row.mean(1, keepdim=True) for row in rows] if over == "targets" else rows, 1)
     away = [(1 - torch.cosine_similarity(x[layer], x[-1], -1)).mean() for layer in range(2)]
     expected = naive_losses(case, model)[-1].detach() + 0.5 * (away[0] * WEIGHTS[0] + away[1] * WEIGHTS[1])
-    torch.testing.assert_close(result.loss[0], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(result.loss[0], expected, rtol=1e-12, atol=0)
 
 
 def test_a_head_of_its_own_for_each_layer_reads_pooled_rows():

@@ -9,25 +9,43 @@ import torch
 
 import tl_layersim as lsim
 from tl_layersim.training.losses import layer_weights
+from tl_layersim.training.objectives import objective_named
+from tl_layersim.training.residual_stream import TrainingBatch, open_residual_stream
 
 from ..tiny_models import random_tokens, tiny_gpt2, tiny_llama
-from .helpers import CE, SHORT, dropping, weights_of
+from .helpers import CE, SHORT, dropping, next_of, weights_of
 
 
 class TestObjectives:
-    def test_cosine_regulariser(self):
+    @pytest.mark.parametrize(
+        ("options", "steps"),
+        [({}, (0, 1)), ({"cosine_over": "attended"}, (0, 1)), ({"schedule": "alternating"}, (1,))],
+    )
+    def test_cosine_regulariser(self, options, steps):
         model, tokens = tiny_llama().double(), random_tokens(2, 8)
-        training = lsim.AlignedTraining(objective="cosine-reg", schedule="always", beta=0.7, steps=1, lr=1e-9)
-        result = lsim.finetune_aligned(model, tokens, training, eval_data=tokens, batch_size=2)
-        out = tiny_llama().double()
-        last: list[torch.Tensor] = []
-        out.model.layers[-1].register_forward_hook(lambda _m, _a, o: last.append(o if isinstance(o, torch.Tensor) else o[0]))
-        found = out(tokens, output_hidden_states=True, labels=tokens)
-        expected = found.loss + 0.7 * sum(
-            w * (1 - torch.nn.functional.cosine_similarity(found.hidden_states[layer], last[0], dim=-1)).mean()
-            for layer, w in zip((1, 2), layer_weights("linear", 3), strict=False)
-        )
-        assert float(result.loss[0]) == pytest.approx(float(expected.detach()), rel=1e-7)
+        attended = torch.arange(8) < torch.tensor([[8], [5]])
+        targets = next_of(tokens).masked_fill(~attended, -100)
+        targets[1, 4] = targets[0, 2] = -100
+        training = lsim.AlignedTraining(objective="cosine-reg", beta=0.7, **options)
+        objective = objective_named("cosine-reg")(open_residual_stream(model, None, None), training)
+        mask = {"attention_mask": attended.long()}
+        hidden: list[torch.Tensor] = []
+        handles = [
+            layer.register_forward_hook(lambda _m, _a, o: hidden.append((o if isinstance(o, torch.Tensor) else o[0]).detach()))
+            for layer in model.model.layers
+        ]
+        with torch.no_grad():
+            logits = model(tokens, **mask).logits
+        for handle in handles:
+            handle.remove()
+        kept = attended if "cosine_over" in options else targets != -100
+        unit = [x[kept] / x[kept].norm(dim=-1, keepdim=True) for x in hidden]
+        distance = sum(2 * l / 12 * (1 - (unit[l - 1] * unit[2]).sum(-1).mean()) for l in (1, 2))  # noqa: E741
+        expected = CE(logits.flatten(0, 1), targets.flatten(), ignore_index=-100) + 0.7 * distance
+        for step in steps:
+            loss = objective(TrainingBatch(tokens, mask, targets, attended), step) / (targets != -100).sum()
+            assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-13)
+        assert training.options()["schedule"] == options.get("schedule", "always")
 
     def test_heads_of_their_own(self, tmp_path):
         model, tokens = tiny_llama().double(), random_tokens(2, 8)
@@ -58,7 +76,6 @@ class TestObjectives:
         """With the paper's term alone at work on the last head, its weights do not move."""
         model, tokens = tiny_llama().double(), random_tokens(2, 8)
         from tl_layersim.training.objectives.multi_head import MultiHeadObjective
-        from tl_layersim.training.residual_stream import open_residual_stream
 
         objective = MultiHeadObjective(
             open_residual_stream(model, None, None), lsim.AlignedTraining(objective="multi-head", kl=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -101,3 +102,26 @@ class TestSchedule:
     def test_what_makes_no_sense_is_refused(self, wrong):
         with pytest.raises(lsim.LayersimError):
             lsim.AlignedTraining(**wrong)
+
+
+def test_presets_have_the_values_of_the_papers():
+    gpt2, bert, stitch = (
+        lsim.AlignedTraining.paper_gpt2(),
+        lsim.AlignedTraining.paper_bert(rows=2490),
+        lsim.StitchTraining.paper(),
+    )
+    aligned = ("objective", "schedule", "weights", "norm", "lr", "warmup", "weight_decay", "clip")
+    for training, steps in ((gpt2, 40_000), (bert, 234)):
+        assert training.steps == steps
+        values = [getattr(training, name) for name in aligned]
+        assert values == ["aligned", "alternating", "linear", "none", 2e-5, 0, 0.01, math.inf]
+    assert asdict(stitch) == {"steps": 2000, "lr": 1.0, "momentum": 0.9, "warmup": None, "clip": 1.0, "relative": False}
+    assert [stitch.rate(step) for step in (0, 199)] == pytest.approx([0.1 / 200, 0.1])
+    model, tokens = tiny_llama(), random_tokens(4, 6)
+    result = lsim.finetune_aligned(model, tokens, replace(bert, steps=1), batch_size=2)
+    assert (len(result.loss), result.provenance.options["norm"]) == (1, "none")
+    few = replace(stitch, steps=1)
+    found = lsim.stitch(model, tiny_llama(), tokens, at=(1, 1), adapter="affine-norm", fit="sgd", training=few)
+    assert len(found.curve) == 1
+    with pytest.raises(lsim.LayersimError, match="rows=0"):
+        lsim.AlignedTraining.paper_bert(0)

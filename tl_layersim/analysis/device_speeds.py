@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from ..core.argument_checks import typed
+from ..core.bounds import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
 from ..core.errors import LayersimError
 from ..core.operation_meter import Operation
 
@@ -45,17 +46,17 @@ class Devices:
     """
 
     name: str
-    count: int
-    bfloat16: float
-    float32: float
-    float64: float
-    memory: float
-    bandwidth: float
+    count: PositiveInt
+    bfloat16: PositiveFloat
+    float32: PositiveFloat
+    float64: PositiveFloat
+    memory: PositiveFloat
+    bandwidth: PositiveFloat
     source: str
     split: Literal["layers", "tensors"] = "layers"
-    flops_reached: float = 0.4
-    bandwidth_reached: float = 0.7
-    launch: float = 10e-6
+    flops_reached: Fraction = 0.4
+    bandwidth_reached: Fraction = 0.7
+    launch: NonNegativeFloat = 10e-6
 
     def __str__(self) -> str:
         return f"{self.count}x{self.name}"

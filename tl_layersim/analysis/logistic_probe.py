@@ -16,6 +16,7 @@ from ..analyzers.base import Run
 from ..analyzers.linear_probe import LinearProbeResult, ProbeAnalyzer, ProbeWeights, warn_of_constant
 from ..analyzers.probe_kernels import control_classes, control_part
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveFloat, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
 from ..models.view import Kernel, View
@@ -65,20 +66,10 @@ class LogisticProbe(ProbeAnalyzer):
 
     name: ClassVar[str] = "linear_probe"
 
-    C: int | float = 1.0
-    max_iter: int = 1000
+    C: PositiveFloat = 1.0
+    max_iter: PositiveInt = 1000
     # Not an option: set by `first_kernel`.
     _kept: ClassVar[KeptSamples]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 < self.C < math.inf and self.max_iter >= 1):
-            raise LayersimError(
-                "`C` must be above 0, and `max_iter` at least 1.",
-                given=f"C={self.C}, max_iter={self.max_iter}",
-                expected="a finite number above 0, and a whole number",
-                do="leave them out for the defaults",
-            )
 
     def first_kernel(self) -> Kernel | None:
         # Not a field: fields are options, which are recorded.

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, Seed
 from ..core.sums import Sums
 from ..models.model_info import Model
 from ..models.pools import Draws, PoolKernel, pool_rows
@@ -43,8 +44,8 @@ class CrossProductAnalyzer(Analyzer):
     pool: Literal["mean", "last", "first"] = "mean"
     permutations: int = 0
     unit: Literal["row", "token"] = "row"
-    seed: int = 0
-    max_memory_gb: int | float = 4.0
+    seed: Seed = 0
+    max_memory_gb: Limit = 4.0
 
     def __post_init__(self) -> None:
         check_permutations(self.permutations, type(self).__name__)

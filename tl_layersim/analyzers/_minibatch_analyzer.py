@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, Seed
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
 from ..core.wording import amount
@@ -86,9 +87,9 @@ class MinibatchAnalyzer(Analyzer):
     unit: Literal["row", "token"]
     level: Literal["token", "sequence"]
     pool: Literal["mean", "last", "first"]
-    seed: int
+    seed: Seed
     permutations: int
-    max_memory_gb: int | float
+    max_memory_gb: Limit
 
     @property
     @abstractmethod

@@ -12,12 +12,13 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveFloat, Seed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..jacobians.coupling import DRAWS, CouplingOptions, pick_method
-from ..jacobians.supported_blocks import need_calls, need_memory, refuse_failed_replay
+from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..models.model_info import Model
 from ..models.view import Kernel
 from ._block_coupling_kernel import block_coupling_kernel
@@ -240,8 +241,8 @@ class BlockCoupling(Analyzer):
     normalize: bool = True
     method: Literal["auto", "dense", "krylov", "finite-difference"] = "auto"
     diagonal: Literal["signed", "positive"] = "signed"
-    memory_mb: int | float = 1024
-    seed: int = 0
+    memory_mb: PositiveFloat = 1024
+    seed: Seed = 0
     per_prompt: bool = False
 
     def __post_init__(self) -> None:
@@ -254,7 +255,6 @@ class BlockCoupling(Analyzer):
                     expected="different whole numbers" + (" of at least 2: a matrix of one entry is diagonal" if least else ""),
                     do="k=10" if least else "tokens='last'",
                 )
-        need_memory(self.memory_mb)
 
     @property
     def ks(self) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError, as_fraction, warn
+from ..core.bounds import Fraction
+from ..core.errors import warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
@@ -166,17 +167,7 @@ class CCA(CrossProductAnalyzer):
 
     name: ClassVar[str] = "cca"
 
-    variance: int | float = 0.99
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.variance <= 1:
-            raise LayersimError(
-                "`variance` must be above 0 and at most 1.",
-                given=f"variance={self.variance}",
-                expected="the fraction of the variance that SVCCA keeps",
-                do=as_fraction("variance", self.variance) or "CCA(variance=0.99)",
-            )
+    variance: Fraction = 0.99
 
     def cost(self, model: Model) -> str:
         return cost_in_words(model, "CCA", self.compute_seconds(model), self.permutations)

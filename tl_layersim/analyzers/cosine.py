@@ -9,10 +9,11 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import TwoOrMore
 from ..core.errors import LayersimError, warn
 from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import LayerMatrix, Picture, axes
@@ -206,23 +207,16 @@ class Cosine(Analyzer):
     needs_sites: ClassVar[SiteNeed] = "equal_width"
     one_pass: ClassVar[str] = 'Cosine(center="none"), or Cosine(center=mean) with the .mean of an earlier result'
 
-    center: Literal["dataset", "none"] | Tensor = "dataset"
-    histogram_bins: int = 2000
+    center: Literal["dataset", "none"] | Float[Tensor, "residual d_model"] = "dataset"
+    histogram_bins: TwoOrMore = 2000
 
     def __post_init__(self) -> None:
-        if isinstance(self.center, Tensor) and (self.center.dim() != 2 or not bool(self.center.isfinite().all())):
+        if isinstance(self.center, Tensor) and not bool(self.center.isfinite().all()):
             raise LayersimError(
                 "`center` must have a finite number for each layer and dimension.",
                 given=f"a tensor of shape {tuple(self.center.shape)}, {int((~self.center.isfinite()).sum())} not finite",
                 expected="residual x d_model, finite",
                 do='Cosine(center=report["cosine"].mean)',
-            )
-        if self.histogram_bins < 2:
-            raise LayersimError(
-                "`histogram_bins` must be at least 2.",
-                given=f"histogram_bins={self.histogram_bins}",
-                expected="2 or more",
-                do="Cosine(histogram_bins=2000)",
             )
 
     def check_sites(self, *models: Model) -> None:

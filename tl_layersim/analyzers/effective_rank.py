@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Picture, Result, axes
@@ -149,12 +150,8 @@ class EffectiveRank(Analyzer):
     center: Literal["dataset", "none"] = "dataset"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
-    top: int = 64
-    max_memory_gb: int | float = 4.0
-
-    def __post_init__(self) -> None:
-        if self.top < 1:
-            raise LayersimError("`top` must be at least 1.", given=f"top={self.top}", expected="1 or more", do="top=64")
+    top: PositiveInt = 64
+    max_memory_gb: Limit = 4.0
 
     @property
     def whole_rows(self) -> bool:

@@ -14,6 +14,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import named, typed
+from ..core.bounds import PositiveFloat
 from ..core.errors import LayersimError, as_fraction
 from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
@@ -29,7 +30,7 @@ from ..models.pools import samples_of
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
-from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 from .logit_lens import unembedding
 from .probe_kernels import held_out
 
@@ -318,12 +319,11 @@ class ExitCurve(Analyzer):
     thresholds: float | int | tuple[float | int, ...] | list[float | int] = THRESHOLDS
     norm: Literal["final", "none"] = "final"
     labels: Any = "next_token"
-    lens_memory_mb: int | float = 128
+    lens_memory_mb: PositiveFloat = 128
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
-        check_memory(self.lens_memory_mb)
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
         several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
         object.__setattr__(self, "thresholds", several)

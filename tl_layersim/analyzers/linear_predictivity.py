@@ -12,7 +12,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError, as_fraction
+from ..core.bounds import NonNegativeInt, OpenFraction, PositiveFloat
+from ..core.errors import LayersimError
 from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
@@ -137,23 +138,9 @@ class LinearPredictivity(CrossProductAnalyzer):
     symmetric: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = True
 
-    ridge: int | float = 0.01
-    test_fraction: int | float = 0.2
-    first_test_row: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.ridge < math.inf:
-            raise LayersimError(
-                "`ridge` must be above 0.", given=f"ridge={self.ridge}", expected="a finite number", do="ridge=0.01"
-            )
-        if not 0 < self.test_fraction < 1:
-            raise LayersimError(
-                "`test_fraction` must be between 0 and 1.",
-                given=f"test_fraction={self.test_fraction}",
-                expected="a fraction of the rows, above 0 and below 1",
-                do=as_fraction("test_fraction", self.test_fraction) or "test_fraction=0.2",
-            )
+    ridge: PositiveFloat = 0.01
+    test_fraction: OpenFraction = 0.2
+    first_test_row: NonNegativeInt | None = None
 
     def check_sites(self, *models: Model) -> None:
         super().check_sites(*models)

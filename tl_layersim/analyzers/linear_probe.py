@@ -13,7 +13,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError, as_fraction, warn
+from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, Seed, TwoOrMore
+from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount
@@ -128,10 +129,10 @@ class ProbeAnalyzer(Analyzer):
     """
 
     labels: Any = "next_token"
-    test_fraction: int | float = 0.2
-    first_test_row: int | None = None
-    seed: int = 0
-    max_memory_gb: int | float = 4.0
+    test_fraction: OpenFraction = 0.2
+    first_test_row: NonNegativeInt | None = None
+    seed: Seed = 0
+    max_memory_gb: Limit = 4.0
     control: Literal["token", "row"] | None = None
 
     def __post_init__(self) -> None:
@@ -146,13 +147,6 @@ class ProbeAnalyzer(Analyzer):
                     expected=f"at least two different whole numbers beside {NO_LABEL}",
                     do="check the labels",
                 )
-        if not 0 < self.test_fraction < 1:
-            raise LayersimError(
-                "`test_fraction` must be between 0 and 1.",
-                given=f"test_fraction={self.test_fraction}",
-                expected="a fraction of the rows, above 0 and below 1",
-                do=as_fraction("test_fraction", self.test_fraction) or "test_fraction=0.2",
-            )
 
     @property
     def label_source(self) -> str:
@@ -316,22 +310,8 @@ class LinearProbe(ProbeAnalyzer):
 
     name: ClassVar[str] = "linear_probe"
 
-    ridge: int | float = 0.1
-    max_classes: int = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.ridge < math.inf:
-            raise LayersimError(
-                "`ridge` must be above 0.", given=f"ridge={self.ridge}", expected="a finite number", do="ridge=0.1"
-            )
-        if self.max_classes < 2:
-            raise LayersimError(
-                "`max_classes` must be at least 2.",
-                given=f"max_classes={self.max_classes}",
-                expected="a number above every class",
-                do="max_classes=100",
-            )
+    ridge: PositiveFloat = 0.1
+    max_classes: TwoOrMore = 100
 
     @property
     def classes(self) -> int:

@@ -13,6 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveFloat
 from ..core.errors import LayersimError
 from ..core.findings import site_in_words, with_margin
 from ..core.results import Picture, Result, axes
@@ -27,7 +28,7 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
-from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 
 # Agreement from which on the prediction of a layer is mostly that of the last one.
 SETTLED = 0.5
@@ -209,12 +210,11 @@ class LogitLens(Analyzer):
     norm: Literal["final", "none"] = "final"
     top_k: int | tuple[int, ...] | list[int] = (1, 5)
     labels: Any = "next_token"
-    lens_memory_mb: int | float = 128
+    lens_memory_mb: PositiveFloat = 128
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
-        check_memory(self.lens_memory_mb)
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)

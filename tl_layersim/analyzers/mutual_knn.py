@@ -11,6 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, PositiveInt, Seed
 from ..core.errors import LayersimError
 from ..core.results import Picture, axes
 from ..core.sums import Sums
@@ -98,14 +99,14 @@ class MutualKNN(MinibatchAnalyzer):
 
     name: ClassVar[str] = "mutual_knn"
 
-    k: int = 10
+    k: PositiveInt = 10
     metric: Literal["cosine", "euclidean"] = "cosine"
     minibatch: int = 256
     unit: Literal["row", "token"] = "row"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
-    seed: int = 0
-    max_memory_gb: int | float = 4.0
+    seed: Seed = 0
+    max_memory_gb: Limit = 4.0
     permutations: int = 0
 
     @property
@@ -126,13 +127,6 @@ class MutualKNN(MinibatchAnalyzer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.k < 1:
-            raise LayersimError(
-                "`k` must be at least 1.",
-                given=f"k={self.k}",
-                expected="1 or more",
-                do="MutualKNN(k=10)",
-            )
         if self.minibatch < self.least:
             raise LayersimError(
                 f"`minibatch` must be at least {self.least}: with n - 1 neighbours or more, all samples are neighbours.",

@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
@@ -117,7 +118,7 @@ class NeuralCollapse(Analyzer):
     classes: int | tuple[int, ...] | list[int] = 10
     level: Literal["auto", "token", "sequence"] = "auto"
     pool: Literal["last", "first", "mean", "head"] | None = None
-    max_memory_gb: int | float = 4.0
+    max_memory_gb: Limit = 4.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", as_labels(self.labels))

@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, Seed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
@@ -101,9 +102,9 @@ class RSA(MinibatchAnalyzer):
     unit: Literal["row", "token"] = "row"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"
-    seed: int = 0
+    seed: Seed = 0
     deconfound: Literal["input"] | None = None
-    max_memory_gb: int | float = 4.0
+    max_memory_gb: Limit = 4.0
     permutations: int = 0
 
     @property

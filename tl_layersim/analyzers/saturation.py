@@ -13,6 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import PositiveFloat
 from ..core.errors import warn
 from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
@@ -25,7 +26,7 @@ from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._cosine_kernel import mean_kernel
 from ._hsic import beyond_rounding
-from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 from .logit_lens import unembedding
 
 if TYPE_CHECKING:
@@ -143,11 +144,10 @@ class Saturation(Analyzer):
 
     norm: Literal["final", "none"] = "final"
     center: Literal["none", "dataset"] = "none"
-    lens_memory_mb: int | float = 128
+    lens_memory_mb: PositiveFloat = 128
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check_memory(self.lens_memory_mb)
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     def check(self, *models: Model) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import NonNegativeInt, PositiveFloat
 from ..core.errors import LayersimError, warn
 from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
@@ -21,7 +22,7 @@ from ..models.model_info import Model
 from ..models.view import Kernel
 from ._citations import CSORDAS
 from ._skip_effect_kernel import skip_effect_kernel
-from .base import Analyzer, Run, SiteNeed, check_memory
+from .base import Analyzer, Run, SiteNeed
 
 
 @typed
@@ -144,20 +145,9 @@ class SkipEffect(Analyzer):
     needs_unembed: ClassVar[bool] = True
     needs_calls: ClassVar[bool] = True
 
-    keep_first: int = 1
-    splits: int = 1
-    lens_memory_mb: int | float = 128
-
-    def __post_init__(self) -> None:
-        for name, least in (("keep_first", 0), ("splits", 0)):
-            if getattr(self, name) < least:
-                raise LayersimError(
-                    f"`{name}` must be at least {least}.",
-                    given=f"{name}={getattr(self, name)}",
-                    expected=f"{least} or more",
-                    do=f"{name}=1",
-                )
-        check_memory(self.lens_memory_mb)
+    keep_first: NonNegativeInt = 1
+    splits: NonNegativeInt = 1
+    lens_memory_mb: PositiveFloat = 128
 
     @property
     def whole_rows(self) -> bool:

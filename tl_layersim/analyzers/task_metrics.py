@@ -15,6 +15,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, PositiveFloat
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
@@ -26,7 +27,7 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, gives_classes
 from ..models.view import Kernel
 from ._task_metric_kernels import confusion_kernel, refuse_large_sums, scores_kernel
-from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 
 
 @typed
@@ -178,14 +179,13 @@ class TaskMetrics(Analyzer):
 
     labels: Any = "next_token"
     norm: Literal["final", "none"] = "final"
-    lens_memory_mb: int | float = 128
-    max_memory_gb: int | float = 4.0
+    lens_memory_mb: PositiveFloat = 128
+    max_memory_gb: Limit = 4.0
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         scores = _as_scores(self.labels)
         object.__setattr__(self, "labels", as_labels(self.labels) if scores is None else scores)
-        check_memory(self.lens_memory_mb)
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     @property

@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import named, typed
+from ..core.bounds import TwoOrMore
 from ..core.errors import LayersimError, warn
 from ..core.findings import with_margin
 from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
@@ -256,18 +257,11 @@ class Trajectory(Analyzer):
     needs_sites: ClassVar[SiteNeed] = "every_block"
     first_without_model: ClassVar[bool] = True
 
-    window: int | None = None
+    window: TwoOrMore | None = None
     per_prompt: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", self.per_prompt)
-        if self.window is not None and self.window < 2:
-            raise LayersimError(
-                "`window` must be at least 2: one step is always a straight line.",
-                given=f"window={self.window}",
-                expected="2 or more, or None",
-                do="window=8",
-            )
 
     def check(self, *models: Model) -> None:
         blocks = len(models[0].layers) - 1

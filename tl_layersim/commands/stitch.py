@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from ..core.errors import LayersimError
 from . import options as o
 from .inputs import open_data, open_model, reading_options
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
+from .run_file import is_set
 
 StitchPoints = Annotated[
     list[str] | None,
@@ -35,6 +37,15 @@ FitOption = Annotated[
 RidgeOption = Annotated[float, o.option(o.MEASURES, "X", "Ridge of lstsq: fraction added to the diagonal of X'X.", "--ridge")]
 StitchSteps = Annotated[int, o.option(o.RUN, "N", "Steps of sgd, one batch each.", "--steps")]
 StitchRate = Annotated[float, o.option(o.RUN, "X", "Learning rate of sgd.", "--lr")]
+StitchPaper = Annotated[
+    bool,
+    o.option(
+        o.RUN,
+        None,
+        "Stitching of Brown et al. 2023, but for options that are given: affine-norm, sgd in plain weights.",
+        "--paper",
+    ),
+]
 CacheOption = Annotated[
     Path | None, o.option(o.RUN, "FOLDER", "Folder for the activations of FRONT. Default: in memory.", "--cache")
 ]
@@ -59,6 +70,7 @@ def stitch_models(
     adapter: AdapterOption = "affine",
     fit: FitOption = None,
     ridge: RidgeOption = 0.0,
+    paper: StitchPaper = False,
     config: o.ConfigOption = None,
     steps: StitchSteps = 2000,
     lr: StitchRate = 1.0,
@@ -78,11 +90,15 @@ def stitch_models(
     refuse_missing_device(device)
     make_folder(out)
     options = context.params
+    if paper:
+        adapter = adapter if is_set(context, "adapter") else "affine-norm"
+        fit = fit or "sgd"
     if fit is None and adapter != "identity":
         fit = "lstsq+sgd" if len(points) == 1 else "lstsq"
     trained = fit is not None and "sgd" in fit
     if not trained:
         _refuse_settings_of_sgd(context, f"--fit {fit}" if fit else f"--adapter {adapter}")
+    training = replace(StitchTraining.paper() if paper else StitchTraining(), steps=steps, lr=lr)
     read = open_data(data, split)
     models = [open_model(name, options, option=option) for name, option in ((front, "FRONT"), (back, "BACK"))]
     arguments: dict[str, Any] = reading_options(options, read) | {
@@ -92,12 +108,12 @@ def stitch_models(
         "seed": seed,
         "cache": cache,
     }
-    arguments |= {"checkpoint": checkpoint, "training": StitchTraining(steps=steps, lr=lr) if trained else None}
+    arguments |= {"checkpoint": checkpoint, "training": training if trained else None}
     arguments |= {"eval_data": None if eval_data is None else open_data(eval_data, split, "--eval-data")}
     result = _stitched((front, back), models, read, points, arguments)
     report = noted({"stitch": result}, trust_remote_code=trust_remote_code)
     print_run(result)
-    write_report(context, report, settled_options(report) | {"fit": fit})
+    write_report(context, report, settled_options(report) | {"adapter": adapter, "fit": fit})
 
 
 def _stitched(

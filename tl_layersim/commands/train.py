@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from ..core.errors import LayersimError
 from . import options as o
 from .inputs import open_data, open_model, reading_options
 from .output import chosen_formats, make_folder, noted, print_run, settled_options, write_report
+from .run_file import is_set
 
 TRAINING = "Training"
 # Options that are settings of `AlignedTraining`.
@@ -23,9 +25,13 @@ SaveOption = Annotated[
 ]
 ObjectiveOption = Annotated[str, o.option(TRAINING, "NAME", "aligned, cosine-reg, multi-head or standard.", "--objective")]
 ScheduleOption = Annotated[
-    str,
+    str | None,
     o.option(
-        TRAINING, "NAME", "alternating: the last layer's loss at every other step; or always the objective.", "--schedule"
+        TRAINING,
+        "NAME",
+        "alternating: the last layer's loss at every other step; or always the objective. Default: always with cosine-reg, "
+        "else alternating.",
+        "--schedule",
     ),
 ]
 WeightsOption = Annotated[str, o.option(TRAINING, "NAME", "Weights of layers: linear or uniform.", "--weights")]
@@ -48,6 +54,16 @@ RecomputeOption = Annotated[
     bool,
     o.option(TRAINING, None, "Compute activations again in the backward pass, to save memory.", "--gradient-checkpointing"),
 ]
+TrainPaper = Annotated[
+    bool,
+    o.option(
+        TRAINING,
+        None,
+        "Settings of AlignedGPT in Jiang, Zhou and Zhu 2024, but for options that are given: 40,000 steps, no clipping, norm "
+        "at the last layer alone.",
+        "--paper",
+    ),
+]
 RankOption = Annotated[
     int | None, o.option(TRAINING, "RANK", "Train LoRA adapters of this rank alone, and merge them at the end.", "--lora")
 ]
@@ -68,8 +84,9 @@ def train_model(
     seq_len: o.SeqLenOption = None,
     pack: o.PackOption = None,
     skip_first: o.SkipFirstOption = 0,
+    paper: TrainPaper = False,
     objective: ObjectiveOption = "aligned",
-    schedule: ScheduleOption = "alternating",
+    schedule: ScheduleOption = None,
     weights: WeightsOption = "linear",
     beta: BetaOption = 1.0,
     kl: DivergenceOption = 0.0,
@@ -94,7 +111,7 @@ def train_model(
     from ..models.named_model import refuse_missing_device
 
     chosen_formats(format)
-    training = _training(context.params)
+    training = _training(context)
     training.check_folder()
     refuse_missing_device(device)
     make_folder(out)
@@ -105,15 +122,18 @@ def train_model(
     result: Any = finetune_aligned(loaded, read, training, tokenizer=getattr(loaded, "tokenizer", None), **arguments)
     report = noted({"training": result}, trust_remote_code=trust_remote_code)
     print_run(result)
-    write_report(context, report, settled_options(report))
+    write_report(context, report, settled_options(report) | {name: getattr(training, name) for name in SETTINGS})
     typer.echo(f"Model:   {save_to.resolve()}")
 
 
-def _training(options: dict[str, Any]) -> Any:
+def _training(context: typer.Context) -> Any:
     """The settings of training that the options name."""
     from .. import AlignedTraining
 
-    return AlignedTraining(**{name: options[name] for name in SETTINGS}, lora=_lora(options["lora"]))
+    options = context.params
+    start = AlignedTraining.paper_gpt2() if options["paper"] else AlignedTraining()
+    named = {name: options[name] for name in SETTINGS if not options["paper"] or is_set(context, name)}
+    return replace(start, **named, lora=_lora(options["lora"]))
 
 
 def _lora(rank: int | None) -> Any:

@@ -3,6 +3,7 @@
 Other packages may import:
 
 * `errors`: `LayersimError`, `LayersimTypeError`, `LayersimWarning`, `warn`, `as_fraction`, `in_words`, `without_secrets`
+* `bounds`: types of numbers within bounds, such as `PositiveInt`
 * `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`, `unknown_keyword`; `wording`: `brief`,
   `number_text`, `p_value_text`, `equation`, `headed`, `MEANING_OF_MARGINS`, `amount`
 * `p_values`: `Correction`, `adjusted`, `adjusted_table`, `counted_once`, `p_value_lines`

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_type_hints
 
 from jaxtyping import TypeCheckError, jaxtyped
 
 from .argument_names import bind, register
 from .argument_order import ROLES, refuse_swapped
-from .errors import LayersimError, LayersimTypeError
+from .errors import LayersimError, LayersimTypeError, as_fraction
 from .wording import brief, with_article
 
 
@@ -45,6 +46,7 @@ def _without_mounted_save() -> Iterator[None]:
 
 with _without_mounted_save():
     from beartype import beartype
+    from beartype.vale import Is as Is  # for `bounds`
 
 _checked = jaxtyped(typechecker=beartype)
 _T = TypeVar("_T", bound=Callable[..., Any])
@@ -60,9 +62,11 @@ def typed(call: _T) -> _T:
         LayersimTypeError: names the argument, its value and the type expected. (jaxtyping's own error prints every argument,
             which for a model is pages.)
     """
+    name, signature = register(call)
+    if isinstance(call, type):
+        _resolve_inherited(call)
     checked = _checked(call)
     target: Any = vars(checked)["__init__"] if isinstance(checked, type) else checked
-    name, signature = register(call)
     numbers = [p for p, value in signature.parameters.items() if _is_number(value.annotation)]
     paths = [p for p, value in signature.parameters.items() if "PathLike" in str(value.annotation)]
     required = [p for p, value in signature.parameters.items() if value.default is value.empty]
@@ -96,6 +100,15 @@ def typed(call: _T) -> _T:
         checked.__init__ = checked_call  # type: ignore[misc]  # wrapped, with the signature that it had
         return cast(_T, checked)
     return cast(_T, checked_call)
+
+
+def _resolve_inherited(cls: type) -> None:
+    """Replace annotations of inherited fields by their types: the text may use names that the class's module does not have."""
+    annotations = cls.__init__.__annotations__  # type: ignore[misc]  # of this class, a dataclass
+    inherited = [field for field in annotations if field not in inspect.get_annotations(cls) and field != "return"]
+    if inherited:
+        hints = get_type_hints(cls, include_extras=True)
+        annotations.update({field: hints[field] for field in inherited})
 
 
 def named(call: _T) -> _T:
@@ -134,9 +147,12 @@ def _is_number(annotation: Any) -> bool:
 
 def _wrong_type(name: str, parameter: str, value: object, expected: str) -> LayersimTypeError:
     """The error for an argument of the wrong type."""
+    given = brief(value)
+    # The text of a tensor or of a long list names its type.
+    kind = "" if value is None or given.startswith(("a ", "an ", "the ")) else f", {with_article(type(value).__name__)}"
     return LayersimTypeError(
-        f"`{parameter}` of {name} cannot be {brief(value)}.",
-        given=f"{parameter}={brief(value)}" + ("" if value is None else f", {with_article(type(value).__name__)}"),
+        f"`{parameter}` of {name} cannot be {given}.",
+        given=f"{parameter}={given}{kind}",
         expected=expected.replace("typing.", ""),
         do=_correction(parameter, value, expected) or f"help({name}) explains each argument",
     )
@@ -154,7 +170,9 @@ def _correction(parameter: str, value: Any, expected: str) -> str:
             return f"{parameter}=[{brief(value)}]"
         if numbers and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", value):
             return f"{parameter}={value}"
-    if isinstance(value, float) and value.is_integer() and numbers:
+    if numbers and isinstance(value, int | float) and expected.endswith(" 1") and (fraction := as_fraction(parameter, value)):
+        return fraction
+    if isinstance(value, float) and value.is_integer() and numbers and "float" not in expected:
         return f"{parameter}={int(value)}"
     if isinstance(value, list) and "tuple[" in expected:
         return f"{parameter}={brief(tuple(value))}" if len(value) <= 8 else f"{parameter}=tuple({parameter})"
@@ -165,6 +183,21 @@ def _correction(parameter: str, value: Any, expected: str) -> str:
     if numbers and type(value).__module__ == "numpy":
         return f"{parameter}={numbers[0]}({parameter})"
     return ""
+
+
+# jaxtyping's types of arguments, in words.
+_TENSORS = {"Float": "a floating-point tensor", "Integer": "an integer tensor", "Shaped": "a tensor"}
+
+
+def _in_words(expected: str) -> str:
+    """A type as jaxtyping prints it, with shapes of arguments and bounds in words, see `bounds`."""
+    expected = re.sub(
+        r"(?:jaxtyping\.)?\b(Float|Integer|Shaped)\[Tensor, '([^']*)'\]",
+        lambda m: f"{_TENSORS[m[1]]} `{m[2].strip()}`",
+        expected,
+    )
+    expected = re.sub(r"(?:typing\.)?Annotated\[[^\[]*beartype\.vale\.Is\[([^\]]*)\]\]", r"\1", expected)
+    return re.sub(r"(?:typing\.)?Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
 
 def _translated(message: str, name: str, bound: Mapping[str, Any]) -> LayersimError:
@@ -180,7 +213,10 @@ def _translated(message: str, name: str, bound: Mapping[str, Any]) -> LayersimEr
     match = re.search(what + values, message, re.DOTALL)
     if not match:
         return LayersimTypeError(message.splitlines()[0], given=message, expected="see the annotations", do=f"help({name})")
-    expected = match["expected"].removeprefix("<class '").removesuffix("'>")
+    expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
+    # Sizes that other arguments give to the dimensions of the shape.
+    sizes = [f"{axis}={size}" for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE) if axis in expected]
+    expected += f" with {', '.join(sizes)}" if sizes else ""
     if match["name"] in bound:
         return _wrong_type(name, match["name"], bound[match["name"]], expected)
     which = f"`{match['name']}` of {name}" if match["name"] else f"The result of {name}"

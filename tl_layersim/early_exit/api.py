@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..analysis.validation import with_tokenizer
@@ -214,9 +215,9 @@ class EarlyExit:
     @typed
     def generate(
         self,
-        prompt: Any,
+        prompt: str | list[str] | Integer[Tensor, "batch pos"] | Integer[Tensor, " pos"],
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Shaped[Tensor, "batch pos"] | None = None,
         max_new_tokens: int = 50,
         do_sample: bool = False,
         temperature: int | float = 1.0,
@@ -270,7 +271,11 @@ class EarlyExit:
         return loop.result(tokenizer)
 
     @typed
-    def logits(self, tokens: Any, attention_mask: Tensor | None = None) -> ExitLogits:
+    def logits(
+        self,
+        tokens: Integer[Tensor, "batch pos"] | Float[Tensor, "batch channel height width"],
+        attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    ) -> ExitLogits:
         """The logits of given rows, at each position from the first layer at which the rule is met.
 
         A layer runs up to the last position of a row that still needs it. A row of a classifier exits as a whole.

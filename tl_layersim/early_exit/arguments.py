@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError, LayersimTypeError
-from ..core.wording import brief
+from ..core.errors import LayersimError
 from ..models.exit_heads import ExitHeads
 from ..models.split_model import LocalSplitModel
 from ..models.unembed import Unembed
@@ -111,7 +110,9 @@ def check_curve_heads(curve: Any, heads: ExitHeads | None) -> None:
         )
 
 
-def sequence_rows(tokens: Any, attention_mask: Tensor | None, split_model: LocalSplitModel, reads: str, causal: bool) -> Rows:
+def sequence_rows(
+    tokens: Tensor, attention_mask: Tensor | None, split_model: LocalSplitModel, reads: str, causal: bool
+) -> Rows:
     """The inputs of a full-sequence forward pass.
 
     Args:
@@ -123,17 +124,9 @@ def sequence_rows(tokens: Any, attention_mask: Tensor | None, split_model: Local
 
     Raises:
         LayersimError: the model does not take these inputs.
-        LayersimTypeError: `tokens` is no tensor.
     """
     pixels, mask = reads_pixels(split_model), attention_mask
     call = "early.logits(images)" if pixels else "early.logits(encoded.input_ids, encoded.attention_mask)"
-    if not isinstance(tokens, Tensor):
-        raise LayersimTypeError(
-            f"`tokens` of EarlyExit.logits cannot be {brief(tokens)}.",
-            given=f"tokens={brief(tokens)}",
-            expected=f"a tensor of {'images `batch channel height width`' if pixels else 'token ids `batch pos`'}",
-            do=call,
-        )
     if pixels and mask is not None:
         raise LayersimError(
             "`attention_mask` cannot be given for an image model.",
@@ -141,7 +134,7 @@ def sequence_rows(tokens: Any, attention_mask: Tensor | None, split_model: Local
             expected="images alone",
             do=call,
         )
-    if tokens.is_floating_point() != pixels or tokens.dim() != (4 if pixels else 2):
+    if tokens.is_floating_point() != pixels:
         raise LayersimError(
             "`tokens` must be pixel values: this model reads images."
             if pixels
@@ -158,11 +151,11 @@ def sequence_rows(tokens: Any, attention_mask: Tensor | None, split_model: Local
             expected=f"at most {context}, the context of {split_model.model.name}",
             do=f"tokens[:, :{context}]",
         )
-    if mask is not None and (mask.shape != tokens.shape or not bool(mask.bool().any(1).all())):
+    if mask is not None and not bool(mask.bool().any(1).all()):
         raise LayersimError(
-            "`attention_mask` does not fit `tokens`.",
-            given=f"shape {tuple(mask.shape)}, {int(mask.bool().any(-1).logical_not().sum())} empty rows",
-            expected=f"shape {tuple(tokens.shape)}, with a token in each row",
+            "`attention_mask` has a row without a token.",
+            given=f"{int(mask.bool().any(-1).logical_not().sum())} empty rows",
+            expected="a token in each row",
             do=call,
         )
     tokens = tokens.to(split_model.device)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..core.argument_checks import named, typed
+from ..core.bounds import NonNegativeFloat, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
 from .measured_costs import timed_costs
@@ -49,16 +50,16 @@ class ExitCosts:
         True
     """
 
-    block: int | float
-    check: int | float
-    head: int | float
-    blocks: int
-    block_token: int | float = 0.0
-    check_token: int | float = 0.0
-    head_token: int | float = 0.0
-    start: int | float = 0.0
-    again: int | float = 0.0
-    batch: int = 1
+    block: NonNegativeFloat
+    check: NonNegativeFloat
+    head: NonNegativeFloat
+    blocks: PositiveInt
+    block_token: NonNegativeFloat = 0.0
+    check_token: NonNegativeFloat = 0.0
+    head_token: NonNegativeFloat = 0.0
+    start: NonNegativeFloat = 0.0
+    again: NonNegativeFloat = 0.0
+    batch: PositiveInt = 1
     full_check: bool = True
 
     @staticmethod
@@ -68,7 +69,7 @@ class ExitCosts:
         *,
         rule: str = "max-prob",
         shortlist: Any = None,
-        batch: int = 1,
+        batch: PositiveInt = 1,
         layers: list[str] | None = None,
         unembed: list[str] | None = None,
     ) -> ExitCosts:
@@ -83,7 +84,7 @@ class ExitCosts:
             unembed: see `EarlyExit`.
         """
         rule_class = exit_rule(rule)
-        _check_counts(batch, shortlist)
+        _check_shortlist(shortlist)
         split_model, _ = open_for_early_exit(model, layers, unembed)
         sizes = [sum(p.numel() for p in block.parameters()) for block in split_model.blocks]
         known = split_model.model.head
@@ -109,7 +110,7 @@ class ExitCosts:
     def measure(
         model: Any,
         *,
-        batch: int = 1,
+        batch: PositiveInt = 1,
         rule: str = "max-prob",
         shortlist: Any = None,
         context: int = 64,
@@ -133,7 +134,7 @@ class ExitCosts:
                 `time.thread_time` leaves out their time.
         """
         rule_class = exit_rule(rule)
-        _check_counts(batch, shortlist)
+        _check_shortlist(shortlist)
         ids = None if shortlist is None else torch.as_tensor(shortlist)
         split_model, lens = open_for_early_exit(model, layers, unembed)
         timed_rule = rule_class(rule_class.unreachable, ids)
@@ -284,10 +285,8 @@ def warn_if_slower(plan: ExitPlan) -> None:
         )
 
 
-def _check_counts(batch: int, shortlist: Any) -> None:
-    """Refuse a batch size and a shortlist whose costs cannot be counted."""
-    if batch < 1:
-        raise LayersimError("`batch` must be at least 1.", given=f"batch={batch}", expected="a number of rows", do="batch=1")
+def _check_shortlist(shortlist: Any) -> None:
+    """Refuse a shortlist whose costs cannot be counted."""
     if shortlist is not None and (isinstance(shortlist, str) or not hasattr(shortlist, "__len__") or not len(shortlist)):
         raise LayersimError(
             "`shortlist` must be a list of token ids.",

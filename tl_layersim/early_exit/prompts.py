@@ -28,14 +28,14 @@ def prompt_rows(
     else:
         tokens, attention = _rows_of_texts(prompt, attention_mask, model, tokenizer)
     lengths = attention.sum(1)
-    longest = int(lengths.max())
-    if int(lengths.min()) == 0:
+    if not len(lengths) or int(lengths.min()) == 0:
         raise LayersimError(
             "`prompt` has a row without a token.",
             given="a row of padding alone",
             expected="at least one token in each row",
             do="leave the row out",
         )
+    longest = int(lengths.max())
     # The model does not run on the last new token.
     if model.context and longest + max_new_tokens - 1 > model.context:
         raise LayersimError(
@@ -56,19 +56,6 @@ def prompt_rows(
 def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
     """Token ids and mask of a tensor prompt; without a given mask, padding ids at the ends of rows are padding."""
     tokens = tokens[None] if tokens.dim() == 1 else tokens
-    if (
-        tokens.dim() != 2
-        or tokens.is_floating_point()
-        or not tokens.numel()
-        or (mask is not None and mask.shape != tokens.shape)
-    ):
-        raise LayersimError(
-            "`prompt` must be a tensor of token ids, and `attention_mask` must have the same shape.",
-            given=f"{tokens.dtype} of shape {tuple(tokens.shape)}"
-            + ("" if mask is None else f", a mask of shape {tuple(mask.shape)}"),
-            expected="integers `batch pos`, and a mask of the same shape",
-            do="generate(encoded.input_ids, attention_mask=encoded.attention_mask)",
-        )
     if mask is None and (mask := mask_of(tokens, model)) is not None:
         warn(masked_warning(tokens[~mask].tolist()))
     return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.to(tokens.device).bool()

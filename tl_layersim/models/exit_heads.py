@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from ..core.argument_checks import typed
@@ -57,32 +58,25 @@ class ExitHeads:
     @typed
     def __init__(
         self,
-        weight: Tensor,
-        bias: Tensor | None = None,
+        weight: Float[Tensor, "layer vocabulary d_model"],
+        bias: Float[Tensor, "layer vocabulary"] | None = None,
         *,
         norm: Literal["final", "none"] = "final",
         layers: tuple[str, ...] | list[str] | None = None,
         weights_hash: str = "",
     ) -> None:
-        if weight.dim() != 3 or not len(weight) or (bias is not None and bias.shape != weight.shape[:2]):
-            raise LayersimError(
-                "`weight` and `bias` must have shapes `layer vocabulary d_model` and `layer vocabulary`.",
-                given=f"shapes {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}",
-                expected="one matrix, and one row of biases, for each layer below the last",
-                do="ExitHeads(torch.stack(weights), torch.stack(biases))",
-            )
         names = tuple(f"blocks.{i}.hook_resid_post" for i in range(len(weight))) if layers is None else tuple(layers)
-        if len(names) != len(weight):
+        if len(names) != len(weight) or not names:
             raise LayersimError(
                 "`layers` must name each layer that has a head.",
                 given=f"{len(names)} names for {len(weight)} heads",
                 expected="one name for each head",
                 do="leave layers= out, for heads of blocks 0, 1, ...",
             )
-        if not weight.is_floating_point() or (bias is not None and bias.dtype != weight.dtype):
+        if bias is not None and bias.dtype != weight.dtype:
             raise LayersimError(
                 "`weight` and `bias` must be of one floating-point type.",
-                given=f"{weight.dtype} and {None if bias is None else bias.dtype}",
+                given=f"{weight.dtype} and {bias.dtype}",
                 expected="float32, float64, bfloat16 or float16",
                 do="ExitHeads(weight.float(), bias.float())",
             )

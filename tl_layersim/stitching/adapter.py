@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..core.argument_checks import named
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from .adapters import adapter_kind
 
 
-@named
 class Adapter(nn.Module):
     """A map from the front's residual stream to the back's. Call it on `... d_front` for `... d_back`.
 
@@ -42,7 +42,13 @@ class Adapter(nn.Module):
     weight: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, kind: str, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+    @typed
+    def __init__(
+        self,
+        kind: str,
+        weight: Float[Tensor, "d_back d_front"] | None = None,
+        bias: Float[Tensor, " d_back"] | None = None,
+    ) -> None:
         super().__init__()
         definition = adapter_kind(kind)
         needed = (definition.has_weight, definition.has_bias)
@@ -56,20 +62,6 @@ class Adapter(nn.Module):
                 given=has or "neither",
                 expected=needs or "neither",
                 do="Adapter('affine', weight, bias), Adapter('linear', weight), Adapter('identity')",
-            )
-        if weight is not None and (weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1])):
-            raise LayersimError(
-                "`weight` and `bias` must have shapes `d_back d_front` and `d_back`.",
-                given=f"shapes {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}",
-                expected="a matrix, and as many biases as it has rows",
-                do="Adapter('affine', weight, bias)",
-            )
-        if weight is not None and not weight.is_floating_point():
-            raise LayersimError(
-                "`weight` must be of a floating-point type: whole numbers would round residuals.",
-                given=f"a weight of {weight.dtype}",
-                expected="floating-point weights",
-                do="weight.float()",
             )
         self.definition, self.kind = definition, kind
         # Buffers: a fitted adapter is moved and saved with a model, and no optimiser trains it by accident. In rows: files keep

@@ -74,7 +74,8 @@ def stitch(
         fit: `"lstsq"` for the closed form, nearest to the back's own residual; `"sgd"` for training by the back's loss, from
             the identity; `"lstsq+sgd"` for one after the other. Default: `"lstsq+sgd"`; `"lstsq"` where the back is in a
             server's sandbox.
-        training: of `"sgd"`; default `StitchTraining()`, the paper's settings.
+        training: of `"sgd"`; default `StitchTraining()`. The paper's stitching is `adapter="affine-norm"`, `fit="sgd"` and
+            `training=StitchTraining.paper()`.
         ridge: of `"lstsq"`: the diagonal of X'X is raised by this fraction of itself.
         seed: of the order of batches in training.
         eval_data: the data that the penalty is measured on, at most `max_tokens` of it too. Default: about the last fifth of

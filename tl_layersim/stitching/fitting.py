@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..core.resumable_file import Snapshot
 from ..core.shuffle import Shuffle
@@ -35,7 +36,7 @@ LOOK = 8
 @typed
 @dataclass(frozen=True)
 class StitchTraining:
-    """The settings of training an adapter by gradients; the defaults are those of Brown et al. 2023, appendix C.1.
+    """The settings of training an adapter by gradients; `StitchTraining.paper()` are those of Brown et al. 2023.
 
     Attributes:
         steps: optimiser steps, each on one batch.
@@ -47,31 +48,45 @@ class StitchTraining:
         relative: whether weights and biases are learnt in units of the back's own residual (weights: of the back's residual
             divided by the front's features; sizes are geometric means over tokens of root mean squares). Residual streams of
             models differ in size a hundredfold, and steps in plain numbers are then a hundredfold too small or too large. False
-            for plain numbers, as in the paper.
+            for plain numbers.
     """
 
-    steps: int = 2000
-    lr: int | float = 1.0
-    momentum: int | float = 0.9
-    warmup: int | None = None
-    clip: int | float = 1.0
+    steps: PositiveInt = 2000
+    lr: PositiveFloat = 1.0
+    momentum: OpenFraction = 0.9
+    warmup: NonNegativeInt | None = None
+    clip: Limit = 1.0
     relative: bool = True
 
     def __post_init__(self) -> None:
-        wrong = {
-            "steps": self.steps < 1,
-            "lr": not 0 < self.lr < math.inf,
-            "momentum": not 0 < self.momentum < 1,
-            "warmup": self.warmup is not None and not 0 <= self.warmup < self.steps,
-            "clip": not self.clip > 0,
-        }
-        for name in (name for name, bad in wrong.items() if bad):
+        if self.warmup is not None and self.warmup >= self.steps:
             raise LayersimError(
-                f"`{name}` is out of range.",
-                given=f"{name}={getattr(self, name)}",
-                expected="steps of 1 or more, lr and clip above 0, momentum between 0 and 1, warmup below steps",
-                do="StitchTraining(), the settings of the paper",
+                "`warmup` must be below `steps`.",
+                given=f"warmup={self.warmup} with steps={self.steps}",
+                expected="fewer steps than the whole training has",
+                do="leave warmup out, for a tenth of the steps",
             )
+
+    @classmethod
+    def paper(cls) -> StitchTraining:
+        """The settings of Brown et al. 2023 (arXiv 2310.14993), for `stitch(..., adapter="affine-norm", fit="sgd")`.
+
+        | setting | value | source |
+        | --- | --- | --- |
+        | `adapter` of `stitch` | affine-norm | appendix C.1: "an affine transformation (along with an additional LayerNorm)" |
+        | `fit` of `stitch` | sgd | appendix C.1: SGD with Nesterov momentum on the cross-entropy |
+        | `steps`, `warmup` | 2,000, None: a tenth of them, 200 | appendix C.1 |
+        | `lr` | 1.0 | appendix C.1, counted as in tuned-lens, whose code the paper adapts: times 1 - momentum |
+        | `momentum`, `clip`, linear fall of the rate | 0.9, 1.0, yes | not named: those of tuned-lens |
+        | `relative` | False | plain weights, as in tuned-lens |
+
+        tuned-lens has a weight decay of 1e-3 by default, which the paper does not name and this package does not have.
+
+        Examples:
+            >>> StitchTraining.paper().relative
+            False
+        """
+        return cls(steps=2000, lr=1.0, momentum=0.9, warmup=None, clip=1.0, relative=False)
 
     def rate(self, step: int) -> float:
         """The learning rate of torch's SGD at a step, counted from 0.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from ..core.argument_checks import typed
@@ -21,12 +22,12 @@ Norm = Literal["final", "none"]
 @typed
 def aligned_loss(
     model: Any,
-    tokens: Tensor,
+    tokens: Integer[Tensor, "batch pos"] | Float[Tensor, "batch channel height width"],
     labels: Any = None,
     *,
     weights: Weights = "linear",
     norm: Norm = "final",
-    attention_mask: Tensor | None = None,
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     inputs: Mapping[str, Any] | None = None,
     layers: list[str] | None = None,
     unembed: list[str] | None = None,
@@ -40,7 +41,7 @@ def aligned_loss(
 
     Args:
         model: HookedTransformer, TransformerBridge or Hugging Face model, in training or evaluation mode.
-        tokens: `batch pos`, token ids; of a vision model its `pixel_values`.
+        tokens: `batch pos`, token ids; of a vision model its `pixel_values`, `batch channel height width`.
         labels: the target of each position, `batch pos`, or `batch` for a classifier; -100 where a position has none. They are
             not shifted. Default: the next token, where both positions are attended to.
         weights: "linear", w_l = 2 l / (L (L + 1)); "uniform"; or one number for each layer, which must sum to 1.
@@ -54,7 +55,8 @@ def aligned_loss(
         A scalar in nats, with its gradient.
 
     Raises:
-        LayersimError: the model has no known head, or the labels do not fit its predictions.
+        LayersimError: the model has no known head, `tokens` or `attention_mask` has another shape, or the labels do not fit the
+            predictions.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), equation 5; w_l from appendix B.3.
@@ -90,13 +92,6 @@ def aligned_loss(
 
 def _targets(reads: str, tokens: Tensor, labels: Any, attended: Tensor | None) -> Tensor:
     """The labels as a tensor of the shape of the head's predictions, on the tokens' device."""
-    if tokens.dim() < 2:
-        raise LayersimError(
-            "`tokens` must have two dimensions or more, the first of which is the batch.",
-            given=f"tokens of shape {tuple(tokens.shape)}",
-            expected="batch pos",
-            do="tokens[None]",
-        )
     if labels is None:
         if reads != "every" or tokens.is_floating_point():
             raise LayersimError(

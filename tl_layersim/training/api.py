@@ -63,7 +63,8 @@ def finetune_aligned(
         model: HookedTransformer, TransformerBridge or Hugging Face model: language models, token and row classifiers, vision
             classifiers.
         data: as in `analyze`; for a vision model a mapping or data set with `pixel_values` and `labels`.
-        training: the settings; default `AlignedTraining()`, those of the paper.
+        training: the settings; default `AlignedTraining()`. Those of the paper are `AlignedTraining.paper_gpt2()` and
+            `AlignedTraining.paper_bert(rows)`.
         eval_data: held-out data of the curves by layer. Default: the last tenth of the rows of `data`, which are then not
             trained on.
         labels: the targets: `"next_token"`, `"data"`, or a table, as in `LogitLens`. Default: `"next_token"`, for a

@@ -165,19 +165,22 @@ class ResidualStream:
             )
         return found
 
-    def at_targets(self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool) -> tuple[dict[int, Tensor], Tensor]:
+    def at_targets(
+        self, batch: TrainingBatch, residuals: Mapping[int, Tensor], norm: bool | None
+    ) -> tuple[dict[int, Tensor], Tensor]:
         """What the head reads of each layer where it has a target, `sample width`, after the final norm; and the targets.
 
         Args:
             batch: inputs and targets.
             residuals: of each layer, `batch pos d_model`.
-            norm: whether the final norm is applied below the last layer; at the last layer it always is.
+            norm: whether the final norm is applied below the last layer; at the last layer it always is. None for no
+                norm at any layer.
         """
         pos = next(iter(residuals.values())).shape[1]
         index, targets = positions_with_targets(self.reads, batch.targets, self._read_from(batch), pos)
         read = {}
         for layer, x in residuals.items():
-            normed, here = norm or layer == self.n_layers, index.to(x.device)
+            normed, here = norm or (norm is not None and layer == self.n_layers), index.to(x.device)
             if self.unembed.pool is not None:
                 rows = here // pos
                 attended = torch.ones_like(x[..., 0], dtype=torch.bool) if batch.attended is None else batch.attended

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ..core.argument_checks import typed
+from ..core.bounds import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from ..core.errors import LayersimError
 from ..core.storage import refuse_unwritable_folder
 from .aligned_loss import Norm
@@ -22,27 +23,32 @@ from .objectives.base import Objective
 class AlignedTraining:
     r"""The settings of aligned fine-tuning, which trains every layer to predict the targets.
 
+    The defaults are for short runs; `paper_gpt2` and `paper_bert` are the settings of the paper's experiments.
+
     $CE_l$ is the cross-entropy of layer l's residual under the model's own final norm and head. The objectives are:
 
     - `"aligned"`: $\sum_l w_l CE_l$ (equation 5);
-    - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$ over the positions that are attended to (appendix B.3);
+    - `"cosine-reg"`: $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$, both of what the head reads at targets (appendix B.3);
     - `"multi-head"`: $\sum_l w_l CE'_l$ with a head of its own for each layer below the last, copied from the model's at the
       start, plus $\kappa \sum_l w_l KL(p^L \| p^l)$ if `kl` is given, through which no gradient reaches $p^L$;
     - `"standard"`: $CE_L$ alone, for comparison at the same budget.
 
     Args:
         objective: name of the objective, see above; each is one file in `training/objectives/`.
-        schedule: "alternating": $CE_L$ at odd optimiser steps, the objective at even ones, as in the paper, which
-            protects the last layer; "always": the objective at each. A step is one step of the optimiser.
+        schedule: "alternating": $CE_L$ at odd optimiser steps, the objective at even ones, which protects the last layer;
+            "always": the objective at each. A step is one step of the optimiser. Default: as in the paper, "always" of
+            "cosine-reg", else "alternating".
         weights: $w_l$: "linear" is 2 l / (L (L + 1)), "uniform" 1 / L; or one number for each layer, which must sum to 1.
         norm: "final" applies the model's final norm at every layer, "none" at the last alone.
         beta: of "cosine-reg".
+        cosine_over: of "cosine-reg", the positions of the cosines: "targets", those of $CE_L$, as in the paper; "attended", all
+            that are attended to.
         kl: $\kappa$ of "multi-head".
         steps: of the optimiser.
-        lr: the highest learning rate of AdamW. The default is the paper's; small models need a higher one.
+        lr: the highest learning rate of AdamW; small models need a higher one.
         warmup: steps over which the rate rises from 0, before it falls linearly to 0 at the end.
         weight_decay: on weights of two or more dimensions, not on biases and norms.
-        clip: largest Euclidean norm of a step's gradient.
+        clip: largest Euclidean norm of a step's gradient; infinite for no limit.
         accumulation: batches in a step. All their tokens have one weight: a step equals that of a single larger batch.
         layers_per_step: number of layers drawn at random at each step, None for all; the expected loss is the same, its noise
             larger. A step then costs fewer unembeddings, and nothing above the highest layer drawn.
@@ -66,50 +72,78 @@ class AlignedTraining:
     """
 
     objective: str = "aligned"
-    schedule: Literal["alternating", "always"] = "alternating"
+    schedule: Literal["alternating", "always"] | None = None
     weights: Weights = "linear"
     norm: Norm = "final"
-    beta: int | float = 1.0
-    kl: int | float = 0.0
-    steps: int = 1000
-    lr: int | float = 2e-5
-    warmup: int = 0
-    weight_decay: int | float = 0.01
-    clip: int | float = 1.0
-    accumulation: int = 1
-    layers_per_step: int | None = None
-    eval_every: int | None = None
+    beta: NonNegativeFloat = 1.0
+    cosine_over: Literal["targets", "attended"] = "targets"
+    kl: NonNegativeFloat = 0.0
+    steps: PositiveInt = 1000
+    lr: PositiveFloat = 2e-5
+    warmup: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.01
+    clip: Limit = 1.0
+    accumulation: PositiveInt = 1
+    layers_per_step: PositiveInt | None = None
+    eval_every: PositiveInt | None = None
     mixed_precision: Literal["no", "bf16"] = "no"
     gradient_checkpointing: bool = False
     lora: Any = None
     save_to: str | os.PathLike[str] | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        wrong = {
-            "steps": self.steps < 1,
-            "lr": not 0 < self.lr < math.inf,
-            "warmup": not 0 <= self.warmup < self.steps,
-            "weight_decay": not 0 <= self.weight_decay < math.inf,
-            "clip": not self.clip > 0,
-            "accumulation": self.accumulation < 1,
-            "eval_every": self.eval_every is not None and self.eval_every < 1,
-            "seed": not 0 <= self.seed < 2**31,
-        }
-        for name in (name for name, bad in wrong.items() if bad):
+        if self.warmup >= self.steps:
             raise LayersimError(
-                f"`{name}` is out of range.",
-                given=f"{name}={getattr(self, name)}",
-                expected="steps, accumulation and eval_every of 1 or more; lr and clip above 0; warmup below steps; "
-                "weight_decay of 0 or more; a seed of 0 to 2^31",
-                do="AlignedTraining(), the settings of the paper",
+                "`warmup` must be below `steps`.",
+                given=f"warmup={self.warmup} with steps={self.steps}",
+                expected="fewer steps than the whole training has",
+                do="warmup=0",
             )
         if not isinstance(self.weights, str) or self.weights not in ("linear", "uniform"):
             # Whatever the model: as many as there are sum to 1.
             layer_weights(self.weights, max(1, len(self.weights)))
         objective = objective_named(self.objective)
         self._refuse_unused(objective)
-        objective.check_settings(self)
+
+    @classmethod
+    def paper_gpt2(cls) -> AlignedTraining:
+        """The settings of AlignedGPT in Jiang, Zhou and Zhu 2024: GPT-2 on WikiText-103.
+
+        Batches of 8 rows of 256 tokens are arguments of the call: `finetune_aligned(..., batch_size=8, seq_len=256)`.
+
+        | setting | value | source |
+        | --- | --- | --- |
+        | `objective`, `weights`, `norm` | aligned, linear, none | section 3, equation 5: CE(W h), without a norm between |
+        | `schedule` | alternating | appendix B.3, "Setup for Aligned Training in ViT" |
+        | `steps` | 40,000 | appendix C.2, "Setup in AlignedGPT" |
+        | `lr` | 2e-5, of AdamW | appendix C.2, "Setup in AlignedBERT" |
+        | `clip` | infinite | no clipping is named |
+        | `weight_decay`, `warmup`, linear fall of the rate | 0.01, 0, yes | not named: torch's AdamW, "initial learning rate" |
+
+        Examples:
+            >>> training = AlignedTraining.paper_gpt2()
+            >>> training.steps, training.lr
+            (40000, 2e-05)
+        """
+        return cls(schedule="alternating", weights="linear", norm="none", steps=40_000, lr=2e-5, clip=math.inf)
+
+    @classmethod
+    @typed
+    def paper_bert(cls, rows: PositiveInt) -> AlignedTraining:
+        """The settings of AlignedBERT in Jiang, Zhou and Zhu 2024: BERT on a task of GLUE.
+
+        Batches of 32 rows of 256 tokens are arguments of the call: `finetune_aligned(..., batch_size=32, seq_len=256)`. The
+        number of steps is three epochs (appendix C.2, "Setup in AlignedBERT"); all other settings are those of `paper_gpt2`.
+
+        Args:
+            rows: number of rows that are trained on, without those held out.
+
+        Examples:
+            >>> AlignedTraining.paper_bert(rows=2490).steps
+            234
+        """
+        return replace(cls.paper_gpt2(), steps=3 * math.ceil(rows / 32))
 
     def _refuse_unused(self, objective: type[Objective]) -> None:
         """Refuse settings of other objectives."""
@@ -145,6 +179,7 @@ class AlignedTraining:
     def options(self) -> dict[str, Any]:
         """All settings that affect the results, for the provenance."""
         options = {name: value for name, value in asdict(self).items() if name not in ("lora", "save_to")}
+        options["schedule"] = self.schedule or objective_named(self.objective).schedule
         lora = self.lora.to_dict() if hasattr(self.lora, "to_dict") else self.lora
         return options if lora is None else options | {"lora": {name: str(value) for name, value in sorted(lora.items())}}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..losses import layer_weights
 from ..residual_stream import TrainingBatch
-from .base import Objective, ObjectiveSettings, out_of_range
+from .base import Objective, ObjectiveSettings
 
 
 class AlignedObjective(Objective):
@@ -22,11 +22,6 @@ class AlignedObjective(Objective):
 
     name = "aligned"
     own_settings = ("layers_per_step",)
-
-    @classmethod
-    def check_settings(cls, settings: ObjectiveSettings) -> None:
-        if settings.layers_per_step is not None and settings.layers_per_step < 1:
-            raise out_of_range(settings, "layers_per_step", "1 or more")
 
     @classmethod
     def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:

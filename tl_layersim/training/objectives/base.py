@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ...core.errors import LayersimError
 from ...models.cross_entropy import cross_entropy
 from ...models.exit_heads import ExitHeads
 from ...models.model_description import hash_weights
@@ -26,7 +25,7 @@ class ObjectiveSettings(Protocol):
     @property
     def objective(self) -> str: ...
     @property
-    def schedule(self) -> str: ...
+    def schedule(self) -> str | None: ...
     @property
     def weights(self) -> Weights: ...
     @property
@@ -35,6 +34,8 @@ class ObjectiveSettings(Protocol):
     def beta(self) -> int | float: ...
     @property
     def kl(self) -> int | float: ...
+    @property
+    def cosine_over(self) -> str: ...
     @property
     def layers_per_step(self) -> int | None: ...
     @property
@@ -54,6 +55,7 @@ class Objective(nn.Module, ABC):
     Attributes:
         name: under which `AlignedTraining(objective=...)` selects the objective.
         own_settings: names of the settings that only this objective (or few objectives) reads. Elsewhere they are refused.
+        schedule: the default of the setting `schedule`.
         has_own_parameters: whether the objective trains parameters that are not part of the model.
         weights: w_l of each layer, the first block's first.
         heads: a linear layer for each layer below the last, where layers have heads of their own; else None.
@@ -61,6 +63,7 @@ class Objective(nn.Module, ABC):
 
     name: ClassVar[str]
     own_settings: ClassVar[tuple[str, ...]] = ()
+    schedule: ClassVar[Literal["alternating", "always"]] = "alternating"
     has_own_parameters: ClassVar[bool] = False
 
     def __init__(self, stream: ResidualStream, settings: ObjectiveSettings) -> None:
@@ -71,17 +74,9 @@ class Objective(nn.Module, ABC):
         self.heads: nn.ModuleList | None = None
 
     @classmethod
-    def check_settings(cls, settings: ObjectiveSettings) -> None:
-        """Refuse values of `own_settings` that are out of range.
-
-        Raises:
-            LayersimError: a setting is out of range.
-        """
-
-    @classmethod
     def is_standard(cls, settings: ObjectiveSettings, step: int) -> bool:
         """Whether a step, counted from 0, trains with the loss of the last layer alone."""
-        return settings.schedule == "alternating" and step % 2 == 0
+        return (settings.schedule or cls.schedule) == "alternating" and step % 2 == 0
 
     @classmethod
     def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
@@ -167,19 +162,3 @@ class Objective(nn.Module, ABC):
                     correct = (logits.argmax(-1) == target).sum()
                     sums[:, layer - 1] += torch.tensor([float(loss), float(correct), float(len(target))], dtype=torch.float64)
         return sums
-
-
-def out_of_range(settings: ObjectiveSettings, name: str, expected: str) -> LayersimError:
-    """The error for a setting whose value is out of range.
-
-    Args:
-        settings: of the training.
-        name: of the setting.
-        expected: the range in words, such as "0 or more".
-    """
-    return LayersimError(
-        f"`{name}` is out of range: it must be {expected}.",
-        given=f"{name}={getattr(settings, name)}",
-        expected=expected,
-        do=f"leave {name} out, for the default",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,25 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from ..residual_stream import TrainingBatch
-from .base import Objective, ObjectiveSettings, out_of_range
+from .base import Objective, ObjectiveSettings
 
 
 class CosineRegularisedObjective(Objective):
-    r"""The last layer's loss with a cosine regulariser, $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$.
+    r"""The last layer's loss with a cosine regulariser, $CE_L + \beta \sum_l w_l (1 - \cos(x^l, x^L))$, at every step.
 
-    The regulariser is a mean over the positions that are attended to.
+    The regulariser is a mean over the features that the head reads where there is a target, before the final norm, as $CE_L$
+    is; with `cosine_over="attended"` over all positions that are attended to.
 
     Source:
-        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3.
+        Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), appendix B.3, "Alternative Approach for Enhancing Layer-wise Representation
+        Similarity".
     """
 
     name = "cosine-reg"
-    own_settings = ("beta",)
-
-    @classmethod
-    def check_settings(cls, settings: ObjectiveSettings) -> None:
-        if not 0 <= settings.beta < math.inf:
-            raise out_of_range(settings, "beta", "0 or more")
+    own_settings = ("beta", "cosine_over")
+    schedule = "always"
 
     @classmethod
     def terms(cls, settings: ObjectiveSettings, step: int, n_layers: int) -> dict[int, float]:
@@ -40,15 +37,24 @@ class CosineRegularisedObjective(Objective):
         last = {stream.n_layers: residuals[stream.n_layers]}
         read, targets = stream.at_targets(batch, last, self.norms_every_layer)
         loss = stream.weighted(read, targets, self.terms(self.settings, step, stream.n_layers))
-        # A mean over attended positions; the training divides the whole loss by the number of targets.
-        return loss + self.settings.beta * len(targets) * self._distance(batch, residuals)
+        if self.settings.cosine_over == "targets":
+            features, _ = stream.at_targets(batch, residuals, None)
+        else:
+            keep = slice(None) if batch.attended is None else batch.attended.flatten().nonzero()[:, 0]
+            features = {layer: x.flatten(0, 1)[keep] for layer, x in residuals.items()}
+        # The training divides the whole loss by the number of targets.
+        return loss + self.settings.beta * len(targets) * self._distance(features)
 
-    def _distance(self, batch: TrainingBatch, residuals: Mapping[int, Tensor]) -> Tensor:
-        """Weighted cosine distance of the layers to the last layer, a mean over attended positions."""
-        keep = slice(None) if batch.attended is None else batch.attended.flatten().nonzero()[:, 0]
-        last = residuals[self.stream.n_layers].flatten(0, 1)[keep].float()
+    def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
+        """Weighted cosine distance of each layer's features `sample width` to the last layer's, averaged over samples."""
+        last = _wide(features[self.stream.n_layers])
         parts = [
-            weight * (1 - nn.functional.cosine_similarity(residuals[layer].flatten(0, 1)[keep].float(), last, dim=-1)).mean()
+            weight * (1 - nn.functional.cosine_similarity(_wide(features[layer]), last, dim=-1)).sum() / max(1, len(last))
             for layer, weight in enumerate(self.weights[:-1], 1)
         ]
         return torch.stack(parts).sum() if parts else last.sum() * 0
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or in float64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ...core.errors import LayersimError
 from ..losses import chunks, logits_at, rows_at_once, summed_loss
 from ..residual_stream import ResidualStream, TrainingBatch
-from .base import Objective, ObjectiveSettings, out_of_range
+from .base import Objective, ObjectiveSettings
 
 
 class MultiHeadObjective(Objective):
@@ -39,11 +38,6 @@ class MultiHeadObjective(Objective):
                 do="objective='aligned', which uses the model's own head",
             )
         self.heads = nn.ModuleList([_copy_of(own) for _ in range(stream.n_layers - 1)])
-
-    @classmethod
-    def check_settings(cls, settings: ObjectiveSettings) -> None:
-        if not 0 <= settings.kl < math.inf:
-            raise out_of_range(settings, "kl", "0 or more")
 
     def loss(self, batch: TrainingBatch, step: int, run: Callable[[], Any] | None) -> Tensor:
         stream = self.stream

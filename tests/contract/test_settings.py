@@ -1,0 +1,60 @@
+"""Numbers of every class of settings that is discovered: NaN, infinities and negative numbers are refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, fields, is_dataclass
+from typing import get_args, get_type_hints
+
+import pytest
+
+import tl_layersim as lsim
+from tl_layersim.analysis.logistic_probe import LogisticProbe
+from tl_layersim.analyzers import find_analyzers
+
+# Limits that may be infinite, for none.
+LIMITS = ("clip", "max_memory_gb")
+# Settings of one objective.
+OBJECTIVES = {"beta": "cosine-reg", "kl": "multi-head"}
+
+
+def numbers_of(cls) -> dict[str, set[type]]:
+    """Fields that are numbers, and their types; tuples of numbers count as their numbers."""
+    found = {}
+    for field, hint in get_type_hints(cls).items():
+        parts = {part for one in (get_args(hint) or (hint,)) for part in (get_args(one) or (one,))}
+        if field in {one.name for one in fields(cls)} and parts & {int, float}:
+            found[field] = parts & {int, float}
+    return found
+
+
+PUBLIC = [getattr(lsim, name) for name in lsim.__all__]
+SETTINGS = {
+    cls.__name__: cls
+    for cls in (*PUBLIC, *find_analyzers().values(), LogisticProbe)
+    if is_dataclass(cls) and not issubclass(cls, lsim.Result) and numbers_of(cls)
+}
+CASES = [(name, field, kinds) for name, cls in SETTINGS.items() for field, kinds in numbers_of(cls).items()]
+
+
+@pytest.mark.parametrize(("name", "field", "kinds"), CASES, ids=[f"{name}-{field}" for name, field, _ in CASES])
+def test_a_number_out_of_bounds_is_refused_by_name(name, field, kinds):
+    cls = SETTINGS[name]
+    required = {one.name: 1 if one.name in numbers_of(cls) else "" for one in fields(cls) if one.default is MISSING}
+    objective = {"objective": OBJECTIVES[field]} if name == "AlignedTraining" and field in OBJECTIVES else {}
+    refused = [-5, True]
+    if float in kinds:
+        refused += [-5.0, math.nan, -math.inf] + [math.inf] * (field not in LIMITS)
+    for value in refused:
+        with pytest.raises(lsim.LayersimError, match=f"`{field}`") as caught:
+            cls(**required | objective | {field: value})
+        assert field in caught.value.given
+        assert str(value) in caught.value.given
+        assert caught.value.expected
+    if field in LIMITS:
+        assert getattr(cls(**required | {field: math.inf}), field) == math.inf
+
+
+def test_settings_are_found():
+    assert {"AlignedTraining", "CKA", "Devices", "ExitCosts", "LinearProbe", "LogisticProbe", "StitchTraining"} <= set(SETTINGS)
+    assert len(CASES) > 80
