@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError, as_fraction, warn
+from ..core.errors import LayersimError, warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
@@ -175,7 +175,7 @@ class CCA(CrossProductAnalyzer):
                 "`variance` must be above 0 and at most 1.",
                 given=f"variance={self.variance}",
                 expected="the fraction of the variance that SVCCA keeps",
-                do=as_fraction("variance", self.variance) or "CCA(variance=0.99)",
+                do="CCA(variance=0.99)",
             )
 
     def cost(self, model: Model) -> str:

@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError, as_fraction
+from ..core.errors import LayersimError
 from ..core.results import Picture, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
@@ -152,7 +152,7 @@ class LinearPredictivity(CrossProductAnalyzer):
                 "`test_fraction` must be between 0 and 1.",
                 given=f"test_fraction={self.test_fraction}",
                 expected="a fraction of the rows, above 0 and below 1",
-                do=as_fraction("test_fraction", self.test_fraction) or "test_fraction=0.2",
+                do="test_fraction=0.2",
             )
 
     def check_sites(self, *models: Model) -> None:

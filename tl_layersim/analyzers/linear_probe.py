@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError, as_fraction, warn
+from ..core.errors import LayersimError, warn
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..core.wording import amount
@@ -151,7 +151,7 @@ class ProbeAnalyzer(Analyzer):
                 "`test_fraction` must be between 0 and 1.",
                 given=f"test_fraction={self.test_fraction}",
                 expected="a fraction of the rows, above 0 and below 1",
-                do=as_fraction("test_fraction", self.test_fraction) or "test_fraction=0.2",
+                do="test_fraction=0.2",
             )
 
     @property

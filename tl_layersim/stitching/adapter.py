@@ -7,12 +7,10 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from ..core.argument_checks import named
 from ..core.errors import LayersimError
 from .adapters import adapter_kind
 
 
-@named
 class Adapter(nn.Module):
     """A map from the front's residual stream to the back's. Call it on `... d_front` for `... d_back`.
 
