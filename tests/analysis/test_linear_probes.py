@@ -187,7 +187,6 @@ REFUSED = {
     "`max_iter` of LogisticProbe cannot be 0": {"method": "logistic", "max_iter": 0},
     r"two classes": {"method": "logistic", "labels": [1] * (ROWS + TEST)},
     r"`blocking` must be True for linear_probe": {"blocking": False},
-    r"`eval_data` is not an argument of linear_probe(.|\n)*did you mean test_data": {"eval_data": [[3]]},
     r"`method` of linear_probe cannot be 'svm'": {"method": "svm"},
 }
 

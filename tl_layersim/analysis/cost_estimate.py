@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..core.argument_checks import named
 from ..core.blocks import first_block_size
 from ..core.errors import LayersimError, in_words
 from ..core.sum_tree import most_nodes
@@ -26,7 +25,6 @@ BYTES_OF_LAYER, BYTES_OF_SITE = 190, 35
 BYTES_OF_OPENING = 300
 
 
-@named
 @dataclass(frozen=True)
 class Traffic:
     """Requests to a server and what they carry.
@@ -43,7 +41,6 @@ class Traffic:
     bytes_down: int
 
 
-@named
 @dataclass(frozen=True)
 class CostEstimate:
     """FLOPs, memory, traffic and time that a run is expected to take.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..analyzers.linear_probe import LinearProbe, LinearProbeResult, ProbeAnalyzer
 from ..core.argument_checks import typed
-from ..core.argument_names import refuse_keywords
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError
 from ..core.server_addresses import shown
@@ -90,7 +89,6 @@ def linear_probe(
         >>> probe.accuracy.shape, probe.labels
         (torch.Size([9]), (0, 1))
     """
-    refuse_keywords("linear_probe", options, linear_probe, analyze)
     _refuse_options(method, {"ridge": ridge, "max_classes": max_classes}, {"C": C, "max_iter": max_iter}, options)
     given = {"ridge": ridge, "max_classes": max_classes, "C": C, "max_iter": max_iter, "test_fraction": test_fraction}
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
-from ..core.missing_attributes import missing_attribute
 from ..core.results import Picture, Report
 from .group_curves import GroupCurves, group_curves
 from .model_groups import chosen_groups
@@ -76,13 +75,6 @@ class ModelGrid(ModelMatrix):
                 do=f"grid[{self.models[0]!r}, {self.models[1]!r}]",
             )
         return either_order(self.results, self.models.index(pair[0]), self.models.index(pair[1]))
-
-    if not TYPE_CHECKING:
-        # Hidden from type checkers, which would take every attribute for one of a grid.
-        def __getattr__(self, name: str) -> Any:
-            held = vars(self).get("results", {}).get("0 1")
-            pairs = {} if held is None else {f"grid[{self.models[0]!r}, {self.models[1]!r}]": held}
-            raise missing_attribute(self, "A grid of models", name, pairs)
 
     def groups_by_layer(self, groups: Any = None) -> GroupCurves:
         """Values of equal layers, such as CKA(H_l, H'_l), as means within and between groups: where do the groups part?

@@ -12,7 +12,7 @@ from torch import Tensor, from_numpy
 
 from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.argument_checks import typed
-from ..core.errors import LayersimError, as_fraction, warn
+from ..core.errors import LayersimError, warn
 from ..core.wording import brief, equation, p_value_text
 from .exponential_fits import fit_exponential
 
@@ -251,7 +251,7 @@ def _check_points(given: Mapping[Any, float], targets: Mapping[Any, float], conf
             "`confidence` must be between 0 and 1.",
             given=f"confidence={confidence}",
             expected="a probability, such as 0.95",
-            do=as_fraction("confidence", confidence) or "confidence=0.95",
+            do="confidence=0.95",
         )
 
 

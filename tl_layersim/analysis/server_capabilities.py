@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..analyzers import find_analyzers
-from ..core.argument_checks import named, typed
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..models.model_info import ServerOffer
 from ..remote.open import on_server, open_source
 
 
-@named
 @dataclass(frozen=True)
 class Capabilities:
     """Features of an NDIF server for one model; `print` shows them as text.

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer
-from ..core.argument_checks import named, typed
+from ..core.argument_checks import typed
 from ..core.blocks import first_block_size
 from ..core.data_pass_progress import Tally
 from ..core.errors import LayersimError, without_secrets
@@ -59,7 +59,6 @@ ATTEMPTS = 5
 KIND = "remote_run"
 
 
-@named
 class RemoteRun:
     """An analysis that runs on an NDIF server; `analyze(..., remote=True, blocking=False)` returns one.
 

@@ -14,7 +14,6 @@ from tqdm.auto import tqdm
 
 from ..analyzers.base import Analyzer
 from ..core.argument_checks import typed
-from ..core.argument_names import unknown_keyword
 from ..core.distributed import rank_and_size
 from ..core.errors import LayersimError, warn
 from ..core.results import Report
@@ -70,7 +69,8 @@ def sweep(
         >>> bool(losses["aligned"] < losses["plain"])
         True
     """
-    _refuse_foreign_options(options)
+    # Before models are loaded, which takes long.
+    signature(analyze).bind(None, data, analyzers, blocking=True, **options)
     chosen = choose_analyzers(analyzers)
     keys = sweep_keys(models, "models")
     if not keys:
@@ -164,15 +164,6 @@ def _refuse_path(key: Any, model: Any) -> None:
             expected="a loaded model, or a function without arguments",
             do=f"{{{key!r}: functools.partial(AutoModelForCausalLM.from_pretrained, {os.fspath(model)!r}), ...}}",
         )
-
-
-def _refuse_foreign_options(options: Mapping[str, Any]) -> None:
-    """Refuse keywords that `analyze` does not take; a sweep has its own `models`, and waits for each of them."""
-    known = dict.fromkeys([*signature(sweep).parameters, *signature(analyze).parameters])
-    known = {name: None for name in known if name not in ("model", "blocking")}
-    for keyword, value in options.items():
-        if keyword not in known:
-            raise unknown_keyword("sweep", keyword, value, known)
 
 
 def _warn_of_same_weights(found: Sweep, loaded: list[Any]) -> None:

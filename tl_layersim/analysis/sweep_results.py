@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.argument_checks import named, typed
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.intervals import headline_margins
 from ..core.result_files import pack_report
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-@named
 class Sweep(Mapping[int | float | str, Report]):
     """The reports of one analysis of many models, by training step, model size or name, in the order of the models.
 

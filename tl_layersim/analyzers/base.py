@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from ..core.argument_checks import named
 from ..core.errors import LayersimError, LayersimWarning
 from ..core.function_code import digest_of_code
 from ..core.provenance import Provenance
@@ -33,7 +32,6 @@ SiteNeed = Literal["any", "equal_width", "stream", "every_block"]
 Weight = Literal["samples", "power", "variance"]
 
 
-@named
 @dataclass(frozen=True)
 class Run:
     """The finished run, as `Analyzer.compute` sees it.
@@ -57,7 +55,6 @@ class Run:
     models: tuple[Model, ...] = ()
 
 
-@named
 @dataclass(frozen=True)
 class Exchange:
     """Cross-model statistics: how models are compared by small statistics of each, in place of activations.
@@ -304,7 +301,6 @@ def _plain(value: Any) -> Any:
     )
 
 
-@named
 def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") -> None:
     """Refuse a statistic that is not defined on so few samples.
 
@@ -326,7 +322,6 @@ def need_tokens(given: int, needed: int, analyzer: str, unit: str = "tokens") ->
         )
 
 
-@named
 def need_whole_rows(batch: Batch, analyzer: str) -> None:
     """Refuse packed rows for an analyzer that holds out whole rows of the data.
 
@@ -346,7 +341,6 @@ def need_whole_rows(batch: Batch, analyzer: str) -> None:
         )
 
 
-@named
 def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels: bool = False, heads: Any = None) -> None:
     """Refuse a model without a known unembedding, one whose logits do not predict the targets, or one of other heads.
 

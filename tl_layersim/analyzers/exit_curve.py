@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import named, typed
+from ..core.argument_checks import typed
 from ..core.bounds import PositiveFloat
-from ..core.errors import LayersimError, as_fraction
+from ..core.errors import LayersimError
 from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
@@ -41,7 +41,6 @@ THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.99
 EXITS_SOURCE = JIANG.format("section 3 and figure 7")
 
 
-@named
 @dataclass(frozen=True)
 class ExitPoint:
     """Results of `ExitCurve` at one threshold.
@@ -156,7 +155,7 @@ class ExitCurveResult(Result):
                 "`threshold` must be between 0 and 1.",
                 given=f"at({threshold:g})",
                 expected="a probability",
-                do=as_fraction("threshold", threshold) or "at(0.9)",
+                do="at(0.9)",
             )
         near = min(range(len(self.thresholds)), key=lambda i: abs(self.thresholds[i] - threshold))
         if abs(self.thresholds[near] - threshold) > 1e-9:
@@ -219,7 +218,7 @@ class ExitCurveResult(Result):
                     f"`{name}` must be between 0 and 1.",
                     given=f"{name}={value:g}",
                     expected="a fraction of positions, 0 to 1",
-                    do=as_fraction(name, value) or f"threshold_for({name}=0.95)",
+                    do=f"threshold_for({name}=0.95)",
                 )
         found = self.lowest_threshold(agreement, accuracy)
         if found is None:
@@ -333,7 +332,7 @@ class ExitCurve(Analyzer):
                 "`thresholds` must be between 0 and 1." if several else "`thresholds` is empty.",
                 given=f"thresholds={self.thresholds}",
                 expected="one or more probabilities",
-                do=as_fraction("thresholds", wrong[0]) if wrong and 1 < wrong[0] <= 100 else "thresholds=(0.5, 0.9, 0.99)",
+                do="thresholds=(0.5, 0.9, 0.99)",
             )
 
     @property

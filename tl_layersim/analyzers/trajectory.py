@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..core.argument_checks import named, typed
+from ..core.argument_checks import typed
 from ..core.bounds import TwoOrMore
 from ..core.errors import LayersimError, warn
 from ..core.findings import with_margin
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects
 
 
-@named
 @dataclass(frozen=True)
 class Spread:
     """Distribution of a quantity over tokens.

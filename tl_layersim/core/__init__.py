@@ -2,9 +2,9 @@
 
 Other packages may import:
 
-* `errors`: `LayersimError`, `LayersimTypeError`, `LayersimWarning`, `warn`, `as_fraction`, `in_words`, `without_secrets`
+* `errors`: `LayersimError`, `LayersimTypeError`, `LayersimWarning`, `warn`, `in_words`, `without_secrets`
 * `bounds`: types of numbers within bounds, such as `PositiveInt`
-* `argument_checks`: `typed`, `named`; `argument_names`: `refuse_keywords`, `unknown_keyword`; `wording`: `brief`,
+* `argument_checks`: `typed`; `wording`: `brief`,
   `number_text`, `p_value_text`, `equation`, `headed`, `MEANING_OF_MARGINS`, `amount`
 * `p_values`: `Correction`, `adjusted`, `adjusted_table`, `counted_once`, `p_value_lines`
 * `sums`: `Sums`; `pairwise_summation`: `push`, `fold`, `next_size`; `histogram_quantiles`: `quantiles_from_histogram`
@@ -14,7 +14,6 @@ Other packages may import:
   `refuse_level`, `refuse_no_blocks`
 * `findings`: `site_in_words`, `with_margin`, parts of sentences about results
 * `result_differences`: `Estimate`, `difference_estimate`, `same_blocks`; `label_table`: `label_table`, `BLOCK_AXES`, `COLUMNS`
-* `missing_attributes`: `missing_attribute`
 * `results`: `Result`, `LayerMatrix`, `LayerCurve`, `Report`, `Picture`, `axes`, `load`, `load_report`
 * `provenance`: `Provenance`, `JOINT`; `field_types`: `refuse_other_types`; `function_code`: names and digests of
   functions

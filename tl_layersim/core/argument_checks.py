@@ -1,4 +1,4 @@
-"""Checks of the arguments of public calls: names, order, types and shapes (jaxtyping with beartype).
+"""Checks of the arguments of public calls: types, bounds and shapes, with jaxtyping and beartype.
 
 A check costs tens of microseconds per call. It belongs on public functions and on results, never inside a kernel:
 kernels run on servers that have neither jaxtyping nor beartype.
@@ -6,20 +6,17 @@ kernels run on servers that have neither jaxtyping nor beartype.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast, get_type_hints
 
 from jaxtyping import TypeCheckError, jaxtyped
 
-from .argument_names import bind, register
-from .argument_order import ROLES, refuse_swapped
-from .errors import LayersimError, LayersimTypeError, as_fraction
+from .errors import LayersimTypeError
 from .wording import brief, with_article
 
 
@@ -52,8 +49,12 @@ _checked = jaxtyped(typechecker=beartype)
 _T = TypeVar("_T", bound=Callable[..., Any])
 
 
+# Of jaxtyping's message: the argument, none for the returned value, and the type that it should have.
+_MESSAGE = re.compile(r"(?:parameter '(?P<name>\w+)'|return value).*?Expected type: (?P<expected>.*?)\.?\n", re.DOTALL)
+
+
 def typed(call: _T) -> _T:
-    """Check the arguments of a function, or of a class when it is instantiated, against its signature and its annotations.
+    """Check the arguments of a function, or of a class when it is instantiated, against its annotations.
 
     Args:
         call: the function or class; the decorated one has the same signature.
@@ -62,39 +63,19 @@ def typed(call: _T) -> _T:
         LayersimTypeError: names the argument, its value and the type expected. (jaxtyping's own error prints every argument,
             which for a model is pages.)
     """
-    name, signature = register(call)
     if isinstance(call, type):
         _resolve_inherited(call)
     checked = _checked(call)
     target: Any = vars(checked)["__init__"] if isinstance(checked, type) else checked
-    numbers = [p for p, value in signature.parameters.items() if _is_number(value.annotation)]
-    paths = [p for p, value in signature.parameters.items() if "PathLike" in str(value.annotation)]
-    required = [p for p, value in signature.parameters.items() if value.default is value.empty]
-    roles = {p: ROLES[p] for p in signature.parameters if p in ROLES} if not isinstance(call, type) else {}
+    signature = inspect.signature(target)
 
     @functools.wraps(target)
     def checked_call(*args: Any, **kwargs: Any) -> Any:
-        given = args[1:] if isinstance(call, type) else args
-        bound = bind(name, signature, given, kwargs).arguments
-        if len(roles) > 1:
-            refuse_swapped(name, {p: bound[p] for p in roles if p in bound}, signature)
-        for number in numbers:
-            # A bool is an int in Python: batch_size=True would be 1.
-            if isinstance(bound.get(number), bool):
-                raise _wrong_type(name, number, bound[number], str(signature.parameters[number].annotation))
-        for path in paths:
-            # pathlib takes an empty text, such as the value of an unset variable, for the current folder.
-            if isinstance(bound.get(path), str) and not bound[path].strip():
-                raise LayersimTypeError(
-                    f"`{path}` of {name} is an empty string.",
-                    given=f"{path}={bound[path]!r}",
-                    expected="a path",
-                    do=f"a name of a file or folder{'' if path in required else f', or leave {path}= out'}",
-                )
         try:
             return target(*args, **kwargs)
         except TypeCheckError as error:
-            raise _translated(str(error), name, bound) from None
+            given = signature.bind(*args, **kwargs).arguments
+            raise _in_a_sentence(str(error), call.__qualname__.removesuffix(".__init__"), given) from None
 
     if isinstance(checked, type):
         checked.__init__ = checked_call  # type: ignore[misc]  # wrapped, with the signature that it had
@@ -109,80 +90,6 @@ def _resolve_inherited(cls: type) -> None:
     if inherited:
         hints = get_type_hints(cls, include_extras=True)
         annotations.update({field: hints[field] for field in inherited})
-
-
-def named(call: _T) -> _T:
-    """Check that the arguments of a function, or of a class when it is instantiated, are those of its signature.
-
-    Types are not checked: for calls that validate their arguments themselves, and for classes that are instantiated often.
-
-    Args:
-        call: the function or class; the decorated one has the same signature.
-
-    Raises:
-        LayersimTypeError: an argument is missing or unknown; the message names the most similar arguments.
-    """
-    target: Any = call.__init__ if isinstance(call, type) else call  # type: ignore[misc]
-    name, signature = register(call)
-
-    @functools.wraps(target)
-    def checked_call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return target(*args, **kwargs)
-        except TypeError:
-            bind(name, signature, args[1:] if isinstance(call, type) else args, kwargs)
-            raise
-
-    if isinstance(call, type):
-        call.__init__ = checked_call  # type: ignore[misc]
-        return call
-    return cast(_T, checked_call)
-
-
-def _is_number(annotation: Any) -> bool:
-    """Whether an annotation, as text, allows numbers and not bool."""
-    parts = {part.strip() for part in str(annotation).split("|")}
-    return bool(parts & {"int", "float"}) and "bool" not in str(annotation)
-
-
-def _wrong_type(name: str, parameter: str, value: object, expected: str) -> LayersimTypeError:
-    """The error for an argument of the wrong type."""
-    given = brief(value)
-    # The text of a tensor or of a long list names its type.
-    kind = "" if value is None or given.startswith(("a ", "an ", "the ")) else f", {with_article(type(value).__name__)}"
-    return LayersimTypeError(
-        f"`{parameter}` of {name} cannot be {given}.",
-        given=f"{parameter}={given}{kind}",
-        expected=expected.replace("typing.", ""),
-        do=_correction(parameter, value, expected) or f"help({name}) explains each argument",
-    )
-
-
-def _correction(parameter: str, value: Any, expected: str) -> str:
-    """A corrected argument for the error message, with the value in the expected type; "" if none is obvious."""
-    numbers = re.search(r"\b(int|float)\b", expected)
-    if isinstance(value, str):
-        near = difflib.get_close_matches(value, re.findall(r"'([^']*)'", expected), n=1, cutoff=0.75)
-        # "debiased" must not be corrected to "biased".
-        if near and not value.endswith(near[0]):
-            return f"did you mean {parameter}={near[0]!r}?"
-        if "list[str]" in expected:
-            return f"{parameter}=[{brief(value)}]"
-        if numbers and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", value):
-            return f"{parameter}={value}"
-    if numbers and isinstance(value, int | float) and expected.endswith(" 1") and (fraction := as_fraction(parameter, value)):
-        return fraction
-    if isinstance(value, float) and value.is_integer() and numbers and "float" not in expected:
-        return f"{parameter}={int(value)}"
-    if isinstance(value, list) and "tuple[" in expected:
-        return f"{parameter}={brief(tuple(value))}" if len(value) <= 8 else f"{parameter}=tuple({parameter})"
-    if isinstance(value, tuple) and "list[" in expected:
-        return f"{parameter}={brief(list(value))}" if len(value) <= 8 else f"{parameter}=list({parameter})"
-    if isinstance(value, int) and not isinstance(value, bool) and "tuple[int, ..." in expected:
-        return f"{parameter}=({value},)"
-    if numbers and type(value).__module__ == "numpy":
-        return f"{parameter}={numbers[0]}({parameter})"
-    return ""
 
 
 # jaxtyping's types of arguments, in words.
@@ -200,29 +107,31 @@ def _in_words(expected: str) -> str:
     return re.sub(r"(?:typing\.)?Optional\[([^\[\]]*)\]", r"\1 or None", expected)
 
 
-def _translated(message: str, name: str, bound: Mapping[str, Any]) -> LayersimError:
-    """Translate an error of jaxtyping into an error of this package.
+def _in_a_sentence(message: str, name: str, given: dict[str, Any]) -> LayersimTypeError:
+    """The error of this package for one of jaxtyping.
 
     Args:
         message: of jaxtyping's error.
         name: of the call.
-        bound: its arguments by name.
+        given: its arguments by name.
     """
-    what = r"(?:parameter '(?P<name>\w+)'|return value).*?"
-    values = r"Actual value: (?P<given>.*?)\nExpected type: (?P<expected>.*?)\.?\n"
-    match = re.search(what + values, message, re.DOTALL)
-    if not match:
+    match = _MESSAGE.search(message)
+    if match is None:
         return LayersimTypeError(message.splitlines()[0], given=message, expected="see the annotations", do=f"help({name})")
-    expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>"))
+    expected = _in_words(match["expected"].removeprefix("<class '").removesuffix("'>")).replace("typing.", "")
     # Sizes that other arguments give to the dimensions of the shape.
     sizes = [f"{axis}={size}" for axis, size in re.findall(r"^(\w+)=(\d+)$", message, re.MULTILINE) if axis in expected]
     expected += f" with {', '.join(sizes)}" if sizes else ""
-    if match["name"] in bound:
-        return _wrong_type(name, match["name"], bound[match["name"]], expected)
-    which = f"`{match['name']}` of {name}" if match["name"] else f"The result of {name}"
+    parameter = match["name"]
+    if parameter not in given:
+        what, value = f"{f'`{parameter}` of' if parameter else 'The result of'} {name} is not of its declared type.", parameter
+        return LayersimTypeError(what, given=value, expected=expected, do=f"help({name}) explains each argument")
+    value = brief(given[parameter])
+    # The text of a tensor or of a long list names its type.
+    own = given[parameter] is None or value.startswith(("a ", "an ", "the "))
     return LayersimTypeError(
-        f"{which} is not of its declared type.",
-        given=match["given"],
+        f"`{parameter}` of {name} cannot be {value}.",
+        given=f"{parameter}={value}" + ("" if own else f", {with_article(type(given[parameter]).__name__)}"),
         expected=expected,
         do=f"help({name}) explains each argument",
     )

@@ -72,7 +72,7 @@ def without_secrets(text: str) -> str:
 
 
 class LayersimTypeError(LayersimError, TypeError):
-    """A call with an unknown, missing, swapped or wrongly typed argument."""
+    """An argument of a wrong type, or a tensor of a wrong shape."""
 
 
 def warn(text: str) -> None:
@@ -107,20 +107,6 @@ def recorded_warnings(*, issued: bool = True) -> Iterator[list[str]]:
         yield found
     finally:
         _record.reset(before)
-
-
-def as_fraction(name: str, value: float) -> str:
-    """Suggest a fraction for a number above 1 and up to 100, which was probably meant in per cent; "" for other numbers.
-
-    Args:
-        name: of the argument.
-        value: of the argument.
-
-    Examples:
-        >>> as_fraction("threshold", 95)
-        'did you mean threshold=0.95? it is a fraction, not per cent'
-    """
-    return f"did you mean {name}={value / 100:g}? it is a fraction, not per cent" if 1 < value <= 100 else ""
 
 
 def in_words(size: float) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import LayersimError, as_fraction
+from .errors import LayersimError
 from .jackknife import ROUNDING_ERROR, UNBOUNDED, ConfidenceInterval, degrees_of_freedom, standard_error, t_interval
 from .wording import equation, number_text, p_value_text, rounded_to_margin
 
@@ -126,7 +126,7 @@ def refuse_level(level: float) -> None:
             "`level` must be between 0 and 1.",
             given=f"level={level}",
             expected="a fraction",
-            do=as_fraction("level", level) or "level=0.95 for 95 %",
+            do="level=0.95 for 95 %",
         )
 
 

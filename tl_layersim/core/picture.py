@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .argument_checks import named
 
-
-@named
 @dataclass(frozen=True)
 class Picture:
     """A figure that a report shows for a result.

@@ -14,12 +14,11 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .argument_checks import named, typed
+from .argument_checks import typed
 from .errors import LayersimError
 from .intervals import bounds_of, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
 from .label_table import BLOCK_AXES, label_table
-from .missing_attributes import missing_attribute
 from .notebook_display import report_as_html, result_as_html
 from .result_files import load_kind, pack, pack_report
 from .storage import write as write_file
@@ -36,7 +35,6 @@ from .report_exports import ReportExports
 UNTRAINED = "untrained "
 
 
-@named
 def axes(
     *names: str,
     default: Any = MISSING,
@@ -321,7 +319,6 @@ class LayerCurve(Result):
     values: Float64[Tensor, " residual"] = axes("residual")
 
 
-@named
 class Report(ReportExports):
     """The results of one run, by name of the analyzer.
 
@@ -361,14 +358,6 @@ class Report(ReportExports):
 
     def __len__(self) -> int:
         return len(self._results)
-
-    if not TYPE_CHECKING:
-        # Hidden from type checkers, which would take every attribute for one of a report.
-        def __getattr__(self, name: str) -> Any:
-            held = vars(self).get("_results", {})
-            if name in held:
-                raise AttributeError(f"'Report' object has no attribute {name!r}. Its results are entries: report[{name!r}].")
-            raise missing_attribute(self, "A report", name, {f"report[{own!r}]": result for own, result in held.items()})
 
     def __repr__(self) -> str:
         lines = [f"  {name}: {line}" for name, result in self._results.items() for line in headline_lines(result)]

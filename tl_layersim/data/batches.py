@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.argument_checks import named
 from ..core.errors import LayersimError
 from .chat import Chat, ChatEncoder
 from .inputs import TOKEN_IDS, collated
@@ -32,7 +31,6 @@ FIRST_ROWS = 16
 SHORT = 16
 
 
-@named
 @dataclass(frozen=True)
 class Batch:
     """Right-padded rows of tokens, or rows of other inputs.

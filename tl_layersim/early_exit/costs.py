@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.argument_checks import named, typed
+from ..core.argument_checks import typed
 from ..core.bounds import NonNegativeFloat, PositiveInt
 from ..core.errors import LayersimError, warn
 from ..core.wording import brief
@@ -185,7 +185,6 @@ class ExitCosts:
         return cost + self.segment(self.blocks - before, fraction) + self.last_unembed(fraction)
 
 
-@named
 @dataclass(frozen=True)
 class ExitPlan:
     """The layers at which checks are made, and the speed-up that is expected of them.

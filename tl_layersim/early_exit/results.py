@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.argument_checks import named
 
-
-@named
 @dataclass(frozen=True, eq=False, repr=False)
 class Generated:
     """The text that `EarlyExit.generate` wrote, the exit of each token, and the work that was done.
@@ -63,7 +60,6 @@ class Generated:
         )
 
 
-@named
 @dataclass(frozen=True, eq=False, repr=False)
 class ExitLogits:
     """The logits that `EarlyExit.logits` computed, the exit of each position, and the work that was done.

@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..core.argument_checks import named
-
 
 def on_enter(module: torch.nn.Module, call: Callable[..., Any], first: bool = False) -> RemovableHandle:
     """Register a forward pre-hook.
@@ -92,7 +90,6 @@ class ForwardRun:
         return isinstance(error, StopForward) and error.run is self
 
 
-@named
 @contextmanager
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     """A context in which every submodule is in evaluation mode; each submodule's own mode is restored at the end."""

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..core.argument_checks import named, typed
+from ..core.argument_checks import typed
 from ..core.errors import without_secrets
 from .unembed import Head
 
 
-@named
 @dataclass(frozen=True)
 class Model:
     """Description of a model before it runs.
@@ -94,7 +93,6 @@ class Model:
         object.__setattr__(self, "name", without_secrets(self.name))
 
 
-@named
 @dataclass(frozen=True)
 class ServerOffer:
     """What an NDIF server allows its users to do with one model.

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.argument_checks import named
 from ..core.errors import LayersimError
 from .hook_points import site_map
 from .module_sites import find_stacks
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     import pandas
 
 
-@named
 def sites(model: Any, *, layers: list[str] | None = None) -> pandas.DataFrame:
     """List the sites of a model, in the order in which it computes them.
 

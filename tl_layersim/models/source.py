@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.argument_checks import named
 from ..core.errors import LayersimError
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ from .site_map import StreamSum
 from .view import Kernel, Reduced, View
 
 
-@named
 @dataclass(frozen=True)
 class PartialSums:
     """Sums of kernel outputs over a group of consecutive rows.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.argument_checks import named
 from ..core.errors import LayersimError
 from ..data.batches import Batches
 from ..data.inputs import TOKEN_IDS
@@ -28,7 +27,6 @@ from .adapter import Adapter
 NOT_DATA = ("cache_position",)
 
 
-@named
 class StitchedModel(nn.Module):
     """The front's blocks up to a layer, an adapter, and the back's blocks from a layer on, as one model.
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
-from ..core.argument_names import refuse_keywords
 from ..core.distributed import refuse_parts
 from ..core.errors import LayersimError, warn
 from ..data.inputs import EMBEDDINGS, PIXELS, TOKEN_IDS
@@ -63,7 +62,6 @@ class AlignedTrainer(Trainer):  # type: ignore[misc]  # transformers has no type
         unembed: list[str] | None = None,
         **options: Any,
     ) -> None:
-        refuse_keywords("AlignedTrainer", options, AlignedTrainer, Trainer)
         super().__init__(*args, **options)
         settings = aligned or AlignedTraining()
         objective = objective_named(settings.objective)

@@ -22,8 +22,7 @@ from ..analyzers.neural_collapse import NeuralCollapse
 from ..analyzers.saturation import Saturation
 from ..analyzers.task_metrics import TaskMetrics
 from ..core.argument_checks import typed
-from ..core.argument_names import refuse_keywords
-from ..core.errors import LayersimError, as_fraction, warn
+from ..core.errors import LayersimError, warn
 from ..core.provenance import Provenance
 from ..core.results import Report, Result
 from ..early_exit.api import EarlyExit
@@ -95,13 +94,12 @@ def evaluate_layers(
         >>> bool(second > first)
         True
     """
-    refuse_keywords("evaluate_layers", options, evaluate_layers, analyze)
     if not 0 <= threshold <= 1:
         raise LayersimError(
             "`threshold` must be between 0 and 1.",
             given=f"threshold={threshold:g}",
             expected="a probability",
-            do=as_fraction("threshold", threshold) or "threshold=0.9",
+            do="threshold=0.9",
         )
     if not 0 < top_p <= 1 or new_tokens < 1 or not 0 <= eps < math.inf:
         raise LayersimError(

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...core.errors import LayersimError, as_fraction
+from ...core.errors import LayersimError
 
 # Per-token tensors by name, each with one entry for every token that passes through the layers.
 RuleState = dict[str, Tensor]
@@ -88,15 +88,8 @@ class ExitRule(ABC):
                 f"`threshold` of rule={self.name!r} must be between {self.lowest:g} and {self.unreachable:g}.",
                 given=f"threshold={self.threshold:g}",
                 expected=f"{self.lowest:g} to {self.unreachable:g}; at {self.unreachable:g} no token exits early",
-                do=self._threshold_within(),
+                do=f"a threshold such as {max(self.lowest, min(0.9, self.unreachable)):g}",
             )
-
-    def _threshold_within(self) -> str:
-        """Advice for a threshold that is out of range: a fraction where per cent were probably meant, else one in range."""
-        if (self.lowest, self.unreachable) == (0.0, 1.0):
-            return as_fraction("threshold", self.threshold) or "threshold=0.9"
-        ends = [end for end in (self.lowest, self.unreachable) if math.isfinite(end)]
-        return f"threshold={sum(ends) / len(ends) if len(ends) == 2 else ends[0]:g}" if ends else "a finite threshold"
 
     @property
     def never(self) -> bool:
