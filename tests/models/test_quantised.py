@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.model_description import hash_weights
+from tl_layersim.models.weights_hash import hash_weights
 from tl_layersim.models.quantised import quantised_modules
 
 from ..tiny_models import random_tokens, tiny_llama

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..core.argument_checks import named, typed
 from ..core.errors import without_secrets
 from .unembed import Head
+from .weights_hash import Weights
 
 
 @named
@@ -19,7 +20,8 @@ class Model:
     Attributes:
         name: under which the model was loaded.
         config_hash: see `Provenance`; "" if there is no configuration.
-        weights_hash: see `Provenance`; "" if the weights are not in this process.
+        weights: whose checksum `weights_hash` is computed when it is first read; or that checksum, "" if the weights are not in
+            this process.
         source: class of the model, and how it is reached.
         basis: in which its residual stream is measured: raw or processed weights, before or after a norm.
         dtype: of its parameters.
@@ -48,7 +50,7 @@ class Model:
 
     name: str
     config_hash: str
-    weights_hash: str
+    weights: Weights | str
     source: str
     basis: str
     dtype: str
@@ -78,6 +80,11 @@ class Model:
 
     stream: Literal["whole", "parts", "unknown", "none"] = "whole"
     widths: tuple[int, ...] = ()
+
+    @property
+    def weights_hash(self) -> str:
+        """See `Provenance`; "" if the weights are not in this process. All copies of a description compute it once."""
+        return str(self.weights)
 
     @property
     def reads_rows(self) -> bool:

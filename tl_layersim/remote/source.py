@@ -84,7 +84,7 @@ class RemoteSource(NNsightSource):
             name=name,
             dtype=self.offer.dtype,
             source=source,
-            weights_hash="",
+            weights="",
             calls="gradients" if self.offer.trusted else "values",
             # Modules of unknown layouts are tested only for models in this process.
             stream="none" if self._model.stream == "unknown" else self._model.stream,

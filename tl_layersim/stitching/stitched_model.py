@@ -251,7 +251,7 @@ class StitchedSource(HookedSource):
             back.model,
             name=f"{front.model.name} up to {front.model.layers[stitched.at[0]]}, {stitched.adapter.kind}, {back.model.name}",
             config_hash=f"{front.model.config_hash}+{back.model.config_hash}",
-            weights_hash=f"{front.model.weights_hash}+{stitched.adapter.digest()}+{back.model.weights_hash}",
+            weights=f"{front.model.weights_hash}+{stitched.adapter.digest()}+{back.model.weights_hash}",
             source=f"stitched {front.model.source} and {back.model.source}",
             layers=(entering(back.model.layers[above + 1]), *back.model.layers[above + 1 :]),
             head=None if back.model.head is None else back.model.head.under("back"),
