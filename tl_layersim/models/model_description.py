@@ -13,6 +13,7 @@ from ..data.inputs import PIXELS
 from .block_lists import in_both_stacks, is_last_stack, side_of
 from .head_layout import find_head, norms_between_layers
 from .layout import MODULES, NORMS_BETWEEN, POST_NORM, PRE_NORM, is_post_norm, locate
+from .model_changes import hooks_on
 from .model_info import Model
 from .towers import blocks_of_tower
 from .weights_hash import Weights
@@ -46,6 +47,7 @@ def describe(
         name=getattr(config, "_name_or_path", "") or type(module).__name__,
         config_hash=hash_config(plain),
         weights=Weights(module),
+        changes=hooks_on(module),
         source=source,
         dtype=str(first.dtype) if first is not None else "unknown",
         d_model=getattr(text, "hidden_size", None),

@@ -25,6 +25,7 @@ from .hook_point import HookPoint, residual_points
 from .hooks import eval_mode, kernels_alone
 from .layout import find_blocks, no_forward, refuse_no_weights, same_stream, settled
 from .model_description import describe, processor_of
+from .model_changes import edits_of
 from .model_info import Model
 from .model_inputs import forward_arguments
 from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_memory, refusing_one_row, release_memory
@@ -71,7 +72,8 @@ class NNsightSource(PointSource):
         where = f" (remote={shown(remote)})" if remote else ""
         tokenizer = getattr(model, "tokenizer", None)
         known = describe(self.module, self.paths, type(model).__name__ + where, tokenizer, unembed, self._named)
-        self._model = replace(known, processor=processor_of(model) or known.processor)
+        changes = "; ".join(filter(None, (edits_of(model), known.changes)))
+        self._model = replace(known, processor=processor_of(model) or known.processor, changes=changes)
         self._place_blocks()
 
     def _place_blocks(self) -> None:

@@ -10,6 +10,7 @@ from ..core.errors import LayersimError
 from .head_layout import logit_scaling
 from .layout import POST_NORM, PRE_NORM, find_blocks, is_post_norm
 from .model_description import data_fields, hash_config
+from .model_changes import hooks_on
 from .model_info import Model, layer_names
 from .unembed import Head
 from .weights_hash import Weights
@@ -46,6 +47,7 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
         name=str(cfg.model_name),
         config_hash=hash_config(plain),
         weights=Weights(model),
+        changes=hooks_on(model),
         source=type(model).__name__,
         basis=_transformer_lens_basis(model),
         dtype=str(cfg.dtype),

@@ -42,6 +42,10 @@ class Weights:
     def __str__(self) -> str:
         return self._checksum
 
+    def again(self) -> Weights:
+        """The same weights, without the checksum that was computed of them."""
+        return Weights(self._module)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self._checksum,)
 
