@@ -91,7 +91,9 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
         tensor: of any dtype, on any device.
     """
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    # A tensor of one element counts as contiguous with any stride.
+    flat = (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
     per_row = 8 * WORDS
     rows = ROWS_ON_GPU if flat.is_cuda else ROWS * torch.get_num_threads()
     whole = len(flat) - len(flat) % per_row
