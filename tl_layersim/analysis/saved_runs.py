@@ -100,7 +100,9 @@ def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
 
 def model_notes(model: Model) -> dict[str, Any]:
     """The description of a model as plain data, without its tokenizer and its processor."""
-    plain = {f.name: getattr(model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "processor", "head", "weights")}
+    plain = {
+        f.name: getattr(model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "processor", "head", "weights")
+    }
     return plain | {"weights_hash": model.weights_hash, "head": None if model.head is None else asdict(model.head)}
 
 
