@@ -188,7 +188,7 @@ def test_hook_points_of_transformer_lens(tmp_path):
     for value in (0.0, 2.0):
         own.blocks[1].hook_out.add_hook(lambda x, hook, value=value: x * value)
         found.add(identity(own))
-        with pytest.raises(lsim.LayersimError, match="blocks.1.hook_out"):
+        with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_out"):
             lsim.analyze(own, TOKENS, **CALL, checkpoint=tmp_path / "run")
         own.reset_hooks()
     assert plain not in found

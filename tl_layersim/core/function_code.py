@@ -167,7 +167,7 @@ class ValueNames:
             return [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()]
         if isinstance(value, torch.Tensor) and not value.is_meta:
             plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return [str(value.dtype), tuple(value.shape), hashlib.sha256(plain.numpy()).hexdigest()]
+            return [str(value.dtype), tuple(value.shape), hashlib.sha256(plain.numpy().tobytes()).hexdigest()]
         if isinstance(value, ModuleType):
             return value.__name__
         if isinstance(value, type):

@@ -13,15 +13,17 @@ from ..core.function_code import ValueNames, defined_in
 from .hooks import every_module
 
 # Attributes of a module, or of torch for all modules, that hold hooks.
-KINDS = {
+KINDS_OF_HOOKS = {
     "forward hook": "_forward_hooks",
     "forward pre-hook": "_forward_pre_hooks",
     "backward hook": "_backward_hooks",
     "backward pre-hook": "_backward_pre_hooks",
 }
 # Packages whose hooks belong to how a model is loaded, divided and read. The last is the placeholder of a pickled `Hook`.
-OWN = ("tl_layersim", "nnsight", "accelerate", "transformers", "transformer_lens", "peft", "bitsandbytes", "deepspeed")
-OWN += ("torch.nn.utils", "torch.nn.parallel", "torch.distributed", "torch.ao", "torch.utils", "torch._dynamo", "contextlib")
+OWN_PACKAGES = (
+    *("tl_layersim", "nnsight", "accelerate", "transformers", "transformer_lens", "peft", "bitsandbytes", "deepspeed"),
+    *("torch.nn.utils", "torch.nn.parallel", "torch.distributed", "torch.ao", "torch.utils", "torch._dynamo", "contextlib"),
+)
 EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
 
 
@@ -48,7 +50,7 @@ def hooks_on(module: torch.nn.Module) -> str:
     known = {id(sub): f"module {path}" for sub, path in paths.items()}
     found = []
     for sub, path in [*paths.items(), (None, "every module")]:
-        for kind, name in KINDS.items():
+        for kind, name in KINDS_OF_HOOKS.items():
             hooks = getattr(torch_module, f"_global{name}") if sub is None else getattr(sub, name)
             for hook in hooks.values():
                 function = _user_function(hook)
@@ -149,7 +151,7 @@ def _user_function(hook: Any) -> Any:
 
 def _is_own(function: Any) -> bool:
     home = defined_in(function)
-    return any(home == name or home.startswith(f"{name}.") for name in OWN)
+    return any(home == name or home.startswith(f"{name}.") for name in OWN_PACKAGES)
 
 
 def _marked(change: str, names: ValueNames) -> str:

@@ -16,7 +16,7 @@ from .layout import MODULES, NORMS_BETWEEN, POST_NORM, PRE_NORM, is_post_norm, l
 from .model_changes import hooks_on
 from .model_info import Model
 from .towers import blocks_of_tower
-from .weights_hash import Weights
+from .weights_hash import StoredWeights
 
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
 HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
@@ -46,7 +46,7 @@ def describe(
     return Model(
         name=getattr(config, "_name_or_path", "") or type(module).__name__,
         config_hash=hash_config(plain),
-        weights=Weights(module),
+        weights=StoredWeights(module),
         changes=hooks_on(module),
         source=source,
         dtype=str(first.dtype) if first is not None else "unknown",

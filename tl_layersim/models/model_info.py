@@ -10,7 +10,7 @@ from ..core.argument_checks import named, typed
 from ..core.errors import without_secrets
 from .model_changes import refuse_unknown
 from .unembed import Head
-from .weights_hash import Weights
+from .weights_hash import StoredWeights
 
 
 @named
@@ -52,7 +52,7 @@ class Model:
 
     name: str
     config_hash: str
-    weights: Weights | str
+    weights: StoredWeights | str
     source: str
     basis: str
     dtype: str
@@ -91,7 +91,7 @@ class Model:
 
     def as_it_is_now(self) -> Model:
         """The description with a checksum that will be computed of the weights as they are then."""
-        return replace(self, weights=self.weights.again()) if isinstance(self.weights, Weights) else self
+        return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
 
     def identity(self, argument: str) -> tuple[str, ...]:
         """What must be equal for two runs of one model.

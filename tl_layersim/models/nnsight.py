@@ -24,8 +24,8 @@ from .head_layout import head_dtype, open_head
 from .hook_point import HookPoint, residual_points
 from .hooks import eval_mode, kernels_alone
 from .layout import find_blocks, no_forward, refuse_no_weights, same_stream, settled
-from .model_description import describe, processor_of
 from .model_changes import edits_of
+from .model_description import describe, processor_of
 from .model_info import Model
 from .model_inputs import forward_arguments
 from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_memory, refusing_one_row, release_memory

@@ -13,12 +13,12 @@ from torch import Tensor
 from .hooks import every_module
 from .quantised import is_quantised, plain_parts
 
-# Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS` rows for each thread
+# Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each thread
 # stay in the cache of a processor; a GPU takes more rows at a time.
-WORDS, ROWS, ROWS_ON_GPU = 1024, 32, 8192
+WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
 
 
-class Weights:
+class StoredWeights:
     """The weights of a model in this process. Their checksum is computed when it is first read, and then kept.
 
     A pickled or copied object is the text of its checksum.
@@ -28,7 +28,7 @@ class Weights:
 
     Examples:
         >>> module = torch.nn.Linear(2, 2)
-        >>> str(Weights(module)) == hash_weights(module)
+        >>> str(StoredWeights(module)) == hash_weights(module)
         True
     """
 
@@ -42,9 +42,9 @@ class Weights:
     def __str__(self) -> str:
         return self._checksum
 
-    def again(self) -> Weights:
+    def again(self) -> StoredWeights:
         """The same weights, without the checksum that was computed of them."""
-        return Weights(self._module)
+        return StoredWeights(self._module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self._checksum,)
@@ -56,7 +56,7 @@ def hash_weights(module: torch.nn.Module) -> str:
 
     Equal bits have equal checksums on every device and in every memory layout. Dtypes, shapes and the order of the tensors
     count, names do not. Of quantised weights the stored integers and scales are taken. Weights that accelerate has offloaded
-    are read one by one from the memory or the disk that holds them. The checksum guards against mistakes, not against attackers.
+    are read one by one from the memory or the disk that holds them. The checksum guards against mistakes, not attackers.
 
     Each row of `WORDS` words is multiplied with constants and added modulo 2^64, the lower and the upper half of each word
     with constants of their own: the multilinear hashing of Carter and Wegman (1979), "Universal classes of hash functions".
@@ -95,7 +95,7 @@ def digest_of_tensor(tensor: Tensor) -> bytes:
     # A tensor of one element counts as contiguous with any stride.
     flat = (flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
     per_row = 8 * WORDS
-    rows = ROWS_ON_GPU if flat.is_cuda else ROWS * torch.get_num_threads()
+    rows = ROWS_ON_GPU if flat.is_cuda else ROWS_ON_CPU * torch.get_num_threads()
     whole = len(flat) - len(flat) % per_row
     sums = [_sums_of_rows(flat[start : min(start + rows * per_row, whole)]) for start in range(0, whole, rows * per_row)]
     if whole < len(flat):
@@ -159,7 +159,7 @@ def _offloaded(module: torch.nn.Module) -> dict[torch.nn.Module, list[tuple[Any,
         hook = vars(holder).get("_hf_hook")
         for one in getattr(hook, "hooks", (hook,)):
             weights = getattr(one, "weights_map", None)
-            if weights is None:
+            if one is None or weights is None:
                 continue
             inside = holder.named_modules() if one.place_submodules else [("", holder)]
             for path, sub in inside:

@@ -26,7 +26,7 @@ from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
 from .fine_tuning_steps import FineTuning
 from .objectives import objective_named
-from .residual_stream import ResidualStream, open_residual_stream
+from .residual_stream import open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
 from .state import open_training_file
