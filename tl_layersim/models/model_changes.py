@@ -42,7 +42,7 @@ def hooks_on(module: torch.nn.Module) -> str:
 
     Examples:
         >>> module = torch.nn.Linear(2, 2)
-        >>> handle = module.register_forward_hook(print)
+        >>> module._forward_hooks[0] = print
         >>> hooks_on(module).split(" sha256 ")[0]
         'forward hook of Linear: builtins.print'
     """

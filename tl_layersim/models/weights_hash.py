@@ -13,8 +13,8 @@ from torch import Tensor
 from .hooks import every_module
 from .quantised import is_quantised, plain_parts
 
-# Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each thread
-# stay in the cache of a processor; a GPU takes more rows at a time.
+# Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each
+# thread stay in the cache of a processor; a GPU takes more rows at a time.
 WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
 
 
