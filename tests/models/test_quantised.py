@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tl_layersim as lsim
-from tl_layersim.models.model_description import hash_weights
 from tl_layersim.models.quantised import quantised_modules
+from tl_layersim.models.weights_hash import hash_weights
 
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import worst

@@ -233,7 +233,7 @@ def analyze(
     given = locals()
     chosen = choose_analyzers(analyzers)
     if baseline is not None:
-        refuse_no_twin(remote, blocking, shard)
+        refuse_no_twin([model], remote, blocking, shard)
         report = analyze(**given | {"baseline": None})
         more = {"baseline": None, "intervals": False, "verify": None, "checkpoint": None}
         joined: Report = with_untrained(report, data, lambda seed: analyze(**given | more | {"model": untrained(model, seed)}))
@@ -339,7 +339,7 @@ def compare(
     given = locals()
     chosen = choose_analyzers(analyzers)
     if baseline is not None:
-        refuse_no_twin(remote if isinstance(remote, tuple) else (remote,), True, None)
+        refuse_no_twin([model_a, model_b], remote if isinstance(remote, tuple) else (remote,), True, None)
 
         def twins(seed: int) -> Any:
             a, b = (untrained(m, own) for m, own in zip((model_a, model_b), seeds_of(seed, 2), strict=True))

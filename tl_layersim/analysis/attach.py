@@ -179,7 +179,7 @@ class Probe:
         self._plan.check_sites(self._analyzers, [self._source])
         tree = self._tree.add(self._block(0, pending)) if pending else self._tree
         tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
-        model = replace(self._source.model, dtype=", then ".join(self._dtypes))
+        model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
         models = self._plan.models_by_analyzer([model], [self._source])
         how = {"attached": True, "positions": self._positions.rule.record()} | self._plan.record()
         how |= {"intervals": True} if self._intervals else {}

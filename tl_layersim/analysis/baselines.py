@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from ..core.errors import LayersimError
 from ..core.results import Report, Result
+from ..models.untrained import refuse_changed
 from .model_grid import ModelGrid
 
 BaselineArgument: TypeAlias = Literal["untrained"] | None
@@ -46,10 +47,11 @@ def _joined(result: Result, twins: list[Any]) -> Result:
     return replace(result, untrained=tuple(twins))
 
 
-def refuse_no_twin(remote: Any, blocking: bool, shard: Any) -> None:
+def refuse_no_twin(models: Iterable[Any], remote: Any, blocking: bool, shard: Any) -> None:
     """Refuse runs in which no untrained model can be measured.
 
     Args:
+        models: the trained ones.
         remote: where the model or the models run.
         blocking: whether the run waits.
         shard: of the data, None for all.
@@ -71,6 +73,9 @@ def refuse_no_twin(remote: Any, blocking: bool, shard: Any) -> None:
                 expected="a model in this process and all data in one call",
                 do="lsim.analyze(lsim.untrained(model), data, analyzers) of a model that is loaded here",
             )
+
+    for model in models:
+        refuse_changed(model)
 
 
 def seeds_of(seed: int, models: int) -> range:

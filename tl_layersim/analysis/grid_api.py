@@ -144,7 +144,7 @@ def compare_grid(
     given = locals()
     names = model_names(models)
     if baseline is not None:
-        refuse_no_twin(tuple(remote.values()) if isinstance(remote, dict) else (remote,), True, None)
+        refuse_no_twin(models.values(), tuple(remote.values()) if isinstance(remote, dict) else (remote,), True, None)
 
         def twins(seed: int) -> Any:
             own = {name: untrained(models[name], n) for name, n in zip(names, seeds_of(seed, len(names)), strict=True)}

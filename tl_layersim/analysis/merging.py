@@ -19,7 +19,7 @@ from ..core.sums import Sums
 from .report_assembly import make_report
 from .saved_runs import model_of, models_read, restored_analyzers
 from .shard_files import FIRST, MAIN, DataCounts, ShardPart, read_part
-from .shards import FilesArgument, listed
+from .shards import FilesArgument, batches_of, listed
 from .validation import AnalyzersArgument
 
 SECOND = "measure all shards again with first= naming the files of the first stage, and merge the files that this writes"
@@ -169,6 +169,15 @@ def _in_order(parts: Sequence[ShardPart], stage: str) -> list[ShardPart]:
             expected=f"the data of all other files, {counts.tokens} tokens in {counts.sequences} rows",
             do="measure these shards again on the same data in the same order, with other paths",
         )
+    for part in parts:
+        start = batches_of(part.number, part.of, counts.measured).start * counts.capacity
+        if part.tally.tree.start != start:
+            raise LayersimError(
+                "A file names another shard than the one that it holds.",
+                given=f"{_shard_names([part])}, whose sums begin after row {part.tally.tree.start}",
+                expected=f"sums that begin after row {start}",
+                do=f"measure shard {part.number} again with another path",
+            )
     return _each_once(parts)
 
 

@@ -88,7 +88,9 @@ def make_report(
 def record_of_models(models: Sequence[Model]) -> dict[str, Any]:
     """The fields of a provenance that describe models, those of several models joined."""
     attributes = dict(zip(OF_MODELS, ("name", *OF_MODELS[1:]), strict=True))
-    return {field: JOINT.join(getattr(model, name) for model in models) for field, name in attributes.items()}
+    values = {field: [getattr(model, name) for model in models] for field, name in attributes.items()}
+    # Of models without changes nothing is said.
+    return {field: JOINT.join(own) if field != "changes" or any(own) else "" for field, own in values.items()}
 
 
 def record(models: Sequence[Model], tally: Tally, options: Mapping[str, Any], seed: int | None) -> Provenance:

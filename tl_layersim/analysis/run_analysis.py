@@ -65,7 +65,8 @@ def run_analysis(
     first_kernels = first_kernels_of(analyzers, plan)
     check_arguments(sources, batches, analyzers, plan, intervals)
     deal = agree([source.peers() for source in sources])
-    checkpoint, tallies = open_checkpoint(path, identity_of(sources, analyzers, settings), deal)
+    identity = {} if path is None else identity_of(sources, analyzers, settings, "checkpoint")
+    checkpoint, tallies = open_checkpoint(path, identity, deal)
     batches = _read_once(sources, batches, {name: analyzers[name] for name in first_kernels})
     sizes = _known_sizes(sources, batches)
     total = announce(sources, batches, analyzers, plan, len(first_kernels) > 0, sizes)
@@ -146,12 +147,12 @@ def check_arguments(
             tqdm.write(f"With intervals, {type(analyzer).__name__} takes longer: {words}", file=sys.stderr)
 
 
-def identity_of(sources: list[Source], analyzers: Mapping[str, Analyzer], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Models, analyzers, data options and version, which must be equal for a call that resumes a checkpoint."""
+def identity_of(
+    sources: list[Source], analyzers: Mapping[str, Analyzer], settings: Mapping[str, Any], argument: str
+) -> dict[str, Any]:
+    """Models, analyzers, data options and version, which must be equal for a call that resumes the file of `argument`."""
     return {
-        "models": [
-            (m.name, m.config_hash, m.weights_hash, m.source, m.basis, m.dtype) for m in (source.model for source in sources)
-        ],
+        "models": [source.model.identity(argument) for source in sources],
         "sites": [list(source.sites) for source in sources],
         "analyzers": {
             name: (f"{type(analyzer).__module__}.{type(analyzer).__qualname__}", analyzer.options())

@@ -100,8 +100,10 @@ def parsed(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> KeptRun:
 
 def model_notes(model: Model) -> dict[str, Any]:
     """The description of a model as plain data, without its tokenizer and its processor."""
-    plain = {f.name: getattr(model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "processor", "head")}
-    return plain | {"head": None if model.head is None else asdict(model.head)}
+    plain = {
+        f.name: getattr(model, f.name) for f in fields(Model) if f.name not in ("tokenizer", "processor", "head", "weights")
+    }
+    return plain | {"weights_hash": model.weights_hash, "head": None if model.head is None else asdict(model.head)}
 
 
 def model_of(notes: Mapping[str, Any]) -> Model:
@@ -114,6 +116,7 @@ def model_of(notes: Mapping[str, Any]) -> Model:
         head = Head(**head)
     # Tuples are lists in JSON; a file of 0.1 has the first of these alone.
     plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "ends", "widths") if name in plain}
+    plain["weights"] = plain.pop("weights_hash")
     refuse_other_types(Model, plain)
     return Model(**plain, tokenizer=None, head=head)
 

@@ -104,7 +104,7 @@ class ShardRun:
         kernels = first_kernels_of(self.analyzers, self.plan)
         # Counting tokens or labels needs no model: each shard counts them in all data.
         in_two_stages = any(not self.analyzers[name].first_without_model for name in kernels)
-        identity = identity_of([self.source], self.analyzers, self.settings)
+        identity = identity_of([self.source], self.analyzers, self.settings, "save_to")
         self._read_first(identity, in_two_stages)
         stage = FIRST if in_two_stages and self.shard.first is None else MAIN
         own = {"first": digest_of(self.first), "shard": [self.shard.number, self.shard.of], "stage": stage}

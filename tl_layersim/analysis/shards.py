@@ -47,7 +47,12 @@ class Shard:
             >>> [list(Shard(number, 3, Path("part")).takes(7)) for number in range(3)]
             [[0, 1], [2, 3], [4, 5, 6]]
         """
-        return range(measured * self.number // self.of, measured * (self.number + 1) // self.of)
+        return batches_of(self.number, self.of, measured)
+
+
+def batches_of(number: int, of: int, measured: int) -> range:
+    """Numbers of the batches of a shard, see `Shard.takes`."""
+    return range(measured * number // of, measured * (number + 1) // of)
 
 
 def chosen_shard(

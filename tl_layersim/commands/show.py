@@ -88,7 +88,9 @@ def _provenance_rows(report: Report) -> list[tuple[str, str]]:
     """The provenance that all results share, and the options of each."""
     first = next(iter(report.values())).provenance
     shared = {
-        name: getattr(first, name) for name in ("model", "source", "basis", "dtype", "config_hash", "weights_hash", "data")
+        name: value
+        for name in ("model", "source", "basis", "dtype", "config_hash", "weights_hash", "changes", "data")
+        if (value := getattr(first, name)) or name != "changes"
     }
     shared |= {"tokens": first.tokens, "rows": first.sequences, "batches": first.batches, "seconds": f"{first.seconds:.3g}"}
     options = {name: result.provenance.options for name, result in report.items()}

@@ -1,12 +1,18 @@
-"""Bytecode of functions and of the functions that they call, to compare the kernels of two runs."""
+"""Bytecode of functions and of the functions that they call, and the values that they hold, to compare those of two runs."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
+
+import numpy as np
+import torch
 
 
 def called_by(starts: Iterable[FunctionType]) -> list[FunctionType]:
@@ -74,32 +80,126 @@ def describe_function(function: Callable[..., Any]) -> str:
         >>> describe_function(describe_function).split(" ")[0]
         'tl_layersim.core.function_code.describe_function'
     """
-    values: list[Any] = []
+    return ValueNames().function(function)
+
+
+def defined_in(function: Any) -> str:
+    """Name of the module in which a function, or the class of another object, is defined.
+
+    Args:
+        function: a `functools.partial` is defined where its function is.
+    """
     while isinstance(function, functools.partial):
-        values += [function.args, sorted(function.keywords.items())]
         function = function.func
-    bound = getattr(function, "__self__", None)
-    own: Any = getattr(function, "__func__", function)
-    if not isinstance(own, FunctionType):
-        # An object that can be called, or a function of C, which has no code to digest.
-        bound, own = own, vars(type(own)).get("__call__", own)
-    module = getattr(function, "__module__", None) or type(function).__module__
-    name = f"{module}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-    values.append(sorted(getattr(bound, "__dict__", {}).items()))
-    code = ""
-    if isinstance(own, FunctionType):
-        values += [[cell.cell_contents for cell in own.__closure__ or ()], own.__defaults__, own.__kwdefaults__]
-        code = digest_of_code([own])
-    return f"{name} sha256 {hashlib.sha256(f'{code} {_plain_values(values)!r}'.encode()).hexdigest()[:12]}"
+    return getattr(function, "__module__", None) or type(function).__module__
 
 
-def _plain_values(value: Any) -> Any:
-    """A value with everything but numbers and texts replaced by its type, so that its `repr` is the same in every process."""
-    if value is None or isinstance(value, str | bytes | bool | int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain_values(item) for item in value]
-    if hasattr(value, "tolist"):
-        # A tensor or an array.
-        return value.tolist()
-    return type(value).__qualname__
+class ValueNames:
+    """Names of functions and values that are the same in every process for the same code and the same contents.
+
+    A function is named with its closure, its defaults, the object of a method, and the globals that its code reads. A tensor
+    is named by its dtype, shape and bytes, a module by its class and its weights.
+
+    Args:
+        known: names of further objects, by `id`.
+
+    Attributes:
+        unknown: classes of the objects that have no such name; their contents are in no digest.
+    """
+
+    def __init__(self, known: Mapping[int, str] = MappingProxyType({})) -> None:
+        self._known = dict(known)
+        self.unknown: list[str] = []
+
+    def function(self, function: Callable[..., Any]) -> str:
+        """A function as text, see `describe_function`."""
+        values: list[Any] = []
+        while isinstance(function, functools.partial):
+            values += [function.args, function.keywords]
+            function = function.func
+        # torch.no_grad() and other decorators hold objects of their own.
+        function = inspect.unwrap(function)
+        bound = getattr(function, "__self__", None)
+        own: Any = getattr(function, "__func__", function)
+        name = f"{defined_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+        code = ""
+        if isinstance(own, FunctionType):
+            # Not once more where it is reached through itself.
+            self._known[id(own)] = name
+            code = digest_of_code([own])
+            values += [*([] if bound is None else [self._object(bound)]), _closure(own), own.__defaults__, own.__kwdefaults__]
+            values += [_globals(one) for one in called_by([own])]
+        else:
+            # An object that can be called, or a function of C, which has no code to digest.
+            self.unknown.append(name)
+            call = vars(type(own)).get("__call__")
+            code = digest_of_code([call]) if isinstance(call, FunctionType) else ""
+            values.append(getattr(own, "__dict__", {}))
+        return f"{name} sha256 {self.digest(code, values)}"
+
+    def digest(self, text: str, values: Any) -> str:
+        """A digest of a text and of values, 12 hex digits."""
+        return hashlib.sha256(f"{text} {self._named(values)!r}".encode()).hexdigest()[:12]
+
+    def _object(self, bound: Any) -> Any:
+        """The object of a method, by its class and its contents."""
+        if id(bound) in self._known or isinstance(bound, type | torch.nn.Module):
+            return bound
+        return [type(bound), getattr(bound, "__dict__", {})]
+
+    def _named(self, value: Any) -> Any:
+        """A value as lists of numbers and texts, whose `repr` is the same in every process."""
+        if value is None or isinstance(value, str | bytes | bool | int | float | complex):
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if isinstance(value, Mapping):
+            return sorted(([self._named(key), self._named(item)] for key, item in value.items()), key=repr)
+        if isinstance(value, list | tuple):
+            return [self._named(item) for item in value]
+        if isinstance(value, set | frozenset):
+            return sorted(map(self._named, value), key=repr)
+        if isinstance(value, slice | torch.dtype | torch.device):
+            return repr(value)
+        if isinstance(value, torch.nn.Module):
+            return [type(value).__qualname__, self._named(value.state_dict())]
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            return [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()]
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            return [str(value.dtype), tuple(value.shape), hashlib.sha256(plain.numpy().tobytes()).hexdigest()]
+        if isinstance(value, ModuleType):
+            return value.__name__
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, FunctionType | MethodType | functools.partial):
+            return self.function(value)
+        if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | type | None):
+            return f"{value.__module__}.{value.__qualname__}"
+        self.unknown.append(type(value).__qualname__)
+        return type(value).__qualname__
+
+
+def _closure(function: FunctionType) -> list[Any]:
+    """The values of a function's closure; those that are not set yet are left out."""
+    values = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values
+
+
+def _globals(function: FunctionType) -> dict[str, Any]:
+    """The global values that a function's code reads, without functions of its module, which `digest_of_code` contains."""
+    read = {
+        step.argval
+        for code in codes_in(function.__code__)
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    found = {name: function.__globals__[name] for name in read if name in function.__globals__}
+    return {
+        name: value
+        for name, value in found.items()
+        if not (isinstance(value, FunctionType) and value.__module__ == function.__module__)
+    }

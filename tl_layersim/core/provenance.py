@@ -9,7 +9,7 @@ from .argument_checks import typed
 from .errors import without_secrets
 
 # Fields that describe a model; those of several models are joined.
-OF_MODELS = ("model", "config_hash", "weights_hash", "source", "basis", "dtype")
+OF_MODELS = ("model", "config_hash", "weights_hash", "changes", "source", "basis", "dtype")
 JOINT = " | "
 
 
@@ -21,7 +21,10 @@ class Provenance:
     Attributes:
         model: name or path of the model as it was loaded.
         config_hash: first 12 hex digits of the SHA-256 of the model's configuration.
-        weights_hash: the same of a sample of each parameter; empty if the weights are in another process.
+        weights_hash: checksum of all bytes of the model's parameters and buffers, 12 hex digits; empty if the weights are in
+            another process, or divided over processes.
+        changes: hooks that others registered on the model's modules, and edits of nnsight: where, the function's name, and a
+            digest of code and captured values; empty if there are none.
         source: class of the model, such as `HookedTransformer` or `TransformersModel (remote='local')`.
         basis: basis of the residual stream (raw weights, folded norms, ...). The final norm is never applied.
         dtype: of the model's activations.
@@ -51,6 +54,7 @@ class Provenance:
     versions: dict[str, str]
     seconds: float
     warnings: tuple[str, ...] = ()
+    changes: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", without_secrets(self.model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..models.model_changes import refuse_edits
 from ..models.model_info import Model
 
 # Largest relative error of finite differences.
@@ -38,9 +39,11 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
         differences: whether finite differences are taken, which need no gradients.
 
     Raises:
-        LayersimError: blocks end in a norm, cannot be replayed, or are on a server that allows no gradients.
+        LayersimError: blocks end in a norm, cannot be replayed, or are on a server that allows no gradients; or the model has
+            edits of nnsight.
     """
     refuse_post_norm(model)
+    refuse_edits(model.changes, what)
     if model.calls == "none":
         raise LayersimError(
             f"{what} replays blocks, which this source does not offer.",

@@ -15,7 +15,7 @@ Other packages may import from these modules:
 - `unembed`, `chunked_logit_lens`, `cross_entropy`: the logit lens, its statistics at every layer, cross-entropy.
 - `head_layout`, `detection_heads`: the final norm and the head of a model; the class head and the box head of a DETR.
 - `exit_heads`, `layer_heads`: heads of layers below the last, as users pass them and as kernels carry them.
-- `model_description`: `hash_weights`, a digest of a model's weights.
+- `weights_hash`: `hash_weights`, a checksum of a model's weights; `model_changes`: hooks of others and edits of nnsight.
 - `head_layouts`: the table of heads, and why some models have none.
 - `activation_checks`: refusals of activations that are not finite, and of a lens that is not the model's.
 - `targets`: the token or class that a model should predict at each position.

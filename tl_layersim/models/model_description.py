@@ -13,9 +13,10 @@ from ..data.inputs import PIXELS
 from .block_lists import in_both_stacks, is_last_stack, side_of
 from .head_layout import find_head, norms_between_layers
 from .layout import MODULES, NORMS_BETWEEN, POST_NORM, PRE_NORM, is_post_norm, locate
+from .model_changes import hooks_on
 from .model_info import Model
-from .quantised import stored_tensors
 from .towers import blocks_of_tower
+from .weights_hash import StoredWeights
 
 # Inputs that the data reader passes on, or that change no activation: targets, as are names that contain `label`.
 HANDLED = ("tokens", "input", "text", "start_positions", "end_positions")
@@ -45,7 +46,8 @@ def describe(
     return Model(
         name=getattr(config, "_name_or_path", "") or type(module).__name__,
         config_hash=hash_config(plain),
-        weights_hash=hash_weights(module),
+        weights=StoredWeights(module),
+        changes=hooks_on(module),
         source=source,
         dtype=str(first.dtype) if first is not None else "unknown",
         d_model=getattr(text, "hidden_size", None),
@@ -148,22 +150,6 @@ def _context(config: Any) -> int | None:
     # These models number positions from the padding index on.
     offset = 2 if getattr(config, "model_type", None) in ("roberta", "mpnet", "xlm-roberta") else 0
     return length - offset if length else None
-
-
-def hash_weights(module: torch.nn.Module) -> str:
-    """First 12 hex digits of the SHA-256 of 64 numbers from each parameter; "" if the weights are not all in memory here.
-
-    Fine-tuning changes nearly all numbers of nearly all parameters, so that a sample distinguishes two checkpoints at no cost.
-    Of quantised weights the stored integers and scales are taken.
-    """
-    picked = []
-    for stored in stored_tensors(module):
-        if stored.is_meta or hasattr(stored, "placements"):
-            # Offloaded to a disk or to the CPU, or sharded over processes.
-            return ""
-        flat = stored.detach().reshape(-1)
-        picked.append(flat[:: max(1, flat.numel() // 64)][:64].float().cpu())
-    return hashlib.sha256(torch.cat(picked).numpy().tobytes()).hexdigest()[:12] if picked else ""
 
 
 def hash_config(config: dict[str, Any]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..core.argument_checks import typed
 from ..core.errors import without_secrets
+from .model_changes import refuse_unknown
 from .unembed import Head
+from .weights_hash import StoredWeights
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Model:
     Attributes:
         name: under which the model was loaded.
         config_hash: see `Provenance`; "" if there is no configuration.
-        weights_hash: see `Provenance`; "" if the weights are not in this process.
+        weights: whose checksum `weights_hash` is computed when it is first read; or that checksum, "" if the weights are not in
+            this process.
         source: class of the model, and how it is reached.
         basis: in which its residual stream is measured: raw or processed weights, before or after a norm.
         dtype: of its parameters.
@@ -40,6 +43,7 @@ class Model:
         processor: makes inputs of images, None where the model carries none.
         pads: padding ids that its configuration names.
         ends: ids that its configuration names as BOS or EOS.
+        changes: of the model beside its weights, see `Provenance`.
         stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
             are left out or the stream is also read inside blocks, "none" for other sites; "unknown" until `Source.settle` has
             run a forward pass.
@@ -47,7 +51,7 @@ class Model:
 
     name: str
     config_hash: str
-    weights_hash: str
+    weights: StoredWeights | str
     source: str
     basis: str
     dtype: str
@@ -77,6 +81,28 @@ class Model:
 
     stream: Literal["whole", "parts", "unknown", "none"] = "whole"
     widths: tuple[int, ...] = ()
+    changes: str = ""
+
+    @property
+    def weights_hash(self) -> str:
+        """See `Provenance`; "" if the weights are not in this process. All copies of a description compute it once."""
+        return str(self.weights)
+
+    def as_it_is_now(self) -> Model:
+        """The description with a checksum that will be computed of the weights as they are then."""
+        return replace(self, weights=self.weights.again()) if isinstance(self.weights, StoredWeights) else self
+
+    def identity(self, argument: str) -> tuple[str, ...]:
+        """What must be equal for two runs of one model.
+
+        Args:
+            argument: that names the file of the run, for messages.
+
+        Raises:
+            LayersimError: the model has a change that cannot be compared with that of a later call.
+        """
+        refuse_unknown(self.changes, argument)
+        return (self.name, self.config_hash, self.weights_hash, self.changes, self.source, self.basis, self.dtype)
 
     @property
     def reads_rows(self) -> bool:

@@ -24,6 +24,7 @@ from .head_layout import head_dtype, open_head
 from .hook_point import HookPoint, residual_points
 from .hooks import eval_mode, kernels_alone
 from .layout import find_blocks, no_forward, refuse_no_weights, same_stream, settled
+from .model_changes import edits_of
 from .model_description import describe, processor_of
 from .model_info import Model
 from .model_inputs import forward_arguments
@@ -71,7 +72,8 @@ class NNsightSource(PointSource):
         where = f" (remote={shown(remote)})" if remote else ""
         tokenizer = getattr(model, "tokenizer", None)
         known = describe(self.module, self.paths, type(model).__name__ + where, tokenizer, unembed, self._named)
-        self._model = replace(known, processor=processor_of(model) or known.processor)
+        changes = "; ".join(filter(None, (edits_of(model), known.changes)))
+        self._model = replace(known, processor=processor_of(model) or known.processor, changes=changes)
         self._place_blocks()
 
     def _place_blocks(self) -> None:

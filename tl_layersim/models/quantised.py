@@ -27,6 +27,15 @@ def is_plain(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and parameter.dtype not in EIGHT_BIT_FLOATS and not packed
 
 
+def is_quantised(module: torch.nn.Module) -> bool:
+    """Whether a module's own weights are quantised.
+
+    Args:
+        module: its submodules do not count.
+    """
+    return PACKED in module._buffers or not all(map(is_plain, module.parameters(recurse=False)))
+
+
 def quantised_modules(module: torch.nn.Module) -> list[str]:
     """Paths of the modules whose weights are quantised: by torchao, bitsandbytes, GPTQ, AWQ, HQQ, Quanto and similar packages.
 
@@ -38,39 +47,21 @@ def quantised_modules(module: torch.nn.Module) -> list[str]:
         >>> quantised_modules(torch.nn.Sequential(torch.nn.Linear(2, 2)))
         []
     """
-    return [
-        path
-        for path, sub in module.named_modules()
-        if PACKED in sub._buffers or not all(map(is_plain, sub.parameters(recurse=False)))
-    ]
+    return [path for path, sub in module.named_modules() if is_quantised(sub)]
 
 
-def stored_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
-    """The tensors that determine a model's weights: its parameters; of a quantised module also scales and zero points.
+def plain_parts(value: Tensor) -> Iterator[Tensor]:
+    """The plain tensors of which a tensor subclass consists; the tensor itself where it is plain.
 
     Args:
-        module: the model.
+        value: a parameter or a buffer.
     """
-    packed = set(quantised_modules(module))
-    # The tensors themselves, because the address of one that is freed may be that of the next.
-    seen: dict[int, Tensor] = {}
-    for path, sub in module.named_modules():
-        # bitsandbytes and HQQ keep scales in objects of their own, which the state dict contains.
-        values = sub.state_dict().values() if path in packed else sub.parameters(recurse=False)
-        for value in values:
-            if isinstance(value, Tensor) and id(value) not in seen:
-                seen[id(value)] = value
-                yield from _inner(value)
-
-
-def _inner(value: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of which a tensor subclass consists; the tensor itself where it is plain."""
     if is_plain(value) or not hasattr(value, "__tensor_flatten__"):
         yield value
         return
     names, _ = value.__tensor_flatten__()
     for name in names:
-        yield from _inner(getattr(value, name))
+        yield from plain_parts(getattr(value, name))
 
 
 def refuse_quantised(module: torch.nn.Module, what: str, do: str) -> None:

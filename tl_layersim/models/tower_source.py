@@ -15,11 +15,13 @@ from ..data.positions import Positions
 from .head_layout import open_head
 from .hooked import HookedSource
 from .layout import POST_NORM, PRE_NORM, is_post_norm
-from .model_description import hash_config, hash_weights, processor_of
+from .model_changes import hooks_on
+from .model_description import hash_config, processor_of
 from .model_info import Model, layer_names
 from .towers import Tower, find_towers, text_starts_anew
 from .unembed import Unembed, rounding
 from .view import View
+from .weights_hash import StoredWeights
 
 
 class TowerSource(HookedSource):
@@ -47,7 +49,8 @@ class TowerSource(HookedSource):
             own,
             name=f"{getattr(config, '_name_or_path', '') or type(self.clip).__name__}, {self.tower.name} tower",
             config_hash=hash_config(config.to_dict() | {"transformers_version": None, "_name_or_path": None}),
-            weights_hash=hash_weights(self.clip),
+            weights=StoredWeights(self.clip),
+            changes=hooks_on(self.clip),
             basis=POST_NORM if is_post_norm(self.module, self.paths[0]) else PRE_NORM,
             layers=tuple(f"{self.tower.name}.{name}" for name in layer_names(len(self.paths))),
             stream="whole",

@@ -9,9 +9,11 @@ import torch
 from ..core.errors import LayersimError
 from .head_layout import logit_scaling
 from .layout import POST_NORM, PRE_NORM, find_blocks, is_post_norm
-from .model_description import data_fields, hash_config, hash_weights
+from .model_changes import hooks_on
+from .model_description import data_fields, hash_config
 from .model_info import Model, layer_names
 from .unembed import Head
+from .weights_hash import StoredWeights
 
 
 def is_transformer_lens(model: Any) -> bool:
@@ -44,7 +46,8 @@ def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
     described = Model(
         name=str(cfg.model_name),
         config_hash=hash_config(plain),
-        weights_hash=hash_weights(model),
+        weights=StoredWeights(model),
+        changes=hooks_on(model),
         source=type(model).__name__,
         basis=_transformer_lens_basis(model),
         dtype=str(cfg.dtype),

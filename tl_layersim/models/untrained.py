@@ -9,6 +9,7 @@ import torch
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from .model_changes import edits_of, hooks_on
 from .open import is_nnsight
 from .transformer_lens import is_transformer_lens
 
@@ -29,7 +30,8 @@ def untrained(model: Any, seed: int = 0) -> Any:
         Face model.
 
     Raises:
-        LayersimError: the model has no configuration from which its class makes another one, or makes weights of other shapes.
+        LayersimError: the model has no configuration from which its class makes another one, or makes weights of other shapes;
+            or it has hooks or edits of nnsight, which the twin would not have.
 
     Examples:
         >>> import tl_layersim as lsim
@@ -38,6 +40,7 @@ def untrained(model: Any, seed: int = 0) -> Any:
         >>> twin.config.hidden_size == model.config.hidden_size, lsim.untrained(model, seed=1) is twin
         (True, False)
     """
+    refuse_changed(model)
     if is_nnsight(model):
         made = untrained(model._module, seed)
         made.tokenizer = getattr(model, "tokenizer", None)
@@ -59,6 +62,26 @@ def untrained(model: Any, seed: int = 0) -> Any:
     if hasattr(model, "tokenizer") and not hasattr(made, "tokenizer"):
         made.tokenizer = model.tokenizer
     return made
+
+
+def refuse_changed(model: Any) -> None:
+    """Refuse a model with hooks of others or edits of nnsight, which a model with fresh weights would not have.
+
+    Args:
+        model: of any kind; one that is no torch module has no hooks.
+
+    Raises:
+        LayersimError: names the changes.
+    """
+    edits, module = (edits_of(model), model._module) if is_nnsight(model) else ("", model)
+    hooks = hooks_on(module) if isinstance(module, torch.nn.Module) else ""
+    if edits or hooks:
+        raise LayersimError(
+            "`model` has changes that are not in its configuration, and a model with fresh weights would lack them.",
+            given="; ".join(filter(None, (edits, hooks))),
+            expected="a model without hooks and edits",
+            do="make lsim.untrained(model) before the hooks are registered, register them on both, and compare the two results",
+        )
 
 
 def _made(model: Any) -> Any:

@@ -23,7 +23,7 @@ from ..models.source import PartialSums, Source
 from ..remote.open import open_source
 
 # The fields of a description that are equal in all copies of one model.
-EQUAL_FIELDS = ("name", "config_hash", "weights_hash", "source", "basis", "dtype", "layers")
+EQUAL_FIELDS = ("name", "config_hash", "weights_hash", "changes", "source", "basis", "dtype", "layers")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ..core.server_addresses import shown
 from ..models.activation_checks import need_stream
 from ..models.hooked import HookedSource
 from ..models.layout import modules_in_place_of_blocks
+from ..models.model_changes import refuse_edits
 from ..models.nnsight import NNsightSource
 from ..models.open import ACCEPTED_MODELS, is_nnsight, open_local
 from ..models.source import Source
@@ -100,6 +101,7 @@ def open_split_model(model: Any, layers: list[str] | None, remote: bool | str) -
     """
     source = open_source(model, layers=layers, remote=remote, either_stack=not remote)
     need_stream(source.model, "Stitching")
+    refuse_edits(source.model.changes, "Stitching")
     if isinstance(source, HookedSource):
         return LocalSplitModel(source, source.model)
     if not isinstance(source, NNsightSource):

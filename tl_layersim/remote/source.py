@@ -19,6 +19,7 @@ from ..core.errors import LOG, LayersimError, LayersimWarning, in_words, warn
 from ..core.server_addresses import shown
 from ..data.batches import Batch
 from ..models.hook_point import HookPoint
+from ..models.model_changes import edits_of
 from ..models.model_info import ServerOffer
 from ..models.model_inputs import forward_arguments, smallest_arguments
 from ..models.nnsight import NNsightSource, kept_of, shippable
@@ -84,7 +85,9 @@ class RemoteSource(NNsightSource):
             name=name,
             dtype=self.offer.dtype,
             source=source,
-            weights_hash="",
+            weights="",
+            # Hooks stay in this process.
+            changes=edits_of(model),
             calls="gradients" if self.offer.trusted else "values",
             # Modules of unknown layouts are tested only for models in this process.
             stream="none" if self._model.stream == "unknown" else self._model.stream,

@@ -34,7 +34,8 @@ OWN_NAMES = ("summary", "numbers", "plotly", "figures")
 RECORD = {
     "model": "Model",
     "config_hash": "Configuration (SHA-256, first digits)",
-    "weights_hash": "Weights (SHA-256 of a sample, first digits)",
+    "weights_hash": "Weights (checksum of all bytes)",
+    "changes": "Hooks and edits",
     "source": "Class of the model",
     "basis": "Basis of the residual stream",
     "dtype": "Dtype of activations",

@@ -126,7 +126,8 @@ def stitch(
     options = {"eval_data": eval_data, "labels": labels, "tokenizer": tokenizer}
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
     experiment = StitchExperiment(models, models[1:], data, spec, options, reading, cache, list(layers))
-    progress = Progress(checkpoint, experiment.identity() | {"at": list(numbers)})
+    identity = {} if checkpoint is None else experiment.identity() | {"at": list(numbers)}
+    progress = Progress(checkpoint, identity)
     start = time.perf_counter()
     with experiment:
         activations = experiment.activations(models[0], numbers[0])
@@ -230,7 +231,8 @@ def stitch_grid(
     options = {"eval_data": eval_data, "labels": labels, "tokenizer": tokenizer}
     reading = DataOptions(batch_size, seq_len, pack, max_tokens, skip_first, prepend_bos, column)
     experiment = StitchExperiment(every, every, data, spec, options, reading, cache)
-    progress = Progress(checkpoint, experiment.identity() | {"names": list(opened), "seams": points})
+    identity = {} if checkpoint is None else experiment.identity() | {"names": list(opened), "seams": points}
+    progress = Progress(checkpoint, identity)
     start = time.perf_counter()
     cells = _run_grid(experiment, opened, points, progress)
     count = len(next(iter(points.values())))

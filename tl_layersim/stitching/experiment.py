@@ -143,7 +143,7 @@ class StitchExperiment:
     def identity(self) -> dict[str, Any]:
         """Models, data, settings and version, which must be the same in a checkpoint."""
         return {
-            "models": [(m.name, m.config_hash, m.weights_hash, m.source, m.dtype) for m in (h.model for h in self.models)],
+            "models": [each.model.identity("checkpoint") for each in self.models],
             "blocks": self.layers,
             "task": self.spec.options() | {"seed": self.spec.seed},
             "data": self.batches.record() | {"digest": self._digest(with_targets=True)},

@@ -18,6 +18,7 @@ from ..data.inputs import TOKEN_IDS
 from ..data.options import DataOptions
 from ..models.hook_point import HookPoint, residual_points
 from ..models.hooked import HookedSource
+from ..models.model_changes import hooks_on
 from ..models.model_info import Model, entering
 from ..models.split_model import LocalSplitModel
 from ..models.transformer_lens import is_transformer_lens
@@ -249,7 +250,8 @@ class StitchedSource(HookedSource):
             back.model,
             name=f"{front.model.name} up to {front.model.layers[stitched.at[0]]}, {stitched.adapter.kind}, {back.model.name}",
             config_hash=f"{front.model.config_hash}+{back.model.config_hash}",
-            weights_hash=f"{front.model.weights_hash}+{stitched.adapter.digest()}+{back.model.weights_hash}",
+            weights=f"{front.model.weights_hash}+{stitched.adapter.digest()}+{back.model.weights_hash}",
+            changes="; ".join(dict.fromkeys(filter(None, (front.model.changes, back.model.changes, hooks_on(stitched))))),
             source=f"stitched {front.model.source} and {back.model.source}",
             layers=(entering(back.model.layers[above + 1]), *back.model.layers[above + 1 :]),
             head=None if back.model.head is None else back.model.head.under("back"),

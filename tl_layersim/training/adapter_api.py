@@ -130,7 +130,7 @@ def train_adapters(
     options |= {"layers": layers, "unembed": unembed}
     digests = {"trained_on": rows[0].digest(), "judged_on": rows[1].digest()}
     identity = {
-        "model": [known.name, known.config_hash, known.weights_hash, known.dtype, known.source],
+        "model": () if checkpoint is None else known.identity("checkpoint"),
         "task": options | {"seed": seed, "batch_size": batch_size},
         "pad": known.tokenizer.pad_token_id if known.tokenizer is not None else None,
         "version": version("tl_layersim"),

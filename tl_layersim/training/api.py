@@ -26,7 +26,7 @@ from ..models.targets import usual_labels
 from .export import check_savable, save_or_warn, without_additions
 from .fine_tuning_steps import FineTuning
 from .objectives import objective_named
-from .residual_stream import ResidualStream, open_residual_stream
+from .residual_stream import open_residual_stream
 from .results import AlignedResult
 from .settings import AlignedTraining
 from .state import open_training_file
@@ -114,6 +114,9 @@ def finetune_aligned(
         stack.enter_context(torch.enable_grad())
         known = open_residual_stream(model, layers, unembed, either_stack=True).source.model
         _refuse_float16(known)
+        # Of the weights before the training.
+        known = replace(known, weights=known.weights_hash)
+        own = () if checkpoint is None else known.identity("checkpoint")
         finish = stack.enter_context(_with_lora(model, training))
         stack.enter_context(_gradient_checkpointing(model, training))
         stack.enter_context(without_additions(model))
@@ -127,7 +130,7 @@ def finetune_aligned(
         objective = objective_named(training.objective)(stream, training)
         digests = {"data": training_rows.digest(), "judged": eval_rows.digest()}
         identity = {
-            "model": [known.name, known.config_hash, known.weights_hash, known.dtype, known.source],
+            "model": own,
             "blocks": layers,
             "unembed": unembed,
             "training": training.options(),
@@ -145,7 +148,7 @@ def finetune_aligned(
         save_or_warn(model, training.save_to, described.tokenizer, heads, training_rows.take([0]))
     tuning.accelerator.wait_for_everyone()
     counts = found_in_data(training_rows, eval_rows) | {"parameters": trained}
-    run = _record(stream, training_rows, eval_rows, training, reading.record() | counts, digests, time.perf_counter() - start)
+    run = _record(known, training_rows, eval_rows, training, reading.record() | counts, digests, time.perf_counter() - start)
     if not isinstance(usual, str):
         warn_of_unused(usual, replace(run, sequences=len(training_rows) + len(eval_rows)))
     return AlignedResult.of(state, run, stream.reads, known.layers, heads)
@@ -235,7 +238,7 @@ def _gradient_checkpointing(model: Any, training: AlignedTraining) -> Iterator[N
 
 
 def _record(
-    stream: ResidualStream,
+    model: Model,
     training_rows: TrainingData,
     eval_rows: TrainingData,
     training: AlignedTraining,
@@ -247,4 +250,4 @@ def _record(
     count = sum(int((eval_rows.take([row]).targets >= 0).sum()) for row in range(len(eval_rows)))
     tally = Tally(-(-len(eval_rows) // settings["batch_size"]), len(eval_rows), count, digests["judged"], seconds)
     options = settings | training.options() | {"trained_on": digests["data"], "train_rows": len(training_rows)}
-    return record([stream.source.model], tally, options, training.seed)
+    return record([model], tally, options, training.seed)

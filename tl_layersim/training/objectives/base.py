@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...models.cross_entropy import cross_entropy
 from ...models.exit_heads import ExitHeads
-from ...models.model_description import hash_weights
+from ...models.weights_hash import hash_weights
 from ..losses import Weights, chunks, layer_weights, logits_at, rows_at_once
 from ..residual_stream import ResidualStream, TrainingBatch
 

@@ -1,0 +1,268 @@
+"""What makes a model another model: each change has another identity, and a model that is the same has the same one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.core import storage
+from tl_layersim.models.model_changes import hooks_on
+from tl_layersim.models.nnsight import NNsightSource
+from tl_layersim.models.weights_hash import WORDS, digest_of_tensor, hash_weights
+from tl_layersim.remote.open import open_source
+
+from ..tiny_models import random_tokens, tiny_llama
+
+TOKENS = random_tokens(8, 11)
+CALL = {"analyzers": lsim.Cosine(center="none"), "batch_size": 2}
+
+
+def scaled(_module, _args, output, by=0.5):
+    return output * by
+
+
+def halved(_module, args):
+    return (args[0] / 2, *args[1:])
+
+
+class Scaling:
+    def __call__(self, _module, _args, output):
+        return output * 2
+
+
+def edited(model, by):
+    from nnsight import NNsight
+
+    with NNsight(model).edit() as (_, changed):
+        changed.model.layers[1].output[:] = changed.model.layers[1].output * by
+    return changed
+
+
+def moved(model, change):
+    """The model with its weights on a disk, after a change of the files there."""
+    accelerate = pytest.importorskip("accelerate")
+    change(model)
+    # Removed with the model.
+    model.folder = tempfile.TemporaryDirectory()
+    return accelerate.disk_offload(model, model.folder.name, execution_device="cpu", offload_buffers=False)
+
+
+def of_weights(change):
+    def make(model):
+        with torch.no_grad():
+            change(model.model.layers[1].mlp.down_proj.weight.data)
+        return model
+
+    return make
+
+
+def swapped(weight):
+    weight[[3, 4]] = weight[[4, 3]]
+
+
+def negated(weight):
+    # The highest bits of two 64-bit words.
+    weight[0, [1, 3]] *= -1
+
+
+def hooked(register, function):
+    def make(model):
+        getattr(model.model.layers[1], register)(function)
+        return model
+
+    return make
+
+
+def other_buffer(model):
+    model.model.rotary_emb.inv_freq[1] *= 1.5
+    return model
+
+
+CHANGES = {
+    "one weight": of_weights(lambda w: w[5, 6].add_(1e-3)),
+    "scaled row": of_weights(lambda w: w[5].mul_(1.01)),
+    "swapped rows": of_weights(swapped),
+    "zeroed columns": of_weights(lambda w: w.__setitem__((slice(None), [7, 11]), 0)),
+    "negated weights": of_weights(negated),
+    "buffer": other_buffer,
+    "offloaded weights": lambda model: moved(model, of_weights(lambda w: w.mul_(3))),
+    "forward hook": hooked("register_forward_hook", scaled),
+    "forward hook with another value": hooked("register_forward_hook", functools.partial(scaled, by=2.0)),
+    "forward pre-hook": hooked("register_forward_pre_hook", halved),
+    "edit": lambda model: edited(model, torch.tensor(2.0)),
+    "edit with another value": lambda model: edited(model, torch.tensor(3.0)),
+}
+
+
+def identity(model):
+    found = open_source(model).model
+    return found.weights_hash, found.changes
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_another_model(name, tmp_path):
+    from tl_layersim.ray.model_copy import ModelCopy, Settings, equal_fields_of
+
+    plain = nnsight_of(tiny_llama()) if "edit" in name else tiny_llama()
+    changed = CHANGES[name](tiny_llama())
+    assert identity(changed) != identity(plain)
+    others = [make for other, make in CHANGES.items() if other.split(" with")[0] == name.split(" with")[0] and other != name]
+    assert all(identity(make(tiny_llama())) != identity(changed) for make in others)
+    assert identity(CHANGES[name](tiny_llama())) == identity(changed)
+
+    for number, model in enumerate((plain, changed)):
+        lsim.analyze(model, TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
+    with pytest.raises(lsim.LayersimError, match=r"other model"):
+        lsim.merge(tmp_path)
+
+    report = lsim.analyze(plain, TOKENS, **CALL, checkpoint=tmp_path / "run")
+    with pytest.raises(lsim.LayersimError, match="run"):
+        lsim.analyze(changed, TOKENS, **CALL, checkpoint=tmp_path / "run")
+    own = lsim.analyze(changed, TOKENS, **CALL)["cosine"].provenance
+    assert (own.weights_hash, own.changes) == identity(changed) != (report["cosine"].provenance.weights_hash, "")
+
+    settings = Settings(1, equal_fields_of(open_source(plain).model))
+    with pytest.raises(lsim.LayersimError, match="`load_model`"):
+        ModelCopy(lambda: changed, {}).facts(settings)
+
+
+def nnsight_of(model):
+    from nnsight import NNsight
+
+    return NNsight(model)
+
+
+def reloaded(model, folder):
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
+
+
+def transposed(model):
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data.T.contiguous().T
+    return model
+
+
+def probed(model):
+    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        model(TOKENS)
+        assert hooks_on(model) == ""
+    probe.results()
+    return model
+
+
+SAME = {
+    "loaded again": reloaded,
+    "another memory layout": lambda model, _: transposed(model),
+    "another device": lambda model, _: model.to("cuda") if torch.cuda.is_available() else model,
+    "a copy": lambda model, _: copy.deepcopy(model),
+    "a forward pass with captured states": lambda model, _: (model(TOKENS, output_hidden_states=True), model)[1],
+    "probes of this package": lambda model, _: probed(model),
+    "offloaded to a disk": lambda model, _: moved(model, lambda _: None),
+    "wrapped by nnsight": lambda model, _: nnsight_of(model),
+    "without the edit": lambda model, _: (edited(model, 2.0), nnsight_of(model))[1],
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_weights_are_the_same_model(name, tmp_path):
+    assert identity(SAME[name](tiny_llama(), tmp_path)) == identity(tiny_llama()) == (hash_weights(tiny_llama()), "")
+
+
+def test_hook_points_of_transformer_lens(tmp_path):
+    from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+    def bridge():
+        hf = tiny_llama()
+        return build_bridge_from_module(hf, "LlamaForCausalLM", hf_config=hf.config)
+
+    own, plain = bridge(), identity(bridge())
+    assert identity(own) == plain
+    lsim.analyze(own, TOKENS, **CALL, checkpoint=tmp_path / "run")
+    found = set()
+    for value in (0.0, 2.0):
+        own.blocks[1].hook_out.add_hook(lambda x, hook, value=value: x * value)
+        found.add(identity(own))
+        with pytest.raises(lsim.LayersimError, match=r"blocks\.1\.hook_out"):
+            lsim.analyze(own, TOKENS, **CALL, checkpoint=tmp_path / "run")
+        own.reset_hooks()
+    assert plain not in found
+    assert len(found) == 2
+    assert identity(own) == plain
+
+
+@pytest.mark.parametrize(
+    "hook", [Scaling(), print, functools.partial(scaled, by=Scaling()), functools.partial(lambda h, *a: h, object())]
+)
+@pytest.mark.parametrize("file", [{"checkpoint": "run"}, {"shard": (0, 2), "save_to": "run"}])
+def test_a_change_without_a_name_is_refused_where_runs_are_compared(hook, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    model = hooked("register_forward_hook", hook)(tiny_llama())
+    assert "model.layers.1" in open_source(model).model.changes
+    with pytest.raises(lsim.LayersimError, match=r"`(checkpoint|save_to)`(.|\n)*model\.layers\.1"):
+        lsim.analyze(model, TOKENS, **CALL, **file)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: hooked("register_forward_hook", scaled)(tiny_llama()), lambda: edited(tiny_llama(), 2.0)]
+)
+def test_no_untrained_twin_of_a_changed_model(make, monkeypatch):
+    model = make()
+    with pytest.raises(lsim.LayersimError, match=r"`model`(.|\n)*sha256"):
+        lsim.untrained(model)
+    monkeypatch.setattr("tl_layersim.analysis.api.open_source", None)
+    for run in (functools.partial(lsim.analyze, model), functools.partial(lsim.compare, tiny_llama(), model)):
+        with pytest.raises(lsim.LayersimError, match=r"`model`(.|\n)*sha256"):
+            run(TOKENS, "cka", baseline="untrained")
+
+
+def test_blocks_are_not_replayed_without_the_edits_of_the_model():
+    model = edited(tiny_llama(), 2.0)
+    for run in (
+        lambda: lsim.analyze(model, TOKENS, lsim.BlockCoupling(k=2)),
+        lambda: lsim.block_jacobians(model, TOKENS[0]),
+        lambda: lsim.stitch(model, tiny_llama(), TOKENS, at=(1, 1), fit="lstsq"),
+    ):
+        with pytest.raises(lsim.LayersimError, match=r"nnsight edit sha256(.|\n)*model\.clear_edits\(\)"):
+            run()
+
+
+def test_a_shard_under_another_number_is_refused(tmp_path):
+    for number in (0, 1):
+        lsim.analyze(tiny_llama(), TOKENS, **CALL, shard=(number, 2), save_to=tmp_path / f"{number}.safetensors")
+    header, tensors = storage.read(tmp_path / "0.safetensors", ("shard",))
+    header["identity"]["shard"] = [1, 2]
+    storage.write(tmp_path / "1.safetensors", header.pop("kind"), header, tensors)
+    with pytest.raises(lsim.LayersimError, match=r"1\.safetensors \(shard 1\)(.|\n)*row 0(.|\n)*row 4"):
+        lsim.merge(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])
+@pytest.mark.parametrize("count", [0, 1, 8 * WORDS, 40 * WORDS + 3])
+def test_the_digest_of_a_tensor_follows_every_element(dtype, count):
+    x = torch.arange(count).remainder(2).to(dtype)
+    own = digest_of_tensor(x)
+    # Neither at a multiple of eight bytes nor in one piece.
+    elsewhere = torch.arange(-2, 2 * count).div(2, rounding_mode="floor").remainder(2).to(dtype)[2::2]
+    assert digest_of_tensor(elsewhere) == own
+    assert digest_of_tensor(x[None]) != own
+    for place in {0, count // 3, count - 1} & set(range(count)):
+        other = x.clone()
+        other[place] = 1 - other[place].float()
+        assert digest_of_tensor(other) != own
+
+
+def test_the_checksum_is_computed_once_for_a_run_and_not_without_need(monkeypatch):
+    counted = []
+    monkeypatch.setattr("tl_layersim.models.weights_hash.digest_of_tensor", lambda x: counted.append(1) or b"0")
+    model = tiny_llama()
+    lsim.sites(model)
+    NNsightSource(nnsight_of(model), None, None, False)
+    assert counted == []
+    lsim.analyze(model, TOKENS, ["cosine", "cka", "logit_lens"], batch_size=8)
+    assert len(counted) == len([*model.parameters(), *model.buffers()])
