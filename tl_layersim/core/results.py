@@ -99,8 +99,9 @@ class Result(ABC):
         for name, axis_names in self.tensor_fields().items():
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
             if getattr(self, name) is None:
-                # A field with default=None is NaN in files that were written before the field existed.
-                object.__setattr__(self, name, torch.full(sizes, math.nan, dtype=torch.float64))
+                # A field with default=None is NaN in files that were written before the field existed. One NaN for all
+                # entries: the labels in a file must not decide how much memory is allocated.
+                object.__setattr__(self, name, torch.tensor(math.nan, dtype=torch.float64).expand(sizes))
             if tuple(getattr(self, name).shape) != sizes:
                 raise LayersimError(
                     f"{type(self).__name__}.{name} does not fit its axes.",
