@@ -173,6 +173,9 @@ def _replaceable(path: Path) -> bool:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return True
+    except ValueError:
+        # A path with a zero byte.
+        return False
     return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
 
 
