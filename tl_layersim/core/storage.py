@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 import stat
 import time
 import uuid
@@ -43,6 +44,8 @@ READERS = {
     "remote_run": "lsim.load_run(path).result(), which waits for the server",
     "sweep_folder": "lsim.sweep(..., checkpoint=...) with the folder that holds it, which continues the sweep",
 }
+# Files of the weights of a model, by which from_pretrained finds them, and of its heads.
+MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "heads.safetensors")
 # Seconds after which an unfinished file counts as left behind by a killed process.
 ABANDONED = 3600.0
 # Exceptions that a malformed header raises while it is parsed.
@@ -156,6 +159,37 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
     _remove_abandoned(path)
+
+
+@contextmanager
+def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Context manager: a temporary folder for the files of a model, which move to `folder` when the block ends without an error.
+
+    Files of a model that was in `folder` before are removed then; other files there are kept.
+
+    Args:
+        folder: existing or new.
+
+    Raises:
+        OSError: the files cannot be written; `folder` is unchanged.
+    """
+    folder = Path(folder).resolve()
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if folder.is_dir():
+            written = {path.name for path in temporary.iterdir()}
+            for path in temporary.iterdir():
+                os.replace(path, folder / path.name)
+            for path in [path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.name not in written]:
+                path.unlink()
+        else:
+            os.rename(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"Could not write {folder}: {error}. Free some space or pass another path.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _new_file(temporary: Path) -> tuple[int, bool]:
