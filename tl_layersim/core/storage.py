@@ -106,13 +106,16 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
     """The tensors of parts of a file, whose keys are the name of the part, a slash and the tensor's own name.
 
     Args:
-        names: of the parts; other tensors are left out.
+        names: of the parts.
         tensors: of the file.
+
+    Raises:
+        KeyError: a tensor belongs to no part.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
     for key, tensor in tensors.items():
         part, _, own = key.partition("/")
-        parts.get(part, {})[own] = tensor
+        parts[part][own] = tensor
     return parts
 
 
@@ -249,6 +252,27 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
             do=f"{argument}={str(path / 'run.safetensors')!r}" if path.is_dir() else "another path",
         )
     refuse_unwritable_folder(path.parent, argument)
+
+
+def resolved(path: str | os.PathLike[str], argument: str) -> Path:
+    """The whole path, without links.
+
+    Args:
+        path: of a file or folder.
+        argument: name of the argument that holds the path, for messages.
+
+    Raises:
+        LayersimError: it holds a zero byte, which no path can.
+    """
+    try:
+        return Path(path).resolve()
+    except ValueError as error:
+        raise LayersimError(
+            f"`{argument}` is not a path: {error}.",
+            given=f"{argument}={str(path)!r}",
+            expected="a path without zero bytes",
+            do="another path",
+        ) from None
 
 
 def refuse_unwritable_folder(folder: Path, argument: str) -> None:

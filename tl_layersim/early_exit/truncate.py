@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ..core.argument_checks import typed
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
-from ..core.storage import replacing_model
+from ..core.storage import replacing_model, resolved
 from ..models.block_lists import lists_by_stage, stack_of
 from ..models.layout import nearest_config
 from ..models.quantised import refuse_quantised
@@ -68,7 +67,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
             expected=f"1 to {blocks}, the number of blocks of the model",
             do=f"n_layers={max(1, blocks // 2)}",
         )
-    if save_to is not None and Path(save_to).is_file():
+    if save_to is not None and resolved(save_to, "save_to").is_file():
         raise LayersimError(
             "`save_to` is a file.", given=f"save_to={save_to}", expected="a folder, existing or new", do="another name"
         )
