@@ -142,7 +142,7 @@ def test_a_model_is_written_whole_or_not_at_all(save, old, tmp_path, monkeypatch
     before = contents()
     with monkeypatch.context() as patch:
         patch.setattr(type(model.tokenizer), "save_pretrained", full)
-        with pytest.warns(lsim.LayersimWarning) if save != "truncate" else pytest.raises(OSError, match="model: .*No space"):
+        with pytest.warns(lsim.LayersimWarning) if save != "truncate" else pytest.raises(OSError, match=r"model: .*No space"):
             write()
     assert contents() == before
     assert len(list(tmp_path.iterdir())) == old

@@ -80,16 +80,12 @@ def _parsed(path: Path) -> dict[str, Any]:
     """The keys and values of a file; keys with hyphens are written with underscores."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Loads no aliases: values of a few lines could grow without bound as text."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError("it has an alias, such as *name")
-            return super().compose_node(parent, index)
-
     try:
-        found = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        text = path.read_text(encoding="utf-8")
+        # A few lines of aliases of aliases could grow without bound as text.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("it has an alias, such as *name")
+        found = yaml.safe_load(text)
     except OSError as error:
         raise LayersimError(
             "`--config` names a file that cannot be read.",
@@ -97,7 +93,7 @@ def _parsed(path: Path) -> dict[str, Any]:
             expected="a YAML file of options, such as the run.yaml beside a report",
             do=f"--config {path / RUN_FILE}" if (path / RUN_FILE).is_file() else "check the path",
         ) from None
-    # ValueError: text in another encoding, or a date that does not exist.
+    # ValueError: text in another encoding, an alias, or a date that does not exist.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise LayersimError(
             "`--config` is not a YAML file.",

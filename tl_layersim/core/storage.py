@@ -166,9 +166,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextmanager
 def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Context manager: a temporary folder for the files of a model, which move to `folder` when the block ends without an error.
+    """Context manager: a temporary folder for the files of a model, which move to `folder` when the block ends.
 
-    Files of a model that was in `folder` before are removed then; other files there are kept.
+    Files of a model that was in `folder` before are removed then; other files there are kept. After an error, or an interrupt,
+    `folder` is unchanged.
 
     Args:
         folder: existing or new.

@@ -14,7 +14,7 @@ Column = str | tuple[str, str]
 # Characters of a chat template that is recorded as it is.
 LONGEST_RECORDED = 80
 # Most rows in a forward pass: batches are allocated by this number before the data ends.
-MOST_ROWS = 2**20
+LARGEST_BATCH = 2**20
 # Further keys in the provenance of a run: no analyzer may have an option of such a name.
 RECORDED = (
     *("tokenizer", "processor", "main_input", "layers", "unembed", "at", "per_head"),
@@ -33,7 +33,7 @@ def refuse_outside(name: str, value: int | None, least: int) -> None:
     Raises:
         LayersimError: names the argument, its value and the bound.
     """
-    most = MOST_ROWS if name == "batch_size" else 2**63 - 1
+    most = LARGEST_BATCH if name == "batch_size" else 2**63 - 1
     if value is None or least <= value <= most:
         return
     side, bound = ("least", least) if value < least else ("most", most)
