@@ -14,7 +14,7 @@ from .commands import compare, estimate, exits, listings, merge, report, show, s
 from .commands.command import Command
 from .commands.examples import examples_of
 from .commands.tables import print_error, print_warning
-from .core.errors import LayersimWarning
+from .core.errors import LayersimError, LayersimWarning
 
 MEASURE, MODELS, FILES = "Measure one model", "Two models, and training", "Files and lists"
 app = typer.Typer(
@@ -64,7 +64,7 @@ for name, function, panel in (
 
 
 def main() -> None:
-    """Run the command line. Refusals end it with status 1 and wrong usage with 2, both without a traceback."""
+    """Run the command line. Refusals and wrong usage end it with status 2 and no traceback, other errors with 1 and one."""
     if not sys.stderr.isatty():
         # Read by transformers and datasets when they are imported.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -88,12 +88,14 @@ def main() -> None:
     warnings.showwarning = show_warning
     try:
         app()
-    except (ValueError, OSError) as error:
-        # LayersimError is a ValueError, and so are transformers' errors about a folder that is not a model.
+    except (LayersimError, OSError) as error:
         if _shown["traceback"]:
             raise
         print_error(error)
-        raise SystemExit(1) from None
+        raise SystemExit(2) from None
+    except Exception as error:
+        typer.echo(f"{type(error).__name__} that tl_layersim did not expect. Please report this traceback as a bug.", err=True)
+        raise
     finally:
         warnings.showwarning = shown_before
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,20 @@ def test_ranks_and_data_for_one_reading_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "rank_and_size", lambda: (0, 2))
     with pytest.raises(lsim.LayersimError, match=r"^`shard` cannot be used in a torch.distributed group"):
         lsim.analyze(tiny_llama(), random_tokens(4, 5), "cka", **call)
+
+
+@pytest.mark.parametrize("shard", [(0, 10**7), (5, 3), (-1, 2)])
+def test_a_file_does_not_decide_how_much_memory_merge_takes(shard, tmp_path):
+    [path] = measured(tmp_path / "parts", 1, tiny_llama(), list(random_tokens(9, 5)), lsim.LogitLens()).iterdir()
+    header, tensors = storage.read(path, ("shard",))
+    header["identity"]["shard"] = list(shard)
+    storage.write(path, "shard", header, tensors)
+    tracemalloc.start()
+    with pytest.raises(lsim.LayersimError) as caught:
+        lsim.merge(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
+    assert str(shard[1]) in str(caught.value)
 
 
 def test_shards_that_do_not_belong_together_are_refused_by_name(tmp_path, monkeypatch):

@@ -248,7 +248,7 @@ def test_refusals_are_printed_not_traced(tmp_path):
             text=True,
             check=False,
         )
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert text in done.stderr
         assert "Traceback" not in done.stderr
 

@@ -91,6 +91,16 @@ def test_a_file_that_does_not_fit_is_refused(text, says, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("line", ["out: other", "checkpoint: x", "server: http://127.0.0.1:9"])
+def test_a_file_writes_no_other_place_and_reaches_no_server(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(line)
+    refused = run("report", *SHORT, "--config", "own.yaml").exception
+    assert isinstance(refused, lsim.LayersimError)
+    assert refused.given == f"--{line.replace(': ', ' ')} in own.yaml"
+    assert [path.name for path in tmp_path.iterdir()] == ["own.yaml"]
+
+
 @pytest.mark.parametrize("name", ["nothing.yaml", "."])
 def test_a_file_that_cannot_be_read_is_refused(name, tmp_path):
     refused = run("report", "--config", tmp_path / name).exception

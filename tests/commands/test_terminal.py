@@ -99,16 +99,30 @@ def test_the_version():
     assert done("--version").stdout == f"tl-layersim {lsim.__version__}\n"
 
 
-def test_a_wrong_option_ends_with_status_2_and_a_refusal_with_1(tmp_path):
+def test_a_wrong_option_and_a_refusal_end_with_status_2(tmp_path, monkeypatch):
     assert run("report", "--nope").exit_code == 2
-    assert run("report", "--device", "gpu", "--out", tmp_path).exit_code == 1
+    monkeypatch.setattr("sys.argv", ["tl-layersim", "report", "--device", "gpu", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch, capsys):
+    def broken(*_):
+        raise ValueError("broken")
+
+    monkeypatch.setattr("sys.argv", ["tl-layersim", "show", "nothing.safetensors"])
+    monkeypatch.setattr("tl_layersim.load", broken)
+    with pytest.raises(ValueError, match="broken"):
+        cli.main()
+    assert "bug" in capsys.readouterr().err
 
 
 def test_a_traceback_is_shown_where_it_is_asked_for(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["tl-layersim", "show", "nothing.safetensors"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("Error: The file nothing.safetensors does not exist")
     monkeypatch.setattr("sys.argv", ["tl-layersim", "--traceback", "show", "nothing.safetensors"])
     with pytest.raises(FileNotFoundError):

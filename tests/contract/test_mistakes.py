@@ -101,7 +101,7 @@ def test_the_command_line_names_a_model_that_is_not_there(kind, tmp_path, monkey
     monkeypatch.setattr("sys.argv", ["tl-layersim", "report", "--model", str(place), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as caught:
         main()
-    assert caught.value.code == 1
+    assert caught.value.code == 2
     said = capsys.readouterr().err
     assert "Error: `--model`" in said
     assert str(place) in said

@@ -13,7 +13,7 @@ from tl_layersim.cli import app
 from tl_layersim.core import resumable_file, storage
 from tl_layersim.models import View
 
-from ..tiny_models import random_tokens, tiny_llama
+from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 
 def analysed(path):
@@ -115,6 +115,43 @@ def test_a_checkpoint_is_a_file(name, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(lsim.LayersimError, match=r"^`checkpoint` names something that is not a file"):
         analysed(tmp_path / name)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("save", ["truncate", "finetune_aligned"])
+def test_a_model_is_written_whole_or_not_at_all(save, old, tmp_path, monkeypatch):
+    model, folder = tiny_llama(), tmp_path / "model"
+    model.tokenizer = tiny_tokenizer()
+    if old:
+        tiny_llama(seed=1).save_pretrained(folder, max_shard_size="10kB")
+        (folder / "notes.txt").write_text("mine")
+
+    def write():
+        if save == "truncate":
+            lsim.truncate(model, 1, save_to=folder)
+        else:
+            training = lsim.AlignedTraining(steps=1, warmup=0, save_to=folder)
+            lsim.finetune_aligned(model, random_tokens(), training, batch_size=2, tokenizer=model.tokenizer)
+
+    def contents():
+        return {path.name: path.read_bytes() for path in folder.rglob("*")}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    before = contents()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.tokenizer), "save_pretrained", full)
+        with pytest.warns(lsim.LayersimWarning) if save != "truncate" else pytest.raises(OSError, match=r"model: .*No space"):
+            write()
+    assert contents() == before
+    assert len(list(tmp_path.iterdir())) == old
+    write()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    # The weights of the old model, which were in several files, are gone.
+    assert [path.name for path in folder.glob("*.safetensors*")] == ["model.safetensors"]
+    assert (folder / "notes.txt").exists() == old
+    assert type(model).from_pretrained(folder).config.num_hidden_layers == (1 if save == "truncate" else 3)
 
 
 def test_a_trained_model_that_cannot_be_written_is_not_lost(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pandas
 import pytest
 import torch
 from huggingface_hub import constants
+from markdown_it import MarkdownIt
 
 import tl_layersim as lsim
 from tl_layersim.core.hub import card, is_hub_address
@@ -124,6 +126,19 @@ def test_the_card_names_both_models_of_a_comparison(report):
     both = lsim.Report({"raw": dataclasses.replace(report["raw"], provenance=run)})
     assert "\n# How the layers of first and second relate\n" in card(both, "me/layers")
     assert "org/first \\| /home/me/second/" in card(both, "me/layers")
+
+
+def test_names_in_the_card_are_text(report):
+    # Names of a file that somebody else wrote.
+    nasty = "a\n# b ![c](javascript:d) <script>e<script> `f` | g & [h]: i"
+    run = report["raw"].provenance
+    run = dataclasses.replace(run, **dict.fromkeys(("model", "source", "basis", "dtype", "data", "config_hash"), nasty))
+    run = dataclasses.replace(run, weights_hash=nasty, options={nasty: nasty}, versions={nasty: nasty})
+    text = card(lsim.Report({nasty: dataclasses.replace(report["raw"], provenance=run)}), "me/layers")
+    page = MarkdownIt("commonmark").enable("table").render(text.partition("---\n\n")[2])
+    assert not re.search(r"<(script|a|img)\b", page)
+    assert [page.count(tag) for tag in ("<h1>", "<h2>", "<code", "<table>")] == [1, 2, 4, 3]
+    assert "! [c](javascript:d) &lt;script&gt;e&lt;script&gt; `f` | g &amp;" in page.replace("![", "! [")
 
 
 def test_the_table_is_what_the_hub_shows(hub, report, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import tl_layersim as lsim
 from tl_layersim.core import storage
 
+from ..tiny_models import random_tokens, tiny_llama
 from .helpers import FILES, RESULTS, read_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without a checksum")
@@ -73,6 +75,49 @@ def used(found: Any) -> None:
         result.plot()
         for picture in result.pictures:
             result.plot(picture.field)
+
+
+SHAPES = {
+    "values": lambda ten: {"cka/values": ten["cka/values"][:-1]},
+    "observed": lambda ten: {"cka/observed": ten["cka/observed"][None]},
+    "stray": lambda ten: {"cka/stray": ten["cka/values"]},
+    "further": lambda ten: {"further/values": ten["cka/values"]},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_tensor_that_is_wrong_is_named(name, tmp_path):
+    header, tensors = storage.read(FILES / "report.safetensors", ("report",))
+    path = storage.write(tmp_path / "x", "report", header | {"format": 2}, tensors | SHAPES[name](tensors))
+    with pytest.raises(lsim.LayersimError) as caught:
+        lsim.load(path)
+    assert name in caught.value.given
+
+
+def test_no_result_is_left_out(tmp_path):
+    header, tensors = storage.read(FILES / "report.safetensors", ("report",))
+    with pytest.raises(lsim.LayersimError, match="x is not a whole report"):
+        lsim.load(storage.write(tmp_path / "x", "report", header | {"format": 2, "results": {}}, tensors))
+    empty = lsim.load(storage.write(tmp_path / "x", "report", {"results": {}}, {}))
+    assert (type(empty), len(empty)) == (lsim.Report, 0)
+
+
+def test_a_path_with_a_zero_byte_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report, model, data = lsim.load(FILES / "report.safetensors"), tiny_llama(), random_tokens(4)
+    training = lsim.AlignedTraining(steps=1, warmup=0, save_to="a\0b")
+    for call in (
+        lambda: lsim.load("a\0b"),
+        lambda: report.save("a\0b"),
+        lambda: report.to_html("a\0b"),
+        lambda: lsim.merge("a\0b"),
+        lambda: lsim.analyze(model, data, "cka", checkpoint="a\0b"),
+        lambda: lsim.truncate(model, 1, save_to="a\0b"),
+        lambda: lsim.finetune_aligned(model, data, training),
+    ):
+        with pytest.raises((lsim.LayersimError, OSError), match=r"a(\\x00|\x00)b"):
+            call()
+    assert os.listdir() == []
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -68,6 +68,18 @@ def test_code_of_a_model_runs_where_the_user_says_so_and_the_provenance_tells(fo
     assert run.source.startswith("OwnForCausalLM")
 
 
+def test_a_file_of_options_does_not_let_code_run(folder):
+    file = folder.parent / "run.yaml"
+    file.write_text("trust-remote-code: true")
+    done, _ = report(folder, "--config", str(file))
+    assert isinstance(done.exception, lsim.LayersimError)
+    assert done.exception.given == f"--trust-remote-code in {file}"
+    assert not (folder.parent / "it ran").exists()
+    done, out = report(folder, "--config", str(file), "--trust-remote-code")
+    assert done.exit_code == 0, done.output
+    assert "--config run.yaml --trust-remote-code repeats" in (out / "run.yaml").read_text().splitlines()[0]
+
+
 def test_a_model_of_transformers_says_that_no_code_was_trusted(folder):
     tiny_llama().save_pretrained(folder)
     done, out = report(folder)

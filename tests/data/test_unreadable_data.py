@@ -184,6 +184,6 @@ def test_chat_data_on_the_command_line_is_refused_in_words(tmp_path):
     path = tmp_path / "chat.jsonl"
     pandas.DataFrame({"messages": [CHAT] * 2}).to_json(path, orient="records", lines=True)
     done = command("--data", str(path), "--column", "messages", "--out", str(tmp_path / "out"))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Error: `--data` contains chat messages" in done.stderr
     assert "Traceback" not in done.stderr

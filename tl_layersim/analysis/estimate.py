@@ -10,7 +10,7 @@ import torch
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..data.batches import Batch, Batches
-from ..data.options import DataOptions
+from ..data.options import DataOptions, refuse_outside
 from ..models.open import is_nnsight
 from ..models.source import Source
 from ..models.without_weights import WeightlessSource, has_no_weights, model_without_weights
@@ -77,8 +77,7 @@ def estimate(
         ("seq_len", seq_len),
         ("tokens_per_request", tokens_per_request),
     ):
-        if value is not None and value < 1:
-            raise LayersimError(f"`{name}` must be at least 1.", given=value, expected="1 or more", do=f"leave out {name}=")
+        refuse_outside(name, value, 1)
     chosen = choose_analyzers(analyzers)
     devices = None if devices is None else devices_of(devices)
     source, module = _opened(model_or_config, at)

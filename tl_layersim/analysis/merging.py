@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +193,12 @@ def _each_once(parts: Sequence[ShardPart]) -> list[ShardPart]:
             expected=f"one file for each of {of} shards",
             do="leave out all but one of the files of each shard",
         )
-    if missing := [number for number in range(of) if number not in times]:
-        words = ", ".join(map(str, missing[:20])) + (" ..." if len(missing) > 20 else "")
+    if count := of - len(times):
+        # `of` comes from a file: no list is as long as it says.
+        missing = list(islice((number for number in range(of) if number not in times), 20))
+        words = ", ".join(map(str, missing)) + (" ..." if count > len(missing) else "")
         raise LayersimError(
-            f"{len(missing)} of {of} shards {'is' if len(missing) == 1 else 'are'} missing: {words}.",
+            f"{count} of {of} shards {'is' if count == 1 else 'are'} missing: {words}.",
             given=f"{len(parts)} file{'s' * (len(parts) != 1)}: {_shard_names(parts)}",
             expected=f"the files of shards 0 to {of - 1}",
             do=f"measure them with shard=({missing[0]}, {of}){' and no first=' if parts[0].stage == FIRST else ''}, "

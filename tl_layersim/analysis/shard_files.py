@@ -132,6 +132,8 @@ def part_of(path: str, notes: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         counts = DataCounts(**{field.name: notes["counts"][field.name] for field in fields(DataCounts)})
     held = {"number": number, "of": of, "stage": stage}
     refuse_other_types(ShardPart, held)
+    if not 0 <= number < of:
+        raise ValueError(f"shard {number} of {of}")
     first: dict[str, dict[str, Tensor]] = {name: {} for name in notes["first"]}
     for key, tensor in tensors.items():
         heading, name, field_name = key.split("/", 2)

@@ -9,6 +9,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from ..core.errors import LayersimError
+from .run_file import refuse_from_file
 
 # A value as errors write it after `name=`: a list, a tuple, a quoted text, or a word.
 VALUE = r"(\[[^\]]*\]|\([^)]*\)|\"[^\"]*\"|'[^']*'|[^\s,;)\]]+)?"
@@ -21,6 +22,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            refuse_from_file(ctx)
             return super().invoke(ctx)
         except LayersimError as error:
             flags = {

@@ -17,6 +17,8 @@ RUN_FILE = "run.yaml"
 COMMAND, RECORD = "command", "record"
 # Options that say where a run writes, or which part of it runs here.
 NOT_KEPT = ("config", "out", "checkpoint", "shard", "save_to", "first")
+# Options that a file, which may be another person's, cannot set: they write files, run code, or send the API key.
+NOT_FROM_FILES = (*NOT_KEPT, "trust_remote_code", "server")
 # Options that hold names, joined by commas on the command line.
 JOINED = ("analyzers", "format", "at", "column", "thresholds")
 PATHS = ("model", "data", "model_a", "model_b", "eval_data", "heads")
@@ -53,12 +55,37 @@ def read_run_file(context: typer.Context, value: Path | None) -> Path | None:
     return value
 
 
+def refuse_from_file(context: typer.Context) -> None:
+    """Refuse options of `NOT_FROM_FILES` that the file of `--config` sets and the command line does not.
+
+    Args:
+        context: of the command, whose options were parsed.
+
+    Raises:
+        LayersimError: names the option.
+    """
+    for name, value in (context.default_map or {}).items():
+        if name in NOT_FROM_FILES and value and not _is_given(context, name):
+            flag = f"--{name.replace('_', '-')}"
+            given = flag if value is True else f"{flag} {value}"
+            raise LayersimError(
+                f"`{flag}` is given by the file of `--config`, which may not set it.",
+                given=f"{given} in {context.params['config']}",
+                expected="options that run code, write files or choose a server on the command line alone",
+                do=f"add {given} to the command if you trust the file",
+            )
+
+
 def _parsed(path: Path) -> dict[str, Any]:
     """The keys and values of a file; keys with hyphens are written with underscores."""
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        # A few lines of aliases of aliases could grow without bound as text.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ValueError("it has an alias, such as *name")
+        found = yaml.safe_load(text)
     except OSError as error:
         raise LayersimError(
             "`--config` names a file that cannot be read.",
@@ -66,7 +93,8 @@ def _parsed(path: Path) -> dict[str, Any]:
             expected="a YAML file of options, such as the run.yaml beside a report",
             do=f"--config {path / RUN_FILE}" if (path / RUN_FILE).is_file() else "check the path",
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # ValueError: text in another encoding, an alias, or a date that does not exist.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise LayersimError(
             "`--config` is not a YAML file.",
             given=f"{path}: {error}",
@@ -143,6 +171,8 @@ def write_options(path: Path, command: str, options: Mapping[str, Any], report: 
         content[RECORD] = _record_of(report)
     # The folder of the trained model is required, and another run must not replace it unasked.
     further = " --save-to FOLDER" if command == "train" else ""
+    further += " --trust-remote-code" if options.get("trust_remote_code") else ""
+    further += f" --server {options['server']}" if options.get("server") else ""
     heading = f"# tl-layersim {command} --config {path.name}{further} repeats this run.\n"
     text = heading + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
     with replacing(path) as file:

@@ -101,18 +101,22 @@ def card(report: Any, repo: str, revision: str | None = None) -> str:
     ]
     intervals = any(result.has_intervals for result in report.values())
     address = f"{SCHEME}{repo}" + (f"@{revision}" if revision not in (None, "main") else "")
-    page = Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    # Every value of the card goes through `_as_plain_text`: names come from files.
+    page = Environment(trim_blocks=True, lstrip_blocks=True, finalize=_as_plain_text)
     title = " and ".join(name.rstrip("/\\").replace("\\", "/").split("/")[-1] for name in first.model.split(JOINT))
-    rendered = page.from_string(text).render(
-        title=title, first=first, results=results, address=address, plain=_cell_text, intervals=intervals
-    )
+    rendered = page.from_string(text).render(title=title, first=first, results=results, address=address, intervals=intervals)
     return without_secrets(rendered)
 
 
-def _cell_text(value: Any) -> str:
-    """A value in a cell of a Markdown table."""
+def _as_plain_text(value: Any) -> str:
+    """A value as Markdown that shows it in one line, without headings, links, HTML or cells of its own.
+
+    Examples:
+        >>> print(_as_plain_text("# [a](javascript:b) <script> layer_1 | 2"))
+        \\# \\[a\\](javascript:b) \\<script\\> layer_1 \\| 2
+    """
     text = ", ".join(f"{k}={v}" for k, v in value.items() if v is not None) if isinstance(value, dict) else str(value)
-    return re.sub(r"([|<>`])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*\[\]<>|#!&~])", r"\\\1", " ".join(text.split()))
 
 
 @contextmanager

@@ -127,10 +127,12 @@ def _unpack(
     refuse_other_types(Provenance, record)
     provenance = Provenance(**record)
     names = header.get("reports", {})
-    apart = by_first_name([*names, *ALIKE], tensors)
+    own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in (*names, *ALIKE)}
+    apart = by_first_name([*names, *ALIKE], {name: tensor for name, tensor in tensors.items() if name not in own})
     reports = {name: _unpack_report(path, own, apart[name], base, report) for name, own in names.items()}
-    own = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in apart}
-    result = cls(**_plain_fields(cls, header["fields"]), **own, **reports, provenance=provenance)
+    plain = _plain_fields(cls, header["fields"])
+    _refuse_other_shapes(cls, {**plain, **own})
+    result = cls(**plain, **own, **reports, provenance=provenance)
     alike = {}
     for kind in ALIKE:
         plains = header.get(kind, ())
@@ -151,6 +153,13 @@ def _unpack(
 def _of_number(report: Any, kind: str, number: int) -> Any:
     """A report of the results without one block of the data, or of one untrained model."""
     return type(report)({name: getattr(result, kind)[number] for name, result in report.items()})
+
+
+def _refuse_other_shapes(cls: type[Any], values: Mapping[str, Any]) -> None:
+    """Refuse tensors that do not fit their axes by their names: type checks name the first field that contradicts another."""
+    bare = object.__new__(cls)
+    vars(bare).update(values)
+    bare.refuse_other_shapes()
 
 
 def _plain_fields(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

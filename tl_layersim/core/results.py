@@ -94,12 +94,23 @@ class Result(ABC):
     pictures: ClassVar[tuple[Picture, ...]] = ()
 
     def __post_init__(self) -> None:
+        self.refuse_other_shapes()
+        for name, axis_names in self.tensor_fields().items():
+            if getattr(self, name) is None:
+                # A field with default=None is NaN in files that were written before the field existed. One NaN for all
+                # entries: the labels in a file must not decide how much memory is allocated.
+                nan = torch.tensor(math.nan, dtype=torch.float64)
+                object.__setattr__(self, name, nan.expand([len(self.coordinates(axis)) for axis in axis_names]))
+
+    def refuse_other_shapes(self) -> None:
+        """Refuse tensors that do not have one number for each label of their axes, and quantiles that are none.
+
+        Raises:
+            LayersimError: names the field.
+        """
         for name, axis_names in self.tensor_fields().items():
             sizes = tuple(len(self.coordinates(axis)) for axis in axis_names)
-            if getattr(self, name) is None:
-                # A field with default=None is NaN in files that were written before the field existed.
-                object.__setattr__(self, name, torch.full(sizes, math.nan, dtype=torch.float64))
-            if tuple(getattr(self, name).shape) != sizes:
+            if getattr(self, name) is not None and tuple(getattr(self, name).shape) != sizes:
                 raise LayersimError(
                     f"{type(self).__name__}.{name} does not fit its axes.",
                     given=f"shape {tuple(getattr(self, name).shape)}",

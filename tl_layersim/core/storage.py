@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 import stat
 import time
 import uuid
@@ -43,6 +44,8 @@ READERS = {
     "remote_run": "lsim.load_run(path).result(), which waits for the server",
     "sweep_folder": "lsim.sweep(..., checkpoint=...) with the folder that holds it, which continues the sweep",
 }
+# Files of the weights of a model, by which from_pretrained finds them, and of its heads.
+MODEL_FILES = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "heads.safetensors")
 # Seconds after which an unfinished file counts as left behind by a killed process.
 ABANDONED = 3600.0
 # Exceptions that a malformed header raises while it is parsed.
@@ -103,13 +106,16 @@ def by_first_name(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> 
     """The tensors of parts of a file, whose keys are the name of the part, a slash and the tensor's own name.
 
     Args:
-        names: of the parts; other tensors are left out.
+        names: of the parts.
         tensors: of the file.
+
+    Raises:
+        KeyError: a tensor belongs to no part.
     """
     parts: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
     for key, tensor in tensors.items():
         part, _, own = key.partition("/")
-        parts.get(part, {})[own] = tensor
+        parts[part][own] = tensor
     return parts
 
 
@@ -158,6 +164,38 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     _remove_abandoned(path)
 
 
+@contextmanager
+def replacing_model(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Context manager: a temporary folder for the files of a model, which move to `folder` when the block ends.
+
+    Files of a model that was in `folder` before are removed then; other files there are kept. After an error, or an interrupt,
+    `folder` is unchanged.
+
+    Args:
+        folder: existing or new.
+
+    Raises:
+        OSError: the files cannot be written; `folder` is unchanged.
+    """
+    folder = Path(folder).resolve()
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if folder.is_dir():
+            written = {path.name for path in temporary.iterdir()}
+            for path in temporary.iterdir():
+                os.replace(path, folder / path.name)
+            for path in [path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.name not in written]:
+                path.unlink()
+        else:
+            os.rename(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"Could not write {folder}: {error}. Free some space or pass another path.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _new_file(temporary: Path) -> tuple[int, bool]:
     """Open a new file for writing; return its descriptor, and whether the file is nameless."""
     # macOS, Windows and some file systems of Linux have no nameless files.
@@ -173,6 +211,9 @@ def _replaceable(path: Path) -> bool:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return True
+    except ValueError:
+        # A path with a zero byte.
+        return False
     return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
 
 
@@ -212,6 +253,27 @@ def refuse_unwritable(path: str | os.PathLike[str] | None, argument: str) -> Non
             do=f"{argument}={str(path / 'run.safetensors')!r}" if path.is_dir() else "another path",
         )
     refuse_unwritable_folder(path.parent, argument)
+
+
+def resolved(path: str | os.PathLike[str], argument: str) -> Path:
+    """The whole path, without links.
+
+    Args:
+        path: of a file or folder.
+        argument: name of the argument that holds the path, for messages.
+
+    Raises:
+        LayersimError: it holds a zero byte, which no path can.
+    """
+    try:
+        return Path(path).resolve()
+    except ValueError as error:
+        raise LayersimError(
+            f"`{argument}` is not a path: {error}.",
+            given=f"{argument}={str(path)!r}",
+            expected="a path without zero bytes",
+            do="another path",
+        ) from None
 
 
 def refuse_unwritable_folder(folder: Path, argument: str) -> None:

@@ -24,8 +24,8 @@ def load_data(name: str, split: str) -> Any:
     if path.is_file():
         try:
             return _read_file(path)
-        # UnicodeDecodeError, ParserError and ArrowInvalid, which readers of each kind of table raise, are ValueErrors.
-        except ValueError as error:
+        # Whatever a library raises while it reads a file is about this file.
+        except Exception as error:
             raise LayersimError(
                 "`--data` is a file that cannot be read as text or as a table.",
                 given=f"{name}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",
@@ -39,7 +39,7 @@ def load_data(name: str, split: str) -> Any:
     if path.is_dir():
         try:
             dataset = datasets.load_from_disk(name)
-        except (OSError, ValueError) as error:
+        except Exception as error:
             raise LayersimError(
                 "`--data` is a folder without a saved data set.",
                 given=name,
@@ -63,7 +63,7 @@ def load_data(name: str, split: str) -> Any:
         )
     try:
         return datasets.load_dataset(name, split=split, streaming=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise LayersimError(
             "`--data` is neither a local file or folder nor a data set that can be loaded from the hub.",
             given=f"{name}, split {split}: {(str(error).strip().splitlines() or [type(error).__name__])[0][:160]}",

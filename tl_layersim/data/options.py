@@ -13,11 +13,36 @@ from .positions import PositionRule, Positions
 Column = str | tuple[str, str]
 # Characters of a chat template that is recorded as it is.
 LONGEST_RECORDED = 80
+# Most rows in a forward pass: batches are allocated by this number before the data ends.
+LARGEST_BATCH = 2**20
 # Further keys in the provenance of a run: no analyzer may have an option of such a name.
 RECORDED = (
     *("tokenizer", "processor", "main_input", "layers", "unembed", "at", "per_head"),
     *("own_bos", "masked_by_pad_id", "cut_texts"),
 )
+
+
+def refuse_outside(name: str, value: int | None, least: int) -> None:
+    """Refuse a number that is below its least value, or so large that memory or 64 bits do not hold what it counts.
+
+    Args:
+        name: of the argument.
+        value: of the argument; None is accepted.
+        least: its smallest value.
+
+    Raises:
+        LayersimError: names the argument, its value and the bound.
+    """
+    most = LARGEST_BATCH if name == "batch_size" else 2**63 - 1
+    if value is None or least <= value <= most:
+        return
+    side, bound = ("least", least) if value < least else ("most", most)
+    raise LayersimError(
+        f"`{name}` must be at {side} {bound}.",
+        given=value,
+        expected=f"{bound} or {'more' if side == 'least' else 'fewer'}",
+        do=f"{name}={bound}",
+    )
 
 
 @dataclass(frozen=True)
@@ -59,11 +84,7 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("seq_len", 2), ("max_tokens", 1), ("skip_first", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise LayersimError(
-                    f"`{name}` must be at least {least}.", given=value, expected=f"{least} or more", do=f"{name}={least}"
-                )
+            refuse_outside(name, getattr(self, name), least)
         if self.seq_len and self.skip_first >= self.seq_len:
             raise LayersimError(
                 "`skip_first` must be below `seq_len`, or every position is left out.",

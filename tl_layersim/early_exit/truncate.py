@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from ..core.argument_checks import typed
 from ..core.distributed import weight_peers
 from ..core.errors import LayersimError
+from ..core.storage import replacing_model, resolved
 from ..models.block_lists import lists_by_stage, stack_of
 from ..models.layout import nearest_config
 from ..models.quantised import refuse_quantised
@@ -45,6 +45,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
 
     Raises:
         LayersimError: the model has fewer blocks, or the logits of the copy differ from those of the logit lens.
+        OSError: the copy cannot be written; `save_to` is unchanged.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 3; nostalgebraist 2020 for the logit lens.
@@ -66,7 +67,7 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
             expected=f"1 to {blocks}, the number of blocks of the model",
             do=f"n_layers={max(1, blocks // 2)}",
         )
-    if save_to is not None and Path(save_to).is_file():
+    if save_to is not None and resolved(save_to, "save_to").is_file():
         raise LayersimError(
             "`save_to` is a file.", given=f"save_to={save_to}", expected="a folder, existing or new", do="another name"
         )
@@ -74,9 +75,10 @@ def truncate(model: Any, n_layers: int, *, save_to: str | os.PathLike[str] | Non
     with torch.inference_mode(False):
         short = _short_copy(model, split_model, unembed, n_layers)
     if save_to is not None:
-        short.save_pretrained(save_to)
-        if (tokenizer := getattr(short, "tokenizer", None)) is not None:
-            tokenizer.save_pretrained(save_to)
+        with replacing_model(save_to) as folder:
+            short.save_pretrained(folder)
+            if (tokenizer := getattr(short, "tokenizer", None)) is not None:
+                tokenizer.save_pretrained(folder)
     return short
 
 

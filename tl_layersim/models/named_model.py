@@ -128,7 +128,8 @@ def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[
     try:
         # Passed to each call: transformers asks at the terminal where it is not.
         yield {"local_files_only": Path(name).is_dir(), "trust_remote_code": trust_remote_code}
-    except (OSError, ValueError, KeyError) as error:
+    # Whatever the libraries raise while they read the files of the model is about these files.
+    except Exception as error:
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise LayersimError(
                 f"`{option}` names a model with custom Python code, which would run with your permissions.",
@@ -137,6 +138,7 @@ def _refusing(name: str, trust_remote_code: bool, option: str) -> Iterator[dict[
                 do="read the .py files of that folder or repository, and add --trust-remote-code if you trust them",
             ) from None
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        first = first if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {first}"
         raise LayersimError(
             f"`{option}` could not be loaded"
             + ("." if Path(name).is_dir() else ": there is no folder here of this name, and the hub gave no such model."),

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..core.errors import LayersimError, warn
+from ..core.storage import replacing_model
 from ..models.exit_heads import ExitHeads
 from ..models.hooks import eval_mode
 from ..models.split_model import logits_of
@@ -73,16 +73,16 @@ def save_model(
 
     Raises:
         LayersimError: the logits differ.
+        OSError: the files cannot be written; the folder is unchanged.
     """
     plain: Any = model if _hugging_face(model) is model else export_bridge(model, batch)
-    folder = Path(folder)
-    plain.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    (folder / "heads.safetensors").unlink(missing_ok=True)
-    if heads is not None:
-        heads.save(folder / "heads.safetensors")
-    return folder
+    with replacing_model(folder) as temporary:
+        plain.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        if heads is not None:
+            heads.save(temporary / "heads.safetensors")
+    return Path(folder)
 
 
 def save_or_warn(
@@ -91,7 +91,7 @@ def save_or_warn(
     """`save_model`, with a warning where writing fails: the trained model and its curves are still in memory."""
     try:
         save_model(model, folder, tokenizer, heads, batch)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         also = ", and result.heads.save(path)" if heads is not None else ""
         warn(
             f"The trained model could not be written to {folder}: {error}. It is still in memory: free some space and "

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from ..core.argument_checks import typed
 from ..core.bounds import Limit, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed
 from ..core.errors import LayersimError
-from ..core.storage import refuse_unwritable_folder
+from ..core.storage import refuse_unwritable_folder, resolved
 from .aligned_loss import Norm
 from .losses import Weights, layer_weights
 from .objectives import find_objectives, objective_named
@@ -185,7 +184,7 @@ class AlignedTraining:
 
     def check_folder(self) -> None:
         """Refuse a `save_to` folder that cannot be created, before anything is computed."""
-        folder = None if self.save_to is None else Path(self.save_to).resolve()
+        folder = None if self.save_to is None else resolved(self.save_to, "save_to")
         if folder is not None and (folder.is_file() or not folder.parent.is_dir()):
             raise LayersimError(
                 "`save_to` must be an existing folder, or a new folder inside an existing one.",

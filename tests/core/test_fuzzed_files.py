@@ -1,0 +1,97 @@
+"""Files with flipped bytes, cut ends and edited headers: refused with `LayersimError`, or read with equal values."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+
+import pytest
+import torch
+
+import tl_layersim as lsim
+from tl_layersim.analysis.shard_files import read_part
+from tl_layersim.core import storage
+
+from ..tiny_models import random_tokens, tiny_llama
+from .test_malformed_files import mutated
+
+LARGE = (0, -1, 2**31, 2**62, 10**30, "F64", "x", [], [2**40], None, {})
+
+
+def flipped(blob: bytes, rng: random.Random) -> bytes:
+    # Half of them in the header, which is short.
+    place = rng.randrange(len(blob) if rng.random() < 0.5 else min(len(blob), 2000))
+    return blob[:place] + bytes([rng.randrange(256)]) + blob[place + 1 :]
+
+
+def cut(blob: bytes, rng: random.Random) -> bytes:
+    return blob[: rng.randrange(len(blob))] + rng.randbytes(rng.choice((0, 8, 100)))
+
+
+def edited(blob: bytes, rng: random.Random) -> bytes:
+    """With another entry of the JSON that safetensors reads; its length fits."""
+    end = 8 + int.from_bytes(blob[:8], "little")
+    entries = json.loads(blob[8:end])
+    entry = entries[rng.choice(sorted(entries))]
+    key = rng.choice(sorted(entry))
+    entry[key] = rng.choice(LARGE)
+    if key in ("shape", "data_offsets") and rng.random() < 0.5:
+        entry[key] = [rng.choice((0, 1, 2**40)) for _ in range(rng.randrange(1, 4))]
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + blob[end:]
+
+
+def tensors_of(found) -> list[torch.Tensor]:
+    return [getattr(one, field) for one in found.values() for field in one.tensor_fields()]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A file of each kind, and what reads it."""
+    folder, model, data = tmp_path_factory.mktemp("files"), tiny_llama(), random_tokens(8)
+    analyzers = [lsim.LogitLens(), lsim.Cosine(center="none")]
+    report = lsim.analyze(model, data, analyzers, batch_size=2, checkpoint=folder / "run").save(folder / "report")
+    shard = lsim.analyze(model, data, analyzers, batch_size=2, shard=(0, 1), save_to=folder / "shard")
+    return {
+        "report": (report, lambda path: tensors_of(lsim.load(path))),
+        "checkpoint": (folder / "run", lambda path: list(storage.read(path, ("checkpoint",))[1].values())),
+        "shard": (shard, lambda path: tensors_of(lsim.merge(path))),
+    }
+
+
+def memory() -> int:
+    """Most bytes that this process had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("kind", ["report", "checkpoint", "shard"])
+def test_a_damaged_file_is_refused_or_equal(kind, files, tmp_path):
+    path, read = files[kind]
+    blob, expected, rng, before = path.read_bytes(), read(path), random.Random(kind), memory()
+    done = 0
+    for number in range(200):
+        (tmp_path / "x").write_bytes((flipped, cut, edited)[number % 3](blob, rng))
+        try:
+            found = read(tmp_path / "x")
+        except lsim.LayersimError as error:
+            done += str(tmp_path / "x") in error.what
+        else:
+            assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(found, expected, strict=True))
+            done += 1
+    assert done == 200
+    assert memory() - before < 2e8
+
+
+def test_an_edited_shard_with_a_checksum_that_fits_is_read_or_refused(files, tmp_path):
+    header, tensors = storage.read(files["shard"][0], ("shard",))
+    rng, before, refused, worked = random.Random(0), memory(), 0, 0
+    for _ in range(200):
+        path = storage.write(tmp_path / "x", "shard", *mutated(header, tensors, rng))
+        try:
+            worked += read_part(path).of >= 1
+        except lsim.LayersimError as error:
+            refused += str(path) in error.what
+    assert refused + worked == 200
+    assert refused > 10
+    assert memory() - before < 2e8
