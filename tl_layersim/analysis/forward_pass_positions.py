@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..data.missing_mask import mask_of
+from ..data.missing_mask import RunsAtEnds, mask_of
 from ..data.positions import Positions
 from ..models.reading import Call, Choice
 from ..models.source import Source
@@ -24,11 +24,13 @@ class ForwardPassPositions:
         rule: the rule of the run.
         source: the model, whose padding ids are refused in tokens without a mask.
         whole_rows: whether an analyzer takes rows as samples, so that forward passes of one position are refused.
+        runs: of one token id at the ends of rows without a mask.
     """
 
     rule: Positions
     source: Source
     whole_rows: bool
+    runs: RunsAtEnds = field(default_factory=RunsAtEnds)
 
     def choose(self, call: Call, mask: Tensor | None, set_elsewhere: bool) -> Choice:
         """The counted and the attended positions of a forward pass.
@@ -120,6 +122,7 @@ class ForwardPassPositions:
 
     def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
         """Refuse padding at the ends of rows that no mask excludes, so that the model attended to it."""
+        self.runs.add(tokens.cpu(), self.source.model)
         mask = mask_of(tokens.cpu(), self.source.model)
         if mask is not None:
             raise LayersimError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError, warn
 from ..data.batches import Batches
-from ..data.missing_mask import mask_of, masked_warning
+from ..data.missing_mask import RunsAtEnds, mask_of, masked_warning
 from ..data.options import DataOptions
 from ..models.model_info import Model
 
@@ -69,8 +69,13 @@ def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Ten
             expected="integers `batch pos`, and a mask of the same shape",
             do="generate(encoded.input_ids, attention_mask=encoded.attention_mask)",
         )
-    if mask is None and (mask := mask_of(tokens, model)) is not None:
-        warn(masked_warning(tokens[~mask].tolist()))
+    if mask is None:
+        runs = RunsAtEnds()
+        runs.add(tokens, model)
+        if warning := runs.warning(model):
+            warn(warning)
+        if (mask := mask_of(tokens, model)) is not None:
+            warn(masked_warning(tokens[~mask].tolist()))
     return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.to(tokens.device).bool()
 
 
