@@ -23,7 +23,6 @@ from ..core.results import Report
 from ..core.sum_tree import SumTree
 from ..core.sums import Sums
 from ..data.digest import new_digest
-from ..data.missing_mask import RunsAtEnds
 from ..data.positions import Positions
 from ..models.activation_checks import refuse_not_finite, refuse_other_logits
 from ..models.hooked import HookedSource
@@ -73,7 +72,6 @@ class Probe:
         self._intervals = intervals
         self._dtype, self._dtypes = _dtype_of(source), [source.model.dtype]
         self._error: LayersimError | None = None
-        self._warned_of_runs = False
         self._begin()
 
     def _begin(self) -> None:
@@ -87,7 +85,7 @@ class Probe:
         self._rows = 0
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
         self._dtypes = self._dtypes[-1:]
-        self._positions = replace(self._positions, runs=RunsAtEnds())
+        self._positions.notes.begin()
 
     def __enter__(self) -> Probe:
         if self._hooks is not None:
@@ -191,9 +189,7 @@ class Probe:
         pending = {name: self._reduced(name, views) for name, views in self._waiting.items() if views}
         if self._error:
             raise self._error
-        if (warning := self._positions.runs.warning(self._source.model)) and not self._warned_of_runs:
-            self._warned_of_runs = True
-            warn(warning)
+        self._positions.notes.once(self._positions.notes.runs.warning(self._source.model))
         # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
         self._plan.check_sites(self._analyzers, [self._source])
         return self._tree.add(self._block(0, pending)) if pending else self._tree
@@ -205,6 +201,7 @@ class Probe:
         model = replace(self._source.model, dtype=", then ".join(self._dtypes))
         models = self._plan.models_by_analyzer([model], [self._source])
         how = {"attached": True, "positions": self._positions.rule.record()} | self._plan.record()
+        how |= {"masked_by_pad_id": self._positions.notes.masked}
         how |= {"intervals": True} if self._intervals else {}
         blocks = tree.blocks() if self._intervals else None
         return make_report(analyzers, models, tally, tree.total().sums, {}, how, blocks)

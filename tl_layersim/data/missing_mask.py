@@ -150,7 +150,7 @@ def masked_warning(pads: Sequence[int]) -> str:
     ids = " and ".join(map(str, sorted(set(pads))))
     return (
         f"Tokens came without an attention mask: the padding, id {ids} at the ends of rows, is left out as if masked. Pass "
-        "{'input_ids': tokens, 'attention_mask': mask} to set it yourself."
+        "{'input_ids': tokens, 'attention_mask': mask}, or probe.mask = mask in attach, to set it yourself."
     )
 
 

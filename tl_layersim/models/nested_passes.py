@@ -20,7 +20,6 @@ class Frame:
         self.nested: bool = parent is not None and parent.level >= 0 and (parent.nested if self.inner else True)
         self.tokens: Tensor | None = None
         self.attention: Any = None
-        self.texts = 0
         self.cached = False
         # Whether tokens and mask belong to the decoder.
         self.decoder = False

@@ -155,14 +155,11 @@ class Recorder:
         parent = self._frame()
         frame = self.local.frame = Frame(module, level, parent)
         if frame.inner:
-            frame.tokens, frame.attention, frame.texts = parent.tokens, parent.attention, parent.texts
+            frame.tokens, frame.attention = parent.tokens, parent.attention
             frame.decoder, frame.cached = parent.decoder, parent.cached
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         frame.cached |= any(given.get(name) is not None for name in CACHE_ARGUMENTS)
-        texts = given.get("input")
-        if isinstance(texts, list) and texts and isinstance(texts[0], str):
-            frame.texts = len(texts)
         if self.stack.side == "decoder" and ("decoder_input_ids" in names or "decoder_input_ids" in given):
             # The modules around the decoder also take the encoder's tokens and mask, which do not belong to the decoder.
             if not frame.decoder:
@@ -250,7 +247,7 @@ class Recorder:
             view = self._view(frame, frame.buffer)
             frame.restart()
             if frame.level < 0:
-                frame.tokens, frame.attention, frame.texts, frame.cached = None, None, 0, False
+                frame.tokens, frame.attention, frame.cached = None, None, False
             self.on_view(view)
 
     def _expected(self, site: int, frame: Frame) -> bool:
@@ -290,7 +287,7 @@ class Recorder:
             # Some modules, such as the MLP of OPT, run on batch and positions as one axis.
             shape = (here.tokens.shape[0], here.tokens.shape[1])
         start = self.stack.start if self.stack.side == "decoder" else None
-        choice = self.choose(Call(shape, here.tokens, here.attention, here.texts, here.cached, start))
+        choice = self.choose(Call(shape, here.tokens, here.attention, here.cached, start))
         if choice.pooled and not choice.has_tokens:
             # Each site of an image may have positions of its own, of which the mean is taken.
             shape = (choice.counted.shape[0], choice.counted.shape[1])
