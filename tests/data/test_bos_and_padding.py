@@ -271,7 +271,9 @@ class TestRunsOfAnIdThatNothingNames:
         assert len(read(lines, model(padding_tokenizer()))[0]) == 30
         assert len(read(torch.full((30, 6), 5), model(padding_tokenizer()))[0]) == 30
 
-    @pytest.mark.parametrize("more", [{"tokenizer": tiny_tokenizer()}, {"starts": (1,)}, {"pads": (1,), "starts": (1,), "ends": (2,)}])
+    @pytest.mark.parametrize(
+        "more", [{"tokenizer": tiny_tokenizer()}, {"starts": (1,)}, {"pads": (1,), "starts": (1,), "ends": (2,)}]
+    )
     def test_two_bos_at_the_start_are_tokens(self, more):
         assert len(read(runs(5, "start", 1)[::5], model(**more))[0]) == 6
 

@@ -174,9 +174,10 @@ class Probe:
             raise LayersimError(
                 "The probe measured nothing: no forward pass went through the model while it was attached.",
                 given="0 forward passes",
-                expected="at least one inside the with block, by a call of the model: model(tokens), not model.forward(tokens), and "
-                "not of a graph that was compiled before the block",
-                do='with lsim.attach(model, ...) as probe: model(tokens); torch.compiler.set_stance("force_eager") if compiled',
+                expected="at least one inside the with block, by a call of the model: model(tokens), not model.forward(tokens) "
+                "or a graph that was compiled before",
+                do="with lsim.attach(model, ...) as probe: model(tokens); of a compiled model also "
+                'torch.compiler.set_stance("force_eager")',
             )
         if not self._checked:
             raise LayersimError(

@@ -117,8 +117,8 @@ class RunsAtEnds:
         for (end, pad), count in self.counts.most_common(1):
             if count > 1 and count >= SHARE * self.rows:
                 return (
-                    f"{count} of {self.rows} rows of tokens have token {pad} twice or more at the {end} and nowhere else, and came "
-                    f"without an attention mask: these positions are counted. If token {pad} is padding, pass "
+                    f"{count} of {self.rows} rows of tokens have token {pad} twice or more at the {end} and nowhere else, and "
+                    f"came without an attention mask: these positions are counted. If token {pad} is padding, pass "
                     f"{_with_mask(f'tokens != {pad}', model)}."
                 )
         return ""
@@ -136,9 +136,10 @@ def _with_mask(mask: str, model: ModelInputs) -> str:
 
 def _missing(given: str, mask: str, model: ModelInputs, at_ends: bool = True) -> LayersimError:
     """The error for rows with padding that came without a mask."""
-    where = "start or end with padding" if at_ends else "contain padding ids between other tokens"
     return LayersimError(
-        f"`attention_mask` is missing, but rows of tokens {where}.",
+        "`attention_mask` is missing, but rows of tokens start or end with padding."
+        if at_ends
+        else "`attention_mask` is missing, but rows of tokens contain padding ids between other tokens.",
         given=given,
         expected="an attention mask beside the tokens",
         do=f"{_with_mask(mask, model)}; ones count the pads",

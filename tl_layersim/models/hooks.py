@@ -154,11 +154,12 @@ def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callabl
         hook: of any arguments.
         missed: called while such a graph is made.
     """
-    run = torch.compiler.disable(hook)
+    # Its functions have no annotations.
+    compiler: Any = torch.compiler
+    run = compiler.disable(hook)
 
     # While a graph is made, torch calls a function of a constant result, and traces all others.
-    @torch.compiler.assume_constant_result
-    def is_skipped() -> bool:
+    def look() -> bool:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         # torch has no public name for these. True where a later version has other names: no hook is then traced.
@@ -167,6 +168,8 @@ def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callabl
         if single:
             missed()
         return single
+
+    is_skipped = compiler.assume_constant_result(look)
 
     def call(*args: Any) -> None:
         if not (torch.compiler.is_compiling() and is_skipped()):

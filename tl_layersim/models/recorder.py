@@ -198,8 +198,8 @@ class Recorder:
             # A filter of the user may make errors of warnings.
             with suppress(Warning):
                 warn(
-                    f"A forward pass did not run the module of {self.reading.names[0]}, and is not measured: it may be a graph that "
-                    'torch compiled before. torch.compiler.set_stance("force_eager") runs the modules.'
+                    f"A forward pass did not run the module of {self.reading.names[0]}, and is not measured: it may be a graph "
+                    'that torch compiled before. torch.compiler.set_stance("force_eager") runs the modules.'
                 )
 
     def _see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
