@@ -67,5 +67,5 @@ def test_an_error_of_the_probe_is_told_once_and_the_loop_goes_on(action):
                 model(tokens)
                 assert probe.headline() == {}
     assert said is None or [str(each.message).count("`probe.mask` does not fit") for each in said] == [1]
-    with pytest.raises(lsim.LayersimError, match="`probe.mask`"):
+    with pytest.raises(lsim.LayersimError, match=r"`probe\.mask`"):
         probe.results()
