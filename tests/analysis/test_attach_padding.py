@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 import tl_layersim as lsim
 
 from ..models.helpers import bridge
-from ..tiny_models import random_tokens, tiny_llama
+from ..tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 from ..views import worst
 from .helpers import analyzers, each_model
+from .test_attach_transformer_lens import transformer_lens_models
 
 
 @each_model
@@ -42,22 +45,52 @@ def test_a_mask_of_the_wrong_shape_is_refused():
         probe.results()
 
 
-def test_texts_that_the_model_pads_are_refused():
-    from ..tiny_models import tiny_tokenizer
+@pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated")
+@pytest.mark.parametrize("kind", ["TransformerBridge", "HookedTransformer"])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("form", ["tokens", "texts"])
+def test_padding_of_transformer_lens_is_left_out(kind, side, form):
+    model = transformer_lens_models()[kind]()
+    model.tokenizer, model.cfg.tokenizer_prepends_bos = tiny_tokenizer(), False
+    model.tokenizer.padding_side = side
+    texts = ["w3 w4 w5 w9 w11", "w6 w7", "w8 w9 w10"]
+    rows = [[3, 4, 5, 9, 11], [6, 7], [8, 9, 10]]
+    given = texts if form == "texts" else model.to_tokens(texts, prepend_bos=False)
+    with warnings.catch_warnings(record=True) as said, torch.no_grad():
+        warnings.simplefilter("always")
+        with lsim.attach(model, lsim.LogitLens()) as probe:
+            for _ in range(2):
+                model(given, **({"prepend_bos": False} if form == "texts" else {}))
+    about = [str(each.message) for each in said if issubclass(each.category, lsim.LayersimWarning)]
+    if (kind, side, form) == ("TransformerBridge", "left", "tokens"):
+        # The bridge masks no tokens, so that the model attended to the padding before the tokens.
+        assert len(about) == 1
+        with pytest.raises(lsim.LayersimError, match="2 of 3 rows with pad token 2"):
+            probe.results()
+        return
+    # On the left TransformerLens itself builds the mask.
+    assert ["id 2 at the ends" in text for text in about] == [True] * (side == "right")
+    found = probe.results()["logit_lens"]
+    expected = lsim.analyze(model, rows * 2, lsim.LogitLens())["logit_lens"]
+    assert (found.positions, found.targets) == (expected.positions, expected.targets) == (20, 14)
+    assert worst(found, expected) < 1e-5
+    assert found.provenance.options["masked_by_pad_id"] == 4 * (side == "right")
 
-    model = bridge(tiny_llama())
+
+def test_an_encoder_attends_to_padding_on_the_right():
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=100)
+    model = bridge(BertForMaskedLM(config).eval())
     model.tokenizer = tiny_tokenizer()
-    with lsim.attach(model, lsim.Cosine(center="none")) as probe:
-        model("w3 w4 w5")
-        assert probe.results()["cosine"].provenance.tokens >= 3
-        model(["w3 w4 w5", "w6"])
-    with pytest.raises(lsim.LayersimError, match=r"pads texts(.|\n)*probe.mask"):
+    tokens = torch.tensor([[3, 4, 5, 6], [3, 4, 2, 2]])
+    with pytest.warns(lsim.LayersimWarning), torch.no_grad(), lsim.attach(model, lsim.Cosine(center="none")) as probe:
+        model(tokens)
+    with pytest.raises(lsim.LayersimError, match="1 of 2 rows with pad token 2"):
         probe.results()
 
 
 def test_pads_that_no_mask_tells_of_are_refused():
-    from ..tiny_models import tiny_tokenizer
-
     model = tiny_llama()
     model.tokenizer = tiny_tokenizer()
     padded = torch.tensor([[1, 5, 6, 2, 2, 2], [1, 5, 6, 7, 8, 9]])

@@ -178,8 +178,9 @@ class TestPadding:
             ([[3, PAD, 4, 5], [3, 4, 5, PAD]], {"pads": (PAD,)}),
             ([[3, 4, 2, 2]], {"pads": (2,), "ends": (1, 2)}),
             ([[2, 2, 3, 4]], {"tokenizer": tiny_tokenizer()}),
+            ([[2, 2, 2, 4]], {"pads": (2,), "starts": (2,)}),
         ],
-        ids=["inside rows", "end-of-text of the configuration", "end-of-text of the tokenizer"],
+        ids=["inside rows", "end-of-text of the configuration", "end-of-text of the tokenizer", "three BOS"],
     )
     def test_padding_that_may_be_tokens_is_refused(self, rows, more):
         with pytest.raises(lsim.LayersimError, match=r"padding(.|\n)*an attention mask beside the tokens"):
@@ -231,3 +232,70 @@ class TestPadding:
             lsim.analyze(gpt2, tokens, lsim.Cosine(center="none"))
         mask = {"input_ids": tokens, "attention_mask": (tokens != 2).long()}
         assert lsim.analyze(gpt2, mask, lsim.Cosine(center="none"))["cosine"].provenance.tokens == 12 + 3 * 7
+
+
+PLAIN = torch.arange(3, 93).view(30, 3).repeat(1, 4)
+
+
+def runs(count: int, side: str = "end", pad: int = 0, rows: torch.Tensor = PLAIN) -> torch.Tensor:
+    """Rows of which the first `count` end (or start) with 2, 3, 4, ... of `pad`."""
+    rows = rows.clone()
+    for i in range(count):
+        n = 2 + i % 5
+        rows[i, slice(None, n) if side == "start" else slice(-n, None)] = pad
+    return rows
+
+
+class TestRunsOfAnIdThatNothingNames:
+    @pytest.mark.parametrize("side", ["start", "end"])
+    @pytest.mark.parametrize("form", [lambda x: x, list, lambda x: list(x.split(4)), lambda x: list(x.flip(0))])
+    @pytest.mark.parametrize("size", [2, 7])
+    def test_rows_that_most_end_in_one_are_refused_and_some_are_named_once(self, side, form, size):
+        read_all = lambda x: list(Batches(form(x), model(padding_tokenizer()), DataOptions(batch_size=size)))  # noqa: E731
+        with pytest.raises(lsim.LayersimError, match=rf"of 30 rows with token 0 twice or more at the {side}(.|\n)*tokens != 0"):
+            read_all(runs(16, side))
+        for count in (15, 2):
+            with pytest.warns(lsim.LayersimWarning) as said:
+                assert sum(len(batch.tokens) for batch in read_all(runs(count, side))) == 30
+            assert [str(w.message)[: len(f"{count} of 30")] for w in said] == [f"{count} of 30"]
+        read_all(runs(1, side))
+
+    def test_most_rows_of_the_first_tables_are_enough_to_refuse_a_stream(self):
+        rows = runs(90, rows=PLAIN.repeat(40, 1))
+        with pytest.raises(lsim.LayersimError, match="64 of 64 rows with token 0"):
+            list(Batches(iter(rows.split(16)), model(padding_tokenizer())))
+
+    def test_an_id_that_is_elsewhere_in_the_rows_is_text(self):
+        lines = runs(30, pad=7)
+        lines[:, 2] = 7
+        assert len(read(lines, model(padding_tokenizer()))[0]) == 30
+        assert len(read(torch.full((30, 6), 5), model(padding_tokenizer()))[0]) == 30
+
+    @pytest.mark.parametrize(
+        "more", [{"tokenizer": tiny_tokenizer()}, {"starts": (1,)}, {"pads": (1,), "starts": (1,), "ends": (2,)}]
+    )
+    def test_two_bos_at_the_start_are_tokens(self, more):
+        assert len(read(runs(5, "start", 1)[::5], model(**more))[0]) == 6
+
+    def test_every_reader_of_rows_without_a_mask(self):
+        llama, rows = tiny_llama(), runs(90, rows=PLAIN.repeat(3, 1))
+        for call in (
+            lambda: lsim.EarlyExit(llama, 1.0).generate(rows, max_new_tokens=1, eos_token_id=()),
+            lambda: lsim.finetune_aligned(llama, rows, lsim.AlignedTraining(steps=1, warmup=0)),
+        ):
+            with pytest.raises(lsim.LayersimError, match="90 of 90 rows with token 0"):
+                call()
+        with lsim.attach(llama, lsim.Cosine(center="none")) as probe, torch.no_grad():
+            for part in rows.split(3):
+                llama(part)
+        with pytest.raises(lsim.LayersimError, match=r"66 of 66 rows with token 0"):
+            probe.results()
+        with lsim.attach(llama, lsim.Cosine(center="none")) as probe, torch.no_grad():
+            llama(runs(3))
+        with pytest.warns(lsim.LayersimWarning, match="3 of 30"):
+            probe.results()
+        # A warning is given once, and rows before a reset do not count.
+        probe.results()
+        probe.reset()
+        with pytest.raises(lsim.LayersimError, match="0 forward passes"):
+            probe.results()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
@@ -18,7 +18,7 @@ from ..analyzers.base import Analyzer
 from ..core.argument_checks import typed
 from ..core.blocks import DataBlock
 from ..core.data_pass_progress import Tally
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, recorded_warnings, warn
 from ..core.results import Report
 from ..core.sum_tree import SumTree
 from ..core.sums import Sums
@@ -84,6 +84,7 @@ class Probe:
         self._rows = 0
         self._forwards, self._sequences, self._tokens, self._digest = 0, 0, 0, new_digest()
         self._dtypes = self._dtypes[-1:]
+        self._positions.notes.begin()
 
     def __enter__(self) -> Probe:
         if self._hooks is not None:
@@ -128,15 +129,21 @@ class Probe:
                 not be measured.
         """
         with self._lock:
-            return self._results()
+            return self._report(self._sums(), tuple(self._analyzers))
 
     def headline(self) -> dict[str, float]:
         """The headline numbers of all forward passes so far as a flat dict for a logger, see `Report.headline`.
 
-        Raises:
-            LayersimError: as `results`.
+        Analyzers that need more data than there is so far are left out; the dict may be empty. It raises nothing and repeats no
+        warning, so that it cannot end a loop: `results()` raises what is wrong.
         """
-        return self.results().headline()
+        numbers: dict[str, float] = {}
+        with self._lock, suppress(Exception):
+            sums = self._sums()
+            for name in self._analyzers:
+                with suppress(Exception), recorded_warnings(issued=False):
+                    numbers |= self._report(sums, (name,)).headline()
+        return numbers
 
     def reset(self) -> None:
         """Forget all forward passes so far, such as at the end of an epoch: `results()` then covers those that follow.
@@ -147,7 +154,12 @@ class Probe:
         with self._lock:
             self._begin()
 
-    def _results(self) -> Report:
+    def _sums(self) -> SumTree:
+        """The sums of all forward passes so far.
+
+        Raises:
+            LayersimError: there are none, or a forward pass could not be measured.
+        """
         if self._hooks is None:
             raise LayersimError(
                 "The probe was never attached, so it has no results: `lsim.attach(...)` needs a `with` block.",
@@ -161,8 +173,10 @@ class Probe:
             raise LayersimError(
                 "The probe measured nothing: no forward pass went through the model while it was attached.",
                 given="0 forward passes",
-                expected="at least one inside the with block, by a call of the model: model(tokens), not model.forward(tokens)",
-                do="with lsim.attach(model, ...) as probe: model(tokens)",
+                expected="at least one inside the with block, by a call of the model: model(tokens), not model.forward(tokens) "
+                "or a graph that was compiled before",
+                do="with lsim.attach(model, ...) as probe: model(tokens); of a compiled model also "
+                'torch.compiler.set_stance("force_eager")',
             )
         if not self._checked:
             raise LayersimError(
@@ -175,16 +189,22 @@ class Probe:
         pending = {name: self._reduced(name, views) for name, views in self._waiting.items() if views}
         if self._error:
             raise self._error
+        self._positions.notes.once(self._positions.notes.runs.warning(self._source.model))
         # The first forward pass may have shown that the modules form no residual stream, or sites of different widths.
         self._plan.check_sites(self._analyzers, [self._source])
-        tree = self._tree.add(self._block(0, pending)) if pending else self._tree
+        return self._tree.add(self._block(0, pending)) if pending else self._tree
+
+    def _report(self, tree: SumTree, names: tuple[str, ...]) -> Report:
+        """The report of some analyzers."""
+        analyzers = {name: self._analyzers[name] for name in names}
         tally = Tally(self._forwards, self._sequences, self._tokens, self._digest.hexdigest())
         model = replace(self._source.model.as_it_is_now(), dtype=", then ".join(self._dtypes))
         models = self._plan.models_by_analyzer([model], [self._source])
         how = {"attached": True, "positions": self._positions.rule.record()} | self._plan.record()
+        how |= {"masked_by_pad_id": self._positions.notes.masked}
         how |= {"intervals": True} if self._intervals else {}
         blocks = tree.blocks() if self._intervals else None
-        return make_report(self._analyzers, models, tally, tree.total().sums, {}, how, blocks)
+        return make_report(analyzers, models, tally, tree.total().sums, {}, how, blocks)
 
     def _fail(self, error: Exception) -> None:
         """Keep an error for `results()`, so that the user's loop continues."""
@@ -204,7 +224,12 @@ class Probe:
             )
             refusal.__cause__, error = error, refusal
         with self._lock:
-            self._error = self._error or error
+            if self._error is not None:
+                return
+            self._error = error
+        # A filter of the user may make errors of warnings.
+        with suppress(Warning):
+            warn(f"The probe stopped measuring, and probe.results() raises the reason: {error.what} Given: {error.given}.")
 
     def _compare(self, gap: Tensor, computed: torch.dtype) -> None:
         """Compare the lens with the model's own logits on the first forward pass that reaches the head."""
@@ -213,7 +238,8 @@ class Probe:
 
     def _choose(self, call: Call) -> Choice:
         self._calls[threading.current_thread()] = (continues(call), call.shape[0])
-        return self._positions.choose(call, self.mask, bool(self._masks))
+        with self._lock:
+            return self._positions.choose(call, self.mask, bool(self._masks))
 
     def _add_locked(self, view: View) -> None:
         with self._lock:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..data.missing_mask import mask_of
+from ..data.missing_mask import mask_of, masked_warning
 from ..data.positions import Positions
+from ..data.readers import Notes
+from ..models.hooked import HookedSource
 from ..models.reading import Call, Choice
-from ..models.source import Source
+from ..models.transformer_lens import right_padding
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,13 @@ class ForwardPassPositions:
         rule: the rule of the run.
         source: the model, whose padding ids are refused in tokens without a mask.
         whole_rows: whether an analyzer takes rows as samples, so that forward passes of one position are refused.
+        notes: counts the rows without a mask.
     """
 
     rule: Positions
-    source: Source
+    source: HookedSource
     whole_rows: bool
+    notes: Notes = field(default_factory=Notes)
 
     def choose(self, call: Call, mask: Tensor | None, set_elsewhere: bool) -> Choice:
         """The counted and the attended positions of a forward pass.
@@ -90,13 +94,6 @@ class ForwardPassPositions:
             )
         if mask is not None and tuple(mask.shape) == call.shape:
             return mask.bool()
-        if call.texts > 1 and mask is None:
-            raise LayersimError(
-                "The model pads texts of different lengths by itself, and the probe cannot tell which positions are padding.",
-                given=f"{call.texts} texts",
-                expected="tokens, with a mask if they are padded",
-                do="tokens = model.to_tokens(texts); probe.mask = ...; model(tokens)",
-            )
         return torch.ones(call.shape, dtype=torch.bool) if pos == 1 else self._attended(call)
 
     def _attended(self, call: Call) -> Tensor:
@@ -104,6 +101,13 @@ class ForwardPassPositions:
         attention = call.attention
         if attention is None:
             if call.tokens is not None and tuple(call.tokens.shape) == call.shape:
+                pad = right_padding(self.source.module)
+                tokens = call.tokens.cpu()
+                if pad is not None and bool((tokens[:, -1] == pad).any()):
+                    padding = (tokens == pad).flip(1).cumprod(1).flip(1).bool()
+                    self.notes.masked += int(padding.any(1).sum())
+                    self.notes.once(masked_warning([pad]))
+                    return ~padding
                 # A decoder's own start token is often the padding token too.
                 started = call.start is not None and bool((call.tokens[:, 0] == call.start).all())
                 self._refuse_padding(call.tokens[:, 1:] if started else call.tokens, call.start is not None)
@@ -120,6 +124,7 @@ class ForwardPassPositions:
 
     def _refuse_padding(self, tokens: Tensor, decoder: bool) -> None:
         """Refuse padding at the ends of rows that no mask excludes, so that the model attended to it."""
+        self.notes.runs.add(tokens.cpu(), self.source.model)
         mask = mask_of(tokens.cpu(), self.source.model)
         if mask is not None:
             raise LayersimError(

@@ -115,7 +115,7 @@ def model_of(notes: Mapping[str, Any]) -> Model:
         refuse_other_types(Head, head)
         head = Head(**head)
     # Tuples are lists in JSON; a file of 0.1 has the first of these alone.
-    plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "ends", "widths") if name in plain}
+    plain |= {name: tuple(plain[name]) for name in ("layers", "pads", "starts", "ends", "widths") if name in plain}
     plain["weights"] = plain.pop("weights_hash")
     refuse_other_types(Model, plain)
     return Model(**plain, tokenizer=None, head=head)

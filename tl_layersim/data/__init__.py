@@ -5,7 +5,8 @@ Other packages may import from these modules:
 * `options`: `DataOptions`, the settings of reading; `batches`: `Batch`, `Batches`; `cached_batches`: `CachedBatches`
 * `positions`: `Positions`, the rule that selects the positions that are measured
 * `row`: `Row`; `inputs`, `input_rows`: names of further inputs, and their rows; `columns`: tests of what a column holds
-* `labels`: `NO_LABEL`, classes of tokens and rows; `missing_mask`: masks from padding ids
+* `labels`: `NO_LABEL`, classes of tokens and rows; `missing_mask`: masks from padding ids, and runs of an id at ends of rows
+* `readers`: `Notes`, counts of rows that were treated specially
 * `named_data`: `load_data`, data by the name of a file, a folder or a data set
 * `annotations`: classes and boxes of the objects in images
 * `digest`: the SHA-256 of rows, and their bytes

@@ -268,6 +268,7 @@ class Batches:
         texts = TextRows(self.model, self.options, self.notes)
         yield from self._limited(self._rows(texts))
         texts.warn_of_cut()
+        self.notes.once(self.notes.runs.warning(self.model))
 
     def batch(self, rows: list[Row], first: int) -> Batch:
         """A batch of rows, padded on the right to the longest.
@@ -332,7 +333,7 @@ class Batches:
 
     def _rows(self, texts: TextRows) -> Iterator[Row]:
         """Rows of at most `seq_len` tokens, checked against the model."""
-        self.notes.own_bos = self.notes.masked = self.notes.texts = self.notes.cut = 0
+        self.notes.begin()
         pieces: Iterator[Row]
         if self.options.pack:
             pieces = texts.packed(self._encoded(texts))

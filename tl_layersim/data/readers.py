@@ -29,7 +29,7 @@ from .columns import (
 from .input_rows import image_column, processed, rows_without_tokens, several_things
 from .inputs import PIXELS, ROW_AXES, TOKEN_IDS, Level, accepted, main_column, positional, rows_of
 from .labels import LABELS, labels_in, whole_numbers
-from .missing_mask import as_mask, mask_of, masked_warning
+from .missing_mask import RunsAtEnds, as_mask, mask_of, masked_warning
 from .model_properties import ModelInputs
 from .options import Column
 from .other_stack import decoder_alone, decoder_mask, reads_decoder, without_padding
@@ -55,6 +55,7 @@ class Notes:
         cut: texts that were cut to one row.
         warned: warnings of earlier passes, which are not repeated.
         unread: whether columns that are not read were named.
+        runs: of one token id at the ends of rows of tokens without a mask.
     """
 
     own_bos: int = 0
@@ -63,6 +64,12 @@ class Notes:
     cut: int = 0
     warned: set[str] = field(default_factory=set)
     unread: bool = False
+    runs: RunsAtEnds = field(default_factory=RunsAtEnds)
+
+    def begin(self) -> None:
+        """Begin to count anew, for another pass over the data."""
+        self.own_bos = self.masked = self.texts = self.cut = 0
+        self.runs = RunsAtEnds()
 
     def name_unread(self, names: list[str]) -> None:
         """Name the columns that are not read, once."""
@@ -71,8 +78,8 @@ class Notes:
             LOG.warning("Columns of the data that are not read: %s", ", ".join(names))
 
     def once(self, text: str) -> None:
-        """Warn, unless the same warning was given before."""
-        if text not in self.warned:
+        """Warn, unless the text is empty or the same warning was given before."""
+        if text and text not in self.warned:
             self.warned.add(text)
             warn(text)
 
@@ -253,6 +260,7 @@ class Reader:
     def _mask(self, rows: Tensor) -> Tensor:
         """The mask of tokens that came without one, derived from the padding ids."""
         mask = decoder_mask(rows, self.model) if reads_decoder(self.model) else mask_of(rows, self.model)
+        self.notes.runs.add(rows, self.model)
         if mask is None:
             return torch.ones_like(rows, dtype=torch.bool)
         self.notes.masked += int((~mask).any(1).sum())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError, warn
 from ..data.batches import Batches
-from ..data.missing_mask import mask_of, masked_warning
+from ..data.missing_mask import RunsAtEnds, mask_of, masked_warning
 from ..data.options import DataOptions
 from ..models.model_info import Model
 
@@ -56,8 +56,13 @@ def prompt_rows(
 def _rows_of_ids(tokens: Tensor, mask: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
     """Token ids and mask of a tensor prompt; without a given mask, padding ids at the ends of rows are padding."""
     tokens = tokens[None] if tokens.dim() == 1 else tokens
-    if mask is None and (mask := mask_of(tokens, model)) is not None:
-        warn(masked_warning(tokens[~mask].tolist()))
+    if mask is None:
+        runs = RunsAtEnds()
+        runs.add(tokens, model)
+        if warning := runs.warning(model):
+            warn(warning)
+        if (mask := mask_of(tokens, model)) is not None:
+            warn(masked_warning(tokens[~mask].tolist()))
     return tokens.long(), torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.to(tokens.device).bool()
 
 

@@ -32,6 +32,7 @@ from .hooks import (
     on_enter,
     on_leave,
     temporary_hooks,
+    uncompiled,
 )
 from .layout import find_blocks, find_embedding, refuse_no_weights, refusing_failed_forward, same_stream, settled
 from .model_description import describe
@@ -221,7 +222,8 @@ class HookedSource(PointSource):
                         raise
                     on_error(error)
 
-            return hook if on_error is not None else in_this_thread(hook)
+            # The recorder reports a compiled forward pass.
+            return uncompiled(hook, lambda: None) if on_error is not None else in_this_thread(hook)
 
         with temporary_hooks() as handles:
             for number, (path, block) in enumerate(zip(self.paths, self.blocks, strict=True)):

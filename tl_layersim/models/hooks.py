@@ -142,6 +142,39 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def uncompiled(hook: Callable[..., None], missed: Callable[[], None]) -> Callable[..., None]:
+    """A hook that only reads, and that lets forward passes under `torch.compile` go on.
+
+    The hook runs between two compiled graphs. Where a single graph is required, as by `fullgraph=True`, it does not run.
+
+    Args:
+        hook: of any arguments.
+        missed: called while such a graph is made.
+    """
+    # Its functions have no annotations.
+    compiler: Any = torch.compiler
+    run = compiler.disable(hook)
+
+    # While a graph is made, torch calls a function of a constant result, and traces all others.
+    def look() -> bool:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        # torch has no public name for these. True where a later version has other names: no hook is then traced.
+        now = InstructionTranslator.current_tx()
+        single = bool(getattr(now, "one_graph", True) or getattr(now, "error_on_graph_break", False))
+        if single:
+            missed()
+        return single
+
+    is_skipped = compiler.assume_constant_result(look)
+
+    def call(*args: Any) -> None:
+        if not (torch.compiler.is_compiling() and is_skipped()):
+            run(*args)
+
+    return call
+
+
 class Hook:
     """A forward hook or forward pre-hook that is not copied with its module.
 

@@ -101,8 +101,8 @@ def data_fields(module: torch.nn.Module, block: str) -> dict[str, Any]:
         # An attention mask beside the pixels is that of the other tower's texts.
         main, own = PIXELS, (own[0], "")
     inputs = {name: zeros if name == "token_type_ids" else None for name in names if name not in own}
-    pads, ends = _ids(config, text, "pad_token_id"), [*_ids(config, text, "bos_token_id"), *_ids(config, text, "eos_token_id")]
-    more = {"pads": tuple(pads), "ends": tuple(dict.fromkeys(ends)), "processor": processor_of(module)}
+    ids = {"pads": "pad_token_id", "starts": "bos_token_id", "ends": "eos_token_id"}
+    more = {key: tuple(_ids(config, text, name)) for key, name in ids.items()} | {"processor": processor_of(module)}
     return {"inputs": inputs, "main_input": main, "token_input": own[0], "mask_input": own[1]} | more
 
 

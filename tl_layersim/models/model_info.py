@@ -42,7 +42,8 @@ class Model:
         mask_input: name of the attention mask of this stack; "" for a vision tower, which has none.
         processor: makes inputs of images, None where the model carries none.
         pads: padding ids that its configuration names.
-        ends: ids that its configuration names as BOS or EOS.
+        starts: ids that its configuration names as BOS.
+        ends: ids that its configuration names as EOS.
         changes: of the model beside its weights, see `Provenance`.
         stream: whether the sites are the residual stream: "whole" for consecutive blocks, "parts" where blocks between them
             are left out or the stream is also read inside blocks, "none" for other sites; "unknown" until `Source.settle` has
@@ -68,16 +69,17 @@ class Model:
     mask_input: str = "attention_mask"
     processor: Any = None
     pads: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
 
     def inputs_with(self, other: Model) -> dict[str, Any]:
-        """The fields `inputs`, `pads` and `ends` of two models that read the same data."""
+        """The fields `inputs`, `pads`, `starts` and `ends` of two models that read the same data."""
         either = {**self.inputs, **other.inputs}
         # A value must be equivalent to leaving the input out in both models.
         for name in self.inputs.keys() & other.inputs.keys():
             either[name] = self.inputs[name] if self.inputs[name] == other.inputs[name] else None
-        pads, ends = (tuple(dict.fromkeys(getattr(self, k) + getattr(other, k))) for k in ("pads", "ends"))
-        return {"inputs": either, "pads": pads, "ends": ends}
+        ids = {name: getattr(self, name) + getattr(other, name) for name in ("pads", "starts", "ends")}
+        return {"inputs": either} | {name: tuple(dict.fromkeys(both)) for name, both in ids.items()}
 
     stream: Literal["whole", "parts", "unknown", "none"] = "whole"
     widths: tuple[int, ...] = ()

@@ -20,7 +20,6 @@ class Frame:
         self.nested: bool = parent is not None and parent.level >= 0 and (parent.nested if self.inner else True)
         self.tokens: Tensor | None = None
         self.attention: Any = None
-        self.texts = 0
         self.cached = False
         # Whether tokens and mask belong to the decoder.
         self.decoder = False
@@ -31,6 +30,8 @@ class Frame:
         self.superseded: int | None = None
         # Sites that were read in this call, also those of a pass that is complete.
         self.read_here: set[int] = set()
+        # Whether a module with a site ran in this call.
+        self.ran = False
         self.restart()
 
     @property

@@ -81,7 +81,6 @@ class Call:
         shape: `batch pos` of the activations in the blocks (one position per row in cached generation).
         tokens: `batch pos`, None if the model was called with embeddings.
         attention: the attention mask of the stack that is read, in the form that the model was given, None if there is none.
-        texts: number of texts that the model was given to tokenise by itself.
         cached: whether the model was given keys and values of earlier positions, which the mask then covers too.
         start: see `Stack`.
     """
@@ -89,7 +88,6 @@ class Call:
     shape: tuple[int, int]
     tokens: Tensor | None
     attention: Any
-    texts: int
     cached: bool = False
     start: int | None = None
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, warn
 from ..data.batches import next_tokens
 from ..data.labels import NO_LABEL
 from .block_call import CACHES, first_tensor
 from .feature_maps import to_positions
 from .firing_order import not_once
-from .hooks import StopForward, in_kernel, on_enter, on_leave
+from .hooks import StopForward, in_kernel, on_enter, on_leave, uncompiled
 from .nested_passes import Frame
 from .reading import Call, Callbacks, Reading, Stack
 from .site_buffer import SiteBuffer
@@ -56,6 +57,7 @@ class Recorder:
         self.compare, self.on_error = callbacks.compare, callbacks.on_error
         self.lens, self.direct, self.aside, self.stack = lens, direct, aside, stack
         self.thread, self.local, self.stopped = threading.get_ident(), threading.local(), False
+        self.missed = False
 
     # ---- registration of hooks
 
@@ -122,7 +124,20 @@ class Recorder:
                 self.stopped = True
                 self.on_error(error)
 
-        return call
+        return call if self.on_error is None else uncompiled(call, self._miss)
+
+    def _miss(self) -> None:
+        """Report a forward pass that torch compiles to one graph."""
+        if self.on_error is not None and not self.stopped:
+            self.stopped = True
+            self.on_error(
+                LayersimError(
+                    "A compiled forward pass cannot be measured: one graph for the whole model leaves no place for hooks.",
+                    given="torch.compile(fullgraph=True), or torch.export",
+                    expected="forward passes that torch does not compile, or torch.compile without fullgraph=True",
+                    do='with torch.compiler.set_stance("force_eager"), lsim.attach(model, ...) as probe: model(tokens)',
+                )
+            )
 
     # ---- calls of hooks
 
@@ -140,14 +155,11 @@ class Recorder:
         parent = self._frame()
         frame = self.local.frame = Frame(module, level, parent)
         if frame.inner:
-            frame.tokens, frame.attention, frame.texts = parent.tokens, parent.attention, parent.texts
+            frame.tokens, frame.attention = parent.tokens, parent.attention
             frame.decoder, frame.cached = parent.decoder, parent.cached
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         frame.cached |= any(given.get(name) is not None for name in CACHE_ARGUMENTS)
-        texts = given.get("input")
-        if isinstance(texts, list) and texts and isinstance(texts[0], str):
-            frame.texts = len(texts)
         if self.stack.side == "decoder" and ("decoder_input_ids" in names or "decoder_input_ids" in given):
             # The modules around the decoder also take the encoder's tokens and mask, which do not belong to the decoder.
             if not frame.decoder:
@@ -174,12 +186,21 @@ class Recorder:
             return
         if frame.inner:
             frame.parent.last = frame.last
+            frame.parent.ran |= frame.ran
         self.local.frame = frame.parent
         # A pass that failed, or that another run of this package ended early, has no output.
         whole = output is not None and frame.level == 0 and not frame.inner and self._counts(frame)
         if whole and self.order is None and not self.reading.inside and not self.aside():
             missing = next(site for site in range(len(self.reading.names)) if site not in frame.seen)
             raise self._not_once(missing, "the forward pass did not run it")
+        if whole and not frame.ran and self.on_error is not None and not self.missed:
+            self.missed = True
+            # A filter of the user may make errors of warnings.
+            with suppress(Warning):
+                warn(
+                    f"A forward pass did not run the module of {self.reading.names[0]}, and is not measured: it may be a graph "
+                    'that torch compiled before. torch.compiler.set_stance("force_eager") runs the modules.'
+                )
 
     def _see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         frame = self._frame()
@@ -202,6 +223,7 @@ class Recorder:
 
     def _see(self, sites: list[int], hidden: Tensor) -> None:
         here = self._frame()
+        here.ran = True
         if self.aside() or not self._counts(here):
             return
         frame = here if self.reading.inside else here.outermost
@@ -225,7 +247,7 @@ class Recorder:
             view = self._view(frame, frame.buffer)
             frame.restart()
             if frame.level < 0:
-                frame.tokens, frame.attention, frame.texts, frame.cached = None, None, 0, False
+                frame.tokens, frame.attention, frame.cached = None, None, False
             self.on_view(view)
 
     def _expected(self, site: int, frame: Frame) -> bool:
@@ -265,7 +287,7 @@ class Recorder:
             # Some modules, such as the MLP of OPT, run on batch and positions as one axis.
             shape = (here.tokens.shape[0], here.tokens.shape[1])
         start = self.stack.start if self.stack.side == "decoder" else None
-        choice = self.choose(Call(shape, here.tokens, here.attention, here.texts, here.cached, start))
+        choice = self.choose(Call(shape, here.tokens, here.attention, here.cached, start))
         if choice.pooled and not choice.has_tokens:
             # Each site of an image may have positions of its own, of which the mean is taken.
             shape = (choice.counted.shape[0], choice.counted.shape[1])

@@ -24,6 +24,23 @@ def is_transformer_lens(model: Any) -> bool:
     )
 
 
+def right_padding(model: Any) -> int | None:
+    """The id with which a TransformerLens model pads texts on the right, and to which no token before it attends.
+
+    TransformerLens builds no mask for such padding. None for other models, among them those that pad on the left, which build
+    one, and those that attend to later tokens.
+    """
+    if not is_transformer_lens(model) or getattr(model.cfg, "attention_dir", "") != "causal":
+        return None
+    # Bridges of encoders, encoder-decoders and models of diffusion may be called causal too.
+    wrapped, adapter = getattr(model, "original_model", None), getattr(model, "adapter", None)
+    generates = getattr(wrapped, "can_generate", lambda: True)() and getattr(adapter, "supports_causal_loss", True)
+    if not generates or getattr(getattr(wrapped, "config", None), "is_encoder_decoder", False):
+        return None
+    pad: int | None = model.tokenizer.pad_token_id if getattr(model.tokenizer, "padding_side", "") == "right" else None
+    return pad
+
+
 def open_transformer_lens(model: Any) -> tuple[torch.nn.Module, Model]:
     """The embedding of a model, and its description.
 
