@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..models.vector_norms import directions, norms
 from ..models.view import View
 from ._prompt_rows import sums_by_row
 
@@ -37,7 +38,7 @@ def trajectory_kernel(view: View, *, window: int, rows: Tensor | None = None) ->
         "count": torch.tensor(tokens),
         "zero_residual": (of["norm"] == 0).sum(-1),
         "zero_update": (of["update"] == 0).sum(-1),
-        "flat": (of["growth"].mean(0) == 0).sum(),
+        "flat": (of["mean growth"] == 0).sum(),
         "turns": torch.tensor(of["curvature"].shape[1]),
     }
     for name in ("norm", "update", "growth", "lss", "expodistance", "equidistance", "windowed", "curvature"):
@@ -66,8 +67,8 @@ def _angles(view: View) -> Tensor:
     for start in range(0, len(triples), 256):
         inside = triples[start : start + 256].to(x.device)
         step = x[:, start : start + len(inside) + 2].diff(dim=1)
-        length = step.norm(dim=-1, keepdim=True)
-        unit = step / length.where(length > 0, torch.nan)
+        unit, length = directions(step)
+        unit = unit.where(length[..., None] > 0, torch.nan)
         before, after = unit[:, :-1][:, inside], unit[:, 1:][:, inside]
         # Exact at small angles too, where an arccos is not.
         parts.append(2 * torch.atan2((after - before).double().norm(dim=-1), (after + before).double().norm(dim=-1)))
@@ -77,15 +78,15 @@ def _angles(view: View) -> Tensor:
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     """Quantities of each token's trajectory, float64, `layer token` or `token`, from residuals `layer token d_model`."""
     step = x[1:] - x[:-1]
-    update = step.double().norm(dim=-1)
-    # NaN for a step of zero, which has no direction.
-    unit = step / update.where(update > 0, torch.nan).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)[..., None]
-    norm = torch.stack([layer.double().norm(dim=-1) for layer in x])
+    unit, update = directions(step)
+    norm = torch.stack([norms(layer) for layer in x])
     growth = (norm[1:] / norm[:-1]).log()
     growth = growth.where(growth.isfinite(), torch.nan)
+    # The mean of the logarithms, which is exactly 0 where the first and the last norm are equal.
+    mean_growth = (norm[-1] / norm[0]).log().where(~growth.isnan().any(0), torch.nan) / len(growth)
     # Cumulative sums of unit steps in float64: the sum over any segment is the difference of two of them.
     travelled = torch.zeros(len(x), *x.shape[1:], dtype=torch.float64, device=x.device)
-    torch.cumsum(unit.double().nan_to_num(0), 0, out=travelled[1:])
+    torch.cumsum(unit.double(), 0, out=travelled[1:])
     still = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
     torch.cumsum(update == 0, 0, out=still[1:])
     blocks = len(step)
@@ -101,8 +102,9 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
         "norm": norm,
         "update": update,
         "growth": growth,
+        "mean growth": mean_growth,
         "lss": score(blocks)[0],
-        "expodistance": growth.var(0, correction=0) / growth.mean(0).where(growth.mean(0) != 0, torch.nan).square(),
+        "expodistance": growth.var(0, correction=0) / mean_growth.where(mean_growth != 0, torch.nan).square(),
         "equidistance": update.std(0, correction=0) / update.mean(0),
         "windowed": score(window) if window else norm[:0],
     }

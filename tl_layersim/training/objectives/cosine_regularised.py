@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models.vector_norms import scaled
 from ..residual_stream import TrainingBatch
 from .base import Objective, ObjectiveSettings, out_of_range
 
@@ -46,9 +47,10 @@ class CosineRegularisedObjective(Objective):
     def _distance(self, batch: TrainingBatch, residuals: Mapping[int, Tensor]) -> Tensor:
         """Weighted cosine distance of the layers to the last layer, a mean over attended positions."""
         keep = slice(None) if batch.attended is None else batch.attended.flatten().nonzero()[:, 0]
-        last = residuals[self.stream.n_layers].flatten(0, 1)[keep].float()
+        layers = {layer: scaled(residual.flatten(0, 1)[keep].float())[0] for layer, residual in residuals.items()}
+        last = layers[self.stream.n_layers]
         parts = [
-            weight * (1 - nn.functional.cosine_similarity(residuals[layer].flatten(0, 1)[keep].float(), last, dim=-1)).mean()
+            weight * (1 - nn.functional.cosine_similarity(layers[layer], last, dim=-1)).mean()
             for layer, weight in enumerate(self.weights[:-1], 1)
         ]
         return torch.stack(parts).sum() if parts else last.sum() * 0
