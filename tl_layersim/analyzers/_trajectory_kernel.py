@@ -16,7 +16,7 @@ from ._prompt_rows import sums_by_row
 DECADES = (-6.0, 8.0)
 
 
-def trajectory_kernel(view: View, *, window: int, rows: Tensor | None = None) -> dict[str, Tensor]:
+def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows: Tensor | None = None) -> dict[str, Tensor]:
     """Sums over tokens of the quantities of their trajectories and of their squares, and logarithmic histograms.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
@@ -24,16 +24,20 @@ def trajectory_kernel(view: View, *, window: int, rows: Tensor | None = None) ->
     Args:
         view: activations of one batch.
         window: steps of the windowed LSS, 0 for none.
+        final_norm: whether the last layer is read after the model's final norm.
         rows: numbers of all rows of the data, for sums by row; None for no such sums.
     """
     x = view.activations
-    tokens = x.shape[1]
+    tokens, last = x.shape[1], x[-1]
+    if final_norm:
+        assert view.unembed is not None
+        last = view.unembed.normed(last).to(x)
     columns: dict[str, list[Tensor]] = {}
     for start in range(0, tokens, 256):
-        for name, value in _paths(x[:, start : start + 256], window).items():
+        for name, value in _paths(_ended(x, last, start, start + 256), window).items():
             columns.setdefault(name, []).append(value)
     of = {name: torch.cat(parts, -1) for name, parts in columns.items()}
-    of["curvature"] = _angles(view)
+    of["curvature"] = _angles(view, last)
     out = {
         "count": torch.tensor(tokens),
         "zero_residual": (of["norm"] == 0).sum(-1),
@@ -56,17 +60,26 @@ def trajectory_kernel(view: View, *, window: int, rows: Tensor | None = None) ->
     return out
 
 
-def _angles(view: View) -> Tensor:
+def _ended(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
+    """Residuals `layer token d_model` of tokens from `start` to `end`, those of the last layer from `last`, `token d_model`."""
+    return torch.cat([x[:-1, start:end], last[None, start:end]])
+
+
+def _angles(view: View, last: Tensor) -> Tensor:
     """Angles between consecutive steps from token to token, float64, `layer triple`.
 
     A triple is three consecutive positions of a row. NaN where two neighbours are equal: their step has no direction.
+
+    Args:
+        view: activations of one batch.
+        last: `token d_model`, the last layer.
     """
     x, row, position = view.activations, view.sequence, view.position
     triples = (row[2:] == row[:-2]) & (position.diff()[1:] == 1) & (position.diff()[:-1] == 1)
     parts = [torch.zeros(len(x), 0, dtype=torch.float64, device=x.device)]
     for start in range(0, len(triples), 256):
         inside = triples[start : start + 256].to(x.device)
-        step = x[:, start : start + len(inside) + 2].diff(dim=1)
+        step = _ended(x, last, start, start + len(inside) + 2).diff(dim=1)
         unit, length = directions(step)
         unit = unit.where(length[..., None] > 0, torch.nan)
         before, after = unit[:, :-1][:, inside], unit[:, 1:][:, inside]

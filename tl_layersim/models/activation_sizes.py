@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .vector_norms import directions, scaled
+from .vector_norms import directions
 from .view import View
 
 # Positions 0 to 3 of a row are counted apart, all later ones together.
@@ -54,14 +54,16 @@ def _sizes_of(
 ) -> dict[str, Tensor]:
     unit, norm = directions(x)
     out = {f"norm^{2 * power}": _by_group(norm ** (2 * power), place, FIRST_PLACES + 1) for power in (1, 2)}
-    x, scale = scaled(x[later].flatten())
-    x = x.view(len(later), -1)
+    # Relative to their mean norm; there may be no such samples.
+    size = norm[later].sum() / max(len(later), 1)
+    size = size.where(size > 0, 1)
+    x = x[later] / size.to(x.dtype)
     for name, terms, (row, count) in (("power", unit.square(), rows), ("variance", x.square(), rows_of_later)):
         mean = _by_group(terms, row, len(count)) / count[:, None]
         if name == "variance":
             mean = mean - (_by_group(x, row, len(count)) / count[:, None]).square()
         largest = mean.amax(1) if len(count) else mean.new_zeros(0)
-        factor = scale.double().square()[0] if name == "variance" else 1
+        factor = size.square() if name == "variance" else 1
         out |= {f"all {name}": mean.sum().double() * factor, f"largest {name}": largest.sum().double() * factor}
     return out
 

@@ -20,7 +20,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     Examples:
         >>> scaled(torch.tensor([[0.0, -4e30], [0.0, 0.0]]))
         (tensor([[ 0., -1.],
-                [0., 0.]]), tensor([[4.0000e+30],
+                [ 0.,  0.]]), tensor([[4.0000e+30],
                 [0.0000e+00]]))
     """
     largest = torch.maximum(x.detach().amax(-1, keepdim=True), -x.detach().amin(-1, keepdim=True))
