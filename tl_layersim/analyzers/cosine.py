@@ -164,6 +164,8 @@ class CosineResult(LayerMatrix):
         steps = steps[~steps.isnan()]
         if len(to_last) == 1:
             return {}
+        if not self.in_depth_order:
+            return self.sites_headline("COS")
         return {
             f"COS({self.first_layer()}, last)": float(to_last[0]),
             "COS(last but one, last)": float(to_last[-2]),

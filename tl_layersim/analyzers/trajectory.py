@@ -220,8 +220,8 @@ class TrajectoryResult(Result):
         growth = with_margin(self, lambda result: result.values[-1] / result.values[0])
         straight = with_margin(self, lambda result: result.lss_mean)
         return (
-            f"The norm of a residual {'after the final norm' if self.final_norm else 'at the last layer'} is {growth} times that "
-            f"at the first; the line-shape score of its path is {straight} (1: a straight line)."
+            f"The norm of a residual {'after the final norm' if self.final_norm else 'at the last layer'} is {growth} times "
+            f"that at the first; the line-shape score of its path is {straight} (1: a straight line)."
         )
 
 
