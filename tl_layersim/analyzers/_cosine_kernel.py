@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
-from ..models.vector_norms import directions, norms
+from ..models.vector_norms import norms, unit_vectors
 from ..models.view import View
 from ._hsic import beyond_rounding
 
@@ -72,7 +72,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
     offset = None if mean is None else mean.to(x)[:, None]
     for start in range(0, tokens, 256):
         chunk = x[:, start : start + 256]
-        raw, norm = directions(chunk)
+        raw, norm = unit_vectors(chunk)
         out["norm_ratio"] += (norm[:-1] / norms(chunk[1:] - chunk[:-1])).sum(1)
         if offset is None:
             known = (norm > 0).T
@@ -80,7 +80,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         else:
             centred = chunk - offset
             known = beyond_rounding(centred, offset).T
-            cosine = _cosines(directions(centred)[0], known)
+            cosine = _cosines(unit_vectors(centred)[0], known)
         counted = known.double()
         out["pairs"] += (counted.T @ counted).long()
         out["whole"] += known.all(1).sum()

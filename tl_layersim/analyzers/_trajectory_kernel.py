@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..models.vector_norms import directions, norms
+from ..models.vector_norms import norms, unit_vectors
 from ..models.view import View
 from ._prompt_rows import sums_by_row
 
@@ -80,7 +80,7 @@ def _angles(view: View, last: Tensor) -> Tensor:
     for start in range(0, len(triples), 256):
         inside = triples[start : start + 256].to(x.device)
         step = _ended(x, last, start, start + len(inside) + 2).diff(dim=1)
-        unit, length = directions(step)
+        unit, length = unit_vectors(step)
         unit = unit.where(length[..., None] > 0, torch.nan)
         before, after = unit[:, :-1][:, inside], unit[:, 1:][:, inside]
         # Exact at small angles too, where an arccos is not.
@@ -91,7 +91,7 @@ def _angles(view: View, last: Tensor) -> Tensor:
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     """Quantities of each token's trajectory, float64, `layer token` or `token`, from residuals `layer token d_model`."""
     step = x[1:] - x[:-1]
-    unit, update = directions(step)
+    unit, update = unit_vectors(step)
     norm = torch.stack([norms(layer) for layer in x])
     growth = (norm[1:] / norm[:-1]).log()
     growth = growth.where(growth.isfinite(), torch.nan)

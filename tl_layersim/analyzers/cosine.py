@@ -22,6 +22,8 @@ from ..models.view import Kernel
 from ._cosine_kernel import cosine_kernel, mean_kernel
 from .base import Analyzer, Run, SiteNeed, Weight, need_tokens
 
+MOST_BINS = 100_000
+
 
 @typed
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -189,7 +191,7 @@ class Cosine(Analyzer):
     Args:
         center: "dataset" subtracts each layer's mean over all counted tokens (the paper's footnote 2), which takes a first pass
             over the data; "none" subtracts nothing; a tensor `residual d_model` is subtracted as given.
-        histogram_bins: bins over [-1, 1] of the histograms behind the quantiles, whose error is below 2 / bins.
+        histogram_bins: bins over [-1, 1] of the histograms behind the quantiles, whose error is below 2 / bins; 2 to 100,000.
 
     Source:
         Jiang, Zhou and Zhu 2024 (arXiv 2406.14479), section 2.1, theorem 2.1, figures 2, 4 and 11. Angular distance: Gromov et
@@ -219,11 +221,11 @@ class Cosine(Analyzer):
                 expected="residual x d_model, finite",
                 do='Cosine(center=report["cosine"].mean)',
             )
-        if self.histogram_bins < 2:
+        if not 2 <= self.histogram_bins <= MOST_BINS:
             raise LayersimError(
-                "`histogram_bins` must be at least 2.",
+                f"`histogram_bins` must be between 2 and {MOST_BINS}.",
                 given=f"histogram_bins={self.histogram_bins}",
-                expected="2 or more",
+                expected=f"2 to {MOST_BINS}",
                 do="Cosine(histogram_bins=2000)",
             )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .vector_norms import directions
+from .vector_norms import unit_vectors
 from .view import View
 
 # Positions 0 to 3 of a row are counted apart, all later ones together.
@@ -52,7 +52,7 @@ def _numbered(sequence: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 def _sizes_of(
     x: Tensor, place: Tensor, rows: tuple[Tensor, Tensor], later: Tensor, rows_of_later: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    unit, norm = directions(x)
+    unit, norm = unit_vectors(x)
     out = {f"norm^{2 * power}": _by_group(norm ** (2 * power), place, FIRST_PLACES + 1) for power in (1, 2)}
     # Relative to their mean norm; there may be no such samples.
     size = norm[later].sum() / max(len(later), 1)

@@ -27,14 +27,14 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     return x / largest.where(largest > 0, 1), largest
 
 
-def directions(x: Tensor) -> tuple[Tensor, Tensor]:
+def unit_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors `... width` divided by their norm, in the dtype of `x`, and the norms `...` in float64; a zero vector stays zero.
 
     Args:
         x: `... width`.
 
     Examples:
-        >>> unit, norm = directions(torch.tensor([[3e30, 4e30], [0.0, 0.0]]))
+        >>> unit, norm = unit_vectors(torch.tensor([[3e30, 4e30], [0.0, 0.0]]))
         >>> unit, [f"{value:.3g}" for value in norm]
         (tensor([[0.6000, 0.8000],
                 [0.0000, 0.0000]]), ['5e+30', '0'])
