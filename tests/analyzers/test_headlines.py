@@ -10,6 +10,7 @@ import tl_layersim as lsim
 from tl_layersim.analyzers.exit_curve import ExitCurveResult
 
 from .. import oracles
+from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, layer_run, residuals, samples, view
 
 
@@ -78,3 +79,26 @@ def test_the_headline_of_an_exit_curve_that_does_not_end_in_agreement():
     assert found["threshold with 95 % agreement"] == 0.7
     assert found["its accuracy"] == pytest.approx(0.2)
     assert exit_result([0.5, 0.94], (0.0, 0.5)).headline() == {"agreement at threshold 0.5": 0.94}
+
+
+@pytest.mark.parametrize("at", ["resid_mid", "heads", ["q", "z"]])
+@pytest.mark.filterwarnings("ignore::tl_layersim.LayersimWarning")
+def test_headlines_speak_of_layers_only_where_sites_are_layers(at):
+    options = {"at": "z", "per_head": True} if at == "heads" else {"at": at}
+    analyzers = [
+        lsim.Cosine(center="none"),
+        lsim.CKA(minibatch=8),
+        lsim.CCA(),
+        lsim.NeuralCollapse(labels=torch.arange(12) % 2),
+    ]
+    model = tiny_llama()
+    report = lsim.analyze(model, random_tokens(12, 6), analyzers, **options)
+    probed = lsim.linear_probe(model, random_tokens(12, 6), labels=torch.arange(12) % 2, **options)
+    for result in [*report.values(), probed]:
+        words = " ".join(result.headline())
+        assert result.in_depth_order == (at == "resid_mid")
+        assert any(word in words for word in ("last", "middle layer", "embedding")) == (at == "resid_mid"), words
+    if at != "resid_mid":
+        values = report["cosine"].values
+        different = ~torch.eye(len(values), dtype=torch.bool)
+        assert list(report["cosine"].headline().values()) == pytest.approx([float(values[different].mean())])

@@ -9,6 +9,8 @@ import torch
 import tl_layersim as lsim
 
 from .. import oracles
+from ..head_models import CASES
+from ..models.helpers import nnsight
 from ..tiny_models import random_tokens, tiny_llama
 from ..views import from_views, residuals, view
 
@@ -83,3 +85,41 @@ def test_massive_norms_and_tiny_ones_stay_in_the_histograms():
     found = from_views(lsim.Trajectory(), [view(x.numpy())])
     expected = oracles.oracle_trajectory([x.numpy()])
     np.testing.assert_allclose(found.norm_quantiles, expected["norm_quantiles"], rtol=0.024)
+
+
+def test_the_path_may_end_after_the_final_norm():
+    x = [residuals(i, layers=4, tokens=20) for i in range(2)]
+    normed = [np.concatenate([b[:-1], torch.nn.functional.layer_norm(torch.as_tensor(b[-1:]), (8,)).numpy()]) for b in x]
+    found = from_views(lsim.Trajectory(window=2, final_norm=True), [view(b) for b in x])
+    for name, value in oracles.oracle_trajectory(normed, 2).items():
+        rtol, atol = (2.4e-2, 0) if "quantiles" in name else (1e-9, 1e-9)
+        np.testing.assert_allclose(getattr(found, name), value, rtol=rtol, atol=atol, err_msg=name)
+
+
+def test_the_final_norm_is_that_of_the_model_in_every_source():
+    model, tokens = tiny_llama(), random_tokens(4, 9)
+    ids, analyzer = torch.as_tensor(tokens), lsim.Trajectory(final_norm=True)
+    with torch.no_grad():
+        # Its last one is after the final norm.
+        states = model(ids, output_hidden_states=True).hidden_states
+    expected = oracles.oracle_trajectory([torch.stack(states)[:, row].double().numpy() for row in range(len(ids))])
+    here = lsim.analyze(model, tokens, analyzer, batch_size=2)["trajectory"]
+    there = lsim.analyze(nnsight(tiny_llama()), tokens, analyzer, remote="local", batch_size=2)["trajectory"]
+    with lsim.attach(model, analyzer) as probe, torch.no_grad():
+        model(ids)
+    for found in (here, there, probe.results()["trajectory"]):
+        for name in ("values", "update_norm", "growth", "lss_mean", "expodistance_mean", "equidistance_mean", "curvature"):
+            np.testing.assert_allclose(getattr(found, name), expected[name], rtol=1e-4, err_msg=name)
+    assert here.final_norm
+    assert "norm after the final norm over norm of the embedding" in here.headline()
+
+
+@pytest.mark.parametrize("name", ["without a head", "without a final norm", "pooled before the norm"])
+def test_the_final_norm_needs_one_of_each_position(name):
+    model, data = {
+        "without a head": lambda: (tiny_llama().model, random_tokens()),
+        "without a final norm": lambda: (CASES["bert"].build(), CASES["bert"].data()),
+        "pooled before the norm": lambda: (CASES["beit"].build(), CASES["beit"].data()),
+    }[name]()
+    with pytest.raises(lsim.LayersimError, match="final_norm=True"):
+        lsim.analyze(model, data, lsim.Trajectory(final_norm=True))

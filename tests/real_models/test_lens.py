@@ -8,6 +8,7 @@ import torch
 
 import tl_layersim as lsim
 
+from .. import oracles
 from ..models.helpers import bridge, nnsight
 from ..tiny_models import hidden_states
 from .helpers import load
@@ -70,3 +71,16 @@ def test_a_real_story_is_told_by_the_layers(stories15m):
     grid = lsim.prediction_grid(stories15m, "Once upon a time, there was a little girl named")
     assert grid.words[-1][-1].strip() == "L" or grid.probability[-1, -1] > 0.3
     assert (grid.saturation_layer <= 5).all()
+
+
+def test_the_path_ends_after_the_final_norm_of_a_real_model(stories15m, wikitext):
+    batch = stories15m.tokenizer(wikitext[:4], return_tensors="pt", truncation=True, max_length=24)["input_ids"]
+    with torch.no_grad():
+        # Its last one is after the final norm.
+        states = torch.stack(stories15m(batch, output_hidden_states=True).hidden_states).double().numpy()
+    # Neighbouring tokens may be equal in this text, and then have no angle.
+    with np.errstate(invalid="ignore"):
+        expected = oracles.oracle_trajectory([states[:, row] for row in range(len(batch))])
+    found = lsim.analyze(stories15m, batch, lsim.Trajectory(final_norm=True))["trajectory"]
+    for name in ("values", "update_norm", "growth", "lss_mean", "expodistance_mean", "equidistance_mean"):
+        np.testing.assert_allclose(getattr(found, name), expected[name], rtol=1e-4, err_msg=name)

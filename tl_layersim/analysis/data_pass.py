@@ -32,7 +32,7 @@ from ..models.view import Kernel, Reduced, reduce, tokens_alone
 from .checkpoint import tallies_snapshot
 from .cross_model_statistics import exchange
 from .long_run_notice import LongRunNotice, rows_in_data
-from .memory_of_sums import refuse_large_blocks, warn_of_large_sums
+from .memory_of_sums import refuse_large_blocks, refuse_sums_over_limits, warn_of_large_sums
 from .site_plan import SitePlan
 
 # Leaves of a run whose number is not known, for the memory of its sums.
@@ -269,7 +269,7 @@ class DataPass:
                 self._refuse_not_finite(parts)
                 self.state.add(parts, self._seconds())
                 if self.state.tally.tree.rows == sum(part.count for part in parts):
-                    self._check_memory(sums_so_far(self.state.tally.tree))
+                    self._check_memory(sums_so_far(self.state.tally.tree), parts[0].count)
                 bar.update(self.state.tally.tokens - bar.n)
                 notice.note(self.state.tally)
                 if is_remote or self.checkpoint.due:
@@ -280,13 +280,16 @@ class DataPass:
         self.tallies[self.label] = self.state.tally
         self.checkpoint.save(*self._snapshot())
 
-    def _check_memory(self, sums: Mapping[str, Sums]) -> None:
-        """Refuse or warn of sums that do not fit into memory, by those of the first batches."""
+    def _check_memory(self, sums: Mapping[str, Sums], leaf: int) -> None:
+        """Refuse or warn of sums that do not fit into memory, by those of the first batches, of leaves of so many rows."""
+        rows = rows_in_data(self.batches.data, self.batches.options.pack)
+        leaves = TYPICAL_LEAVES if rows is None else -(-rows // leaf)
+        refuse_sums_over_limits(sums, self.analyzers, leaves, self.first_block is not None)
         if self.first_block is not None:
             refuse_large_blocks(sums)
         else:
-            # The number of leaves is known to few runs; its logarithm counts.
-            warn_of_large_sums(sums, TYPICAL_LEAVES)
+            # The number of leaves is not known to all runs; its logarithm counts.
+            warn_of_large_sums(sums, leaves)
 
     def _bar(self) -> Any:
         return tqdm(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 
 import psutil
 from tqdm.auto import tqdm
 
+from ..analyzers import Analyzer
 from ..core.blocks import MOST_BLOCKS
 from ..core.errors import LayersimError, in_words, warn
 from ..core.sum_tree import most_nodes
-from ..core.sums import Sums
+from ..core.sums import Sums, analyzer_of
 
 # Bytes of all blocks above which their size is printed.
 LARGE_BLOCKS = 1e9
@@ -42,6 +44,32 @@ def refuse_large_blocks(sums: Mapping[str, Sums]) -> None:
         )
     if need > LARGE_BLOCKS:
         tqdm.write(f"Intervals keep the sums of up to {MOST_BLOCKS} blocks of the data: {in_words(need)}.", file=sys.stderr)
+
+
+def refuse_sums_over_limits(sums: Mapping[str, Sums], analyzers: Mapping[str, Analyzer], leaves: int, intervals: bool) -> None:
+    """Refuse sums of an analyzer that need more memory than its `max_memory_gb`, all copies that a run holds included.
+
+    Args:
+        sums: of one batch, by kernel.
+        analyzers: by name.
+        leaves: number of groups of rows whose sums are added, or an upper limit.
+        intervals: whether blocks are kept.
+
+    Raises:
+        LayersimError: names the analyzer, its need and its limit.
+    """
+    copies, needs = most_nodes(max(leaves, 1), intervals) + ADDED, dict.fromkeys(analyzers, 0.0)
+    for name, size in _bytes_of(sums).items():
+        needs[analyzer_of(name)] += copies * size / 1e9
+    for name, need in needs.items():
+        limit = getattr(analyzers[name], "max_memory_gb", math.inf)
+        if need > limit:
+            raise LayersimError(
+                f"The sums of {name!r} need more memory than `max_memory_gb`.",
+                given=f"{copies} copies of {in_words(need * 1e9 / copies)}: {need:.2g} GB",
+                expected=f"at most max_memory_gb={limit:g}",
+                do=f"fewer sites, at=['blocks.0.hook_resid_post', ...]; or max_memory_gb={math.ceil(need)}",
+            )
 
 
 def warn_of_large_sums(sums: Mapping[str, Sums], batches: int) -> None:

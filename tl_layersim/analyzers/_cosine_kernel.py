@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..models.vector_norms import norms, unit_vectors
 from ..models.view import View
 from ._hsic import beyond_rounding
 
@@ -71,16 +72,15 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
     offset = None if mean is None else mean.to(x)[:, None]
     for start in range(0, tokens, 256):
         chunk = x[:, start : start + 256]
-        norm = chunk.norm(dim=-1)
-        ratio = norm[:-1] / (chunk[1:] - chunk[:-1]).norm(dim=-1)
-        out["norm_ratio"] += ratio.sum(1, dtype=torch.float64)
+        raw, norm = unit_vectors(chunk)
+        out["norm_ratio"] += (norm[:-1] / norms(chunk[1:] - chunk[:-1])).sum(1)
         if offset is None:
-            known = _not_zero(chunk, norm).T
-            cosine = _cosines(chunk, norm, known)
+            known = (norm > 0).T
+            cosine = _cosines(raw, known)
         else:
             centred = chunk - offset
             known = beyond_rounding(centred, offset).T
-            cosine = _cosines(centred, centred.norm(dim=-1), known)
+            cosine = _cosines(unit_vectors(centred)[0], known)
         counted = known.double()
         out["pairs"] += (counted.T @ counted).long()
         out["whole"] += known.all(1).sum()
@@ -94,7 +94,7 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
         out["adjacent"] += _histogram(cosine.diagonal(offset=1, dim1=1, dim2=2), known[:, 1:] & known[:, :-1], bins)
         if mean is not None:
             known = (norm > 0).T
-            cosine = _cosines(chunk, norm, known)
+            cosine = _cosines(raw, known)
             counted = known.double()
         out["raw_pairs"] += (counted.T @ counted).long()
         out["raw_adjacent"] += cosine.diagonal(offset=1, dim1=1, dim2=2).sum(0, dtype=torch.float64)
@@ -105,23 +105,14 @@ def cosine_kernel(view: View, *, mean: Tensor | None, bins: int) -> dict[str, Te
     return out
 
 
-def _not_zero(x: Tensor, norm: Tensor) -> Tensor:
-    """Whether vectors differ from zero, `layer token`; the square of a small number is 0, so these are read once more."""
-    known = norm > 0
-    if not bool(known.all()):
-        known[~known] = (x[~known] != 0).any(-1)
-    return known
-
-
-def _cosines(x: Tensor, norm: Tensor, known: Tensor) -> Tensor:
+def _cosines(unit: Tensor, known: Tensor) -> Tensor:
     """Cosines between the layers of each token, `token layer layer`; 0 where one is not known, which adds nothing to sums.
 
     Args:
-        x: `layer token d_model`.
-        norm: `layer token`, of x.
+        unit: `layer token d_model`, vectors of norm 1.
         known: `token layer`, whether the vector has a direction.
     """
-    unit = (x / norm[..., None].clamp(min=torch.finfo(x.dtype).tiny)).transpose(0, 1)
+    unit = unit.transpose(0, 1)
     cosine = torch.bmm(unit, unit.transpose(1, 2)).clamp(-1, 1)
     return cosine if bool(known.all()) else cosine * (known[:, :, None] & known[:, None, :])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..models.vector_norms import unit_vectors
 from ._hsic import beyond_rounding
 
 
@@ -39,7 +40,7 @@ def dissimilarities(x: Tensor, widths: tuple[int, ...], *, kind: str) -> Tensor:
         inside = torch.arange(x.shape[-1], device=x.device) < width
         x = (x - mean) * inside
     known = beyond_rounding(x, mean)
-    unit = torch.nn.functional.normalize(x, dim=-1) * known[..., None]
+    unit = unit_vectors(x)[0] * known[..., None]
     apart = 1 - torch.bmm(unit, unit.transpose(1, 2))
     return _without_diagonal(apart.where(apart > 64 * torch.finfo(x.dtype).eps, 0))
 

@@ -163,6 +163,8 @@ class CalibratedMatrix(LayerMatrix):
         same = {} if self.split_half.isnan() else {f"split-half reliability of {measure}": float(self.split_half)}
         if two and self.layers == self.coordinates("column"):
             same |= {f"{measure} of the same layers, mean": float(self.values.diagonal().mean())}
+        if not self.in_depth_order:
+            return same | self.sites_headline(measure)
         return same | {
             name.format(self.first_layer()): float(to_last[0]),
             name.format("middle layer"): float(to_last[len(to_last) // 2]),

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..jacobians.replay import reproduces
 from ..models.block_call import BlockCall, again
 from ..models.chunked_logit_lens import head_input, read_positions
+from ..models.vector_norms import norms
 from ..models.view import View, row_ends
 
 
@@ -168,9 +169,9 @@ def _measure(effects: _Effects, skip: Skip, skipped: int, memory_mb: float) -> N
         output = again(call, hidden)
         changed = _at(view, output, skip.tokens) - _at(view, hidden, skip.tokens)
         contribution = x[affected + 1] - x[affected]
-        size = contribution.norm(dim=-1)
+        size = norms(contribution)
         # A block that adds nothing to a token has no relative change there.
-        effects.add(skipped, affected, (contribution - changed).norm(dim=-1) / size.where(size > 0, torch.nan), row)
+        effects.add(skipped, affected, norms(contribution - changed) / size.where(size > 0, torch.nan), row)
         hidden = output
     if view.unembed is not None:
         for tokens, change in _output_changes(view, hidden, skip.read, memory_mb):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..models.vector_norms import norms, unit_vectors
 from ..models.view import View
 from ._prompt_rows import sums_by_row
 
@@ -15,7 +16,7 @@ from ._prompt_rows import sums_by_row
 DECADES = (-6.0, 8.0)
 
 
-def trajectory_kernel(view: View, *, window: int, rows: Tensor | None = None) -> dict[str, Tensor]:
+def trajectory_kernel(view: View, *, window: int, final_norm: bool = False, rows: Tensor | None = None) -> dict[str, Tensor]:
     """Sums over tokens of the quantities of their trajectories and of their squares, and logarithmic histograms.
 
     Tokens are processed in chunks, so that intermediate tensors are small beside the residual.
@@ -23,21 +24,25 @@ def trajectory_kernel(view: View, *, window: int, rows: Tensor | None = None) ->
     Args:
         view: activations of one batch.
         window: steps of the windowed LSS, 0 for none.
+        final_norm: whether the last layer is read after the model's final norm.
         rows: numbers of all rows of the data, for sums by row; None for no such sums.
     """
     x = view.activations
-    tokens = x.shape[1]
+    tokens, last = x.shape[1], x[-1]
+    if final_norm:
+        assert view.unembed is not None
+        last = view.unembed.normed(last).to(x)
     columns: dict[str, list[Tensor]] = {}
     for start in range(0, tokens, 256):
-        for name, value in _paths(x[:, start : start + 256], window).items():
+        for name, value in _paths(_ended(x, last, start, start + 256), window).items():
             columns.setdefault(name, []).append(value)
     of = {name: torch.cat(parts, -1) for name, parts in columns.items()}
-    of["curvature"] = _angles(view)
+    of["curvature"] = _angles(view, last)
     out = {
         "count": torch.tensor(tokens),
         "zero_residual": (of["norm"] == 0).sum(-1),
         "zero_update": (of["update"] == 0).sum(-1),
-        "flat": (of["growth"].mean(0) == 0).sum(),
+        "flat": (of["mean growth"] == 0).sum(),
         "turns": torch.tensor(of["curvature"].shape[1]),
     }
     for name in ("norm", "update", "growth", "lss", "expodistance", "equidistance", "windowed", "curvature"):
@@ -55,19 +60,28 @@ def trajectory_kernel(view: View, *, window: int, rows: Tensor | None = None) ->
     return out
 
 
-def _angles(view: View) -> Tensor:
+def _ended(x: Tensor, last: Tensor, start: int, end: int) -> Tensor:
+    """Residuals `layer token d_model` of tokens from `start` to `end`, those of the last layer from `last`, `token d_model`."""
+    return torch.cat([x[:-1, start:end], last[None, start:end]])
+
+
+def _angles(view: View, last: Tensor) -> Tensor:
     """Angles between consecutive steps from token to token, float64, `layer triple`.
 
     A triple is three consecutive positions of a row. NaN where two neighbours are equal: their step has no direction.
+
+    Args:
+        view: activations of one batch.
+        last: `token d_model`, the last layer.
     """
     x, row, position = view.activations, view.sequence, view.position
     triples = (row[2:] == row[:-2]) & (position.diff()[1:] == 1) & (position.diff()[:-1] == 1)
     parts = [torch.zeros(len(x), 0, dtype=torch.float64, device=x.device)]
     for start in range(0, len(triples), 256):
         inside = triples[start : start + 256].to(x.device)
-        step = x[:, start : start + len(inside) + 2].diff(dim=1)
-        length = step.norm(dim=-1, keepdim=True)
-        unit = step / length.where(length > 0, torch.nan)
+        step = _ended(x, last, start, start + len(inside) + 2).diff(dim=1)
+        unit, length = unit_vectors(step)
+        unit = unit.where(length[..., None] > 0, torch.nan)
         before, after = unit[:, :-1][:, inside], unit[:, 1:][:, inside]
         # Exact at small angles too, where an arccos is not.
         parts.append(2 * torch.atan2((after - before).double().norm(dim=-1), (after + before).double().norm(dim=-1)))
@@ -77,15 +91,15 @@ def _angles(view: View) -> Tensor:
 def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
     """Quantities of each token's trajectory, float64, `layer token` or `token`, from residuals `layer token d_model`."""
     step = x[1:] - x[:-1]
-    update = step.double().norm(dim=-1)
-    # NaN for a step of zero, which has no direction.
-    unit = step / update.where(update > 0, torch.nan).clamp(min=torch.finfo(x.dtype).tiny).to(x.dtype)[..., None]
-    norm = torch.stack([layer.double().norm(dim=-1) for layer in x])
+    unit, update = unit_vectors(step)
+    norm = torch.stack([norms(layer) for layer in x])
     growth = (norm[1:] / norm[:-1]).log()
     growth = growth.where(growth.isfinite(), torch.nan)
+    # The mean of the logarithms, which is exactly 0 where the first and the last norm are equal.
+    mean_growth = (norm[-1] / norm[0]).log().where(~growth.isnan().any(0), torch.nan) / len(growth)
     # Cumulative sums of unit steps in float64: the sum over any segment is the difference of two of them.
     travelled = torch.zeros(len(x), *x.shape[1:], dtype=torch.float64, device=x.device)
-    torch.cumsum(unit.double().nan_to_num(0), 0, out=travelled[1:])
+    torch.cumsum(unit.double(), 0, out=travelled[1:])
     still = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
     torch.cumsum(update == 0, 0, out=still[1:])
     blocks = len(step)
@@ -101,8 +115,9 @@ def _paths(x: Tensor, window: int) -> dict[str, Tensor]:
         "norm": norm,
         "update": update,
         "growth": growth,
+        "mean growth": mean_growth,
         "lss": score(blocks)[0],
-        "expodistance": growth.var(0, correction=0) / growth.mean(0).where(growth.mean(0) != 0, torch.nan).square(),
+        "expodistance": growth.var(0, correction=0) / mean_growth.where(mean_growth != 0, torch.nan).square(),
         "equidistance": update.std(0, correction=0) / update.mean(0),
         "windowed": score(window) if window else norm[:0],
     }

@@ -19,6 +19,7 @@ from ..core.errors import LayersimError
 from ..core.findings import with_margin
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
+from ..core.wording import brief
 from ..data.batches import Batch
 from ..data.labels import NO_LABEL, as_labels, is_none, label_key, label_source, warn_of_unused
 from ..models.activation_checks import refuse_bad_logits
@@ -37,6 +38,7 @@ from .probe_kernels import held_out
 if TYPE_CHECKING:
     import plotly.graph_objects
 
+MOST_THRESHOLDS = 10_000
 THRESHOLDS = (*(i / 20 for i in range(20)), 0.97, 0.98, 0.99, 0.995, 0.999, 0.9995, 0.9999, 0.99999, 1.0)
 EXITS_SOURCE = JIANG.format("section 3 and figure 7")
 
@@ -293,7 +295,8 @@ class ExitCurve(Analyzer):
     $$\frac{\sum_{i=1}^{L} L \, m_i}{\sum_{i=1}^{L} i \, m_i}.$$
 
     Args:
-        thresholds: each between 0 and 1. At 0 every position exits after the first block, at 1 no position exits early.
+        thresholds: 1 to 10,000, each between 0 and 1. At 0 every position exits after the first block, at 1
+            no position exits early.
         norm: "final" applies the model's final norm to every layer, "none" to the last layer only; see `LogitLens`.
         labels: the targets; see `LogitLens`.
         lens_memory_mb: megabytes for the logits of one chunk of tokens.
@@ -327,9 +330,16 @@ class ExitCurve(Analyzer):
         several = (self.thresholds,) if isinstance(self.thresholds, float | int) else tuple(self.thresholds)
         object.__setattr__(self, "thresholds", several)
         wrong = [value for value in several if not 0 <= value <= 1]
-        if not several or wrong:
+        if not 0 < len(several) <= MOST_THRESHOLDS:
             raise LayersimError(
-                "`thresholds` must be between 0 and 1." if several else "`thresholds` is empty.",
+                f"`thresholds` must hold 1 to {MOST_THRESHOLDS} probabilities.",
+                given=f"thresholds={brief(several)}",
+                expected=f"1 to {MOST_THRESHOLDS} probabilities",
+                do="thresholds=(0.5, 0.9, 0.99)",
+            )
+        if wrong:
+            raise LayersimError(
+                "`thresholds` must be between 0 and 1.",
                 given=f"thresholds={self.thresholds}",
                 expected="one or more probabilities",
                 do="thresholds=(0.5, 0.9, 0.99)",

@@ -102,8 +102,12 @@ class LinearProbeResult(Result):
     def headline(self) -> dict[str, float]:
         best = int(self.values.argmax())
         first = self.first_layer()
-        ends = {f"probe accuracy at {'the embedding' if first == 'embedding' else first}": float(self.values[0])}
-        if len(self.values) > 1:
+        ends = (
+            {}
+            if not self.in_depth_order
+            else {f"probe accuracy at {'the embedding' if first == 'embedding' else first}": float(self.values[0])}
+        )
+        if ends and len(self.values) > 1:
             ends["probe accuracy at the last site"] = float(self.values[-1])
         if not bool(self.selectivity.isnan().any()):
             ends[f"selectivity at {self.layers[best]}"] = float(self.selectivity[best])

@@ -66,11 +66,15 @@ class NeuralCollapseResult(Result):
         return self.values
 
     def headline(self) -> dict[str, float]:
+        classes = {"classes": float(len(self.labels))}
+        if not self.in_depth_order:
+            known = self.values[~self.values.isnan()]
+            return ({"lowest NC1 of any site": float(known.min())} if len(known) else {}) | classes
         nc1 = {"NC1 of the last layer": float(self.values[-1])}
         if len(self.values) > 1:
             first = self.first_layer()
             nc1 = {f"NC1 of {'the embedding' if first == 'embedding' else first}": float(self.values[0])} | nc1
-        return {name: v for name, v in nc1.items() if not math.isnan(v)} | {"classes": float(len(self.labels))}
+        return {name: v for name, v in nc1.items() if not math.isnan(v)} | classes
 
 
 @typed

@@ -23,7 +23,7 @@ from ..models.view import Kernel
 from ._citations import AUBRY
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
 from ._trajectory_kernel import DECADES, trajectory_kernel
-from .base import Analyzer, Run, SiteNeed, Weight, need_tokens
+from .base import Analyzer, Run, SiteNeed, Weight, need_head, need_tokens
 
 if TYPE_CHECKING:
     import plotly.graph_objects
@@ -82,6 +82,7 @@ class TrajectoryResult(Result):
         prompt_rows: numbers of the rows in the data.
         turns: number of triples of positions behind the curvature.
         window: number of steps, 0 for none.
+        final_norm: whether the last layer was read after the model's final norm.
         quantiles: levels of the quantile fields, computed from histograms with bins of a hundredth of a decade; values below
             1e-6 are given as 0.
     """
@@ -113,6 +114,8 @@ class TrajectoryResult(Result):
     prompt_rows: tuple[int, ...] = ()
     turns: int = 0
     window: int
+    # Files of earlier versions lack it.
+    final_norm: bool = False
     quantiles: tuple[float, ...] = QUANTILES
 
     pictures: ClassVar[tuple[Picture, ...]] = (
@@ -208,15 +211,17 @@ class TrajectoryResult(Result):
             "line-shape score (1: a straight line)": float(self.lss_mean),
             "expodistance, median (0: exponential growth)": float(self.expodistance_quantiles[median]),
             "equidistance (0: equal steps)": float(self.equidistance_mean),
-            "norm at the last layer over norm of the embedding": float(self.values[-1] / self.values[0]),
+            f"norm {'after the final norm' if self.final_norm else 'at the last layer'} over norm of the embedding": float(
+                self.values[-1] / self.values[0]
+            ),
         }
 
     def finding(self) -> str:
         growth = with_margin(self, lambda result: result.values[-1] / result.values[0])
         straight = with_margin(self, lambda result: result.lss_mean)
         return (
-            f"The norm of a residual at the last layer is {growth} times that at the first; the line-shape score of its path "
-            f"is {straight} (1: a straight line)."
+            f"The norm of a residual {'after the final norm' if self.final_norm else 'at the last layer'} is {growth} times "
+            f"that at the first; the line-shape score of its path is {straight} (1: a straight line)."
         )
 
 
@@ -235,8 +240,13 @@ class Trajectory(Analyzer):
     many dimensions have about the square root of n. Expodistance is 0 if norms grow exponentially,
     equidistance is 0 if all steps are equally long.
 
+    The path begins at the input of block 0 and ends at the output of the last block, before the final norm. In the paper $x^L$
+    is the representation after the final norm (section 2, the last block): `final_norm=True`.
+
     Args:
         window: number of steps of an additional windowed LSS around each layer; None for the LSS of the whole trajectory only.
+        final_norm: whether the last point of the path is the residual stream after the model's final norm. All fields at the
+            last layer are then of this point. Models without a final norm are refused, and models that pool before it.
         per_prompt: whether to give the mean LSS of each row of the data too, for which a first pass without the model counts
             the rows. A row is a prompt, so packed rows are refused.
 
@@ -248,6 +258,9 @@ class Trajectory(Analyzer):
     Examples:
         >>> import tl_layersim as lsim
         >>> path = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], [lsim.Trajectory(window=4)])["trajectory"]
+        >>> normed = lsim.analyze(lsim.demo_model(), lsim.demo_text()[:4], lsim.Trajectory(final_norm=True))["trajectory"]
+        >>> bool((normed.norm == path.norm)[:-1].all()), bool(normed.norm[-1] == path.norm[-1])
+        (True, False)
         >>> bool(path.lss.mean > 1), path.windowed_lss.shape, path.centres[0]
         (True, torch.Size([5]), 'blocks.1.hook_resid_post')
     """
@@ -257,12 +270,21 @@ class Trajectory(Analyzer):
     first_without_model: ClassVar[bool] = True
 
     window: TwoOrMore | None = None
+    final_norm: bool = False
     per_prompt: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompts", self.per_prompt)
+        object.__setattr__(self, "needs_unembed", self.final_norm)
+
+    @property
+    def reads_head(self) -> bool:
+        # The final norm is applied at any position.
+        return False
 
     def check(self, *models: Model) -> None:
+        if self.final_norm:
+            self._check_norm(models[0])
         blocks = len(models[0].layers) - 1
         if self.window is not None and self.window > blocks:
             raise LayersimError(
@@ -270,6 +292,19 @@ class Trajectory(Analyzer):
                 given=f"window={self.window}",
                 expected=f"at most {blocks}, the blocks of {models[0].name}",
                 do=f"Trajectory(window={blocks})" if blocks > 1 else "Trajectory()",
+            )
+
+    def _check_norm(self, model: Model) -> None:
+        """Refuse a model whose positions have no final norm."""
+        need_head(model, "Trajectory(final_norm=True)")
+        assert model.head is not None
+        pool = model.head.pool
+        if not model.head.norm or (pool is not None and pool.before_norm):
+            raise LayersimError(
+                "`final_norm` needs a final norm of each position.",
+                given=f"final_norm=True, and {model.name}, whose logits are {model.head}",
+                expected="final_norm=False, the path up to the output of the last block",
+                do="Trajectory()",
             )
 
     def first_kernel(self) -> Kernel | None:
@@ -280,7 +315,8 @@ class Trajectory(Analyzer):
         return ("power",)
 
     def kernel(self, first: Sums) -> Kernel:
-        return partial(trajectory_kernel, window=self.window or 0, rows=counted_rows(first) if self.per_prompt else None)
+        rows = counted_rows(first) if self.per_prompt else None
+        return partial(trajectory_kernel, window=self.window or 0, final_norm=self.final_norm, rows=rows)
 
     def compute(self, sums: Sums, run: Run) -> TrajectoryResult:
         count = int(sums["count"])
@@ -336,6 +372,7 @@ class Trajectory(Analyzer):
             prompt_rows=tuple(counted_rows(run.first).tolist()),
             turns=int(sums["turns"]),
             window=self.window or 0,
+            final_norm=self.final_norm,
             layers=run.layers,
             provenance=run.provenance,
             **whole,

@@ -1,6 +1,6 @@
 """Numbers within bounds, as types of settings and arguments: `typed` checks them and names the bound in the error.
 
-`PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `OpenFraction`, `Seed`.
+`PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `Bins`, `PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `OpenFraction`, `Seed`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class _Within:
 PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: n >= 1)]]
 NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: n >= 0)]]
 TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: n >= 2)]]
+Bins = Annotated[int, Is[_Within("an int from 2 to 100,000", lambda n: 2 <= n <= 100_000)]]
 Seed = Annotated[int, Is[_Within("an int from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)]]
 PositiveFloat = Annotated[int | float, Is[_Within("a finite float above 0", lambda x: 0 < x < math.inf)]]
 NonNegativeFloat = Annotated[int | float, Is[_Within("a finite float of 0 or more", lambda x: 0 <= x < math.inf)]]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .intervals import function_interval, margin_text
 
 _SITE_NAME = re.compile(r"(?:(encoder|decoder|text|vision)\.)?blocks\.(\d+)\.(?:[\w.]*hook_)(\w+)(?:\[(\d+)\])?")
+# Places within a block; others are in parallel.
+_DEPTHS = {"resid_pre": 0, "attn_out": 1, "resid_mid": 2, "mlp_out": 3, "resid_post": 4}
 
 
 def site_in_words(name: str) -> str:
@@ -36,6 +39,31 @@ def site_in_words(name: str) -> str:
     if place == "resid_pre":
         return f"the input of {whole}" if block != "0" else f"the embedding of the {stack}" if stack else "the embedding"
     return f"{place} of {whole}"
+
+
+def in_depth_order(sites: Sequence[str]) -> bool:
+    """Whether each site comes after the one before it in the depth of one stack, as heads of a block or two families do not.
+
+    Sites that are named by the paths of modules are in the order of the forward pass.
+
+    Args:
+        sites: their names.
+
+    Examples:
+        >>> in_depth_order(["blocks.0.hook_resid_pre", "blocks.0.hook_resid_mid", "blocks.0.hook_resid_post"])
+        True
+        >>> in_depth_order(["blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]"])
+        False
+        >>> in_depth_order(["blocks.0.hook_attn_out", "blocks.1.hook_attn_out", "blocks.0.hook_mlp_out"])
+        False
+    """
+    places = [match.groups() for match in map(_SITE_NAME.fullmatch, sites) if match]
+    depths = [(int(block), _DEPTHS.get(place, 2)) for _, block, place, _ in places]
+    return (
+        len({stack for stack, *_ in places}) < 2
+        and all(head is None for *_, head in places)
+        and all(before < after for before, after in itertools.pairwise(depths))
+    )
 
 
 def with_margin(result: Any, what: Callable[[Any], Any], percent: bool = False) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .argument_checks import typed
 from .errors import LayersimError
+from .findings import in_depth_order
 from .intervals import bounds_of, headline_lines, interval_of
 from .jackknife import ConfidenceInterval
 from .label_table import BLOCK_AXES, label_table
@@ -254,6 +255,11 @@ class Result(ABC):
         """
         return interval_of(self, what, level)
 
+    @property
+    def in_depth_order(self) -> bool:
+        """Whether the sites are layers one after another, so that there is a first, a middle and a last one; not of heads."""
+        return in_depth_order(self.layers) and in_depth_order(self.coordinates("column"))
+
     def headline(self) -> dict[str, float]:
         """The numbers that a summary table shows, by description."""
         return {}
@@ -316,6 +322,17 @@ class LayerMatrix(Result):
 
     values: Float64[Tensor, "row column"] = axes("row", "column")
     column_layers: tuple[str, ...]
+
+    def sites_headline(self, measure: str) -> dict[str, float]:
+        """The mean over pairs of different sites of one model, for the headline of sites that are not in order of depth.
+
+        Args:
+            measure: its name.
+        """
+        different = ~torch.eye(len(self.layers), dtype=torch.bool)
+        if self.layers != self.column_layers or " | " in self.provenance.model or not bool(different.any()):
+            return {}
+        return {f"{measure}, mean over pairs of different sites": float(self.values[different].nanmean())}
 
 
 @typed

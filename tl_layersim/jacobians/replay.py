@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import attention
 
 from ..models.block_call import BlockCall
+from ..models.vector_norms import norms
 
 # Largest relative difference between a block's output and its replay, by dtype of the model. Models in float64 compute
 # norms, rotations and softmax in float32.
@@ -32,7 +33,7 @@ def lengthening(x: Tensor) -> Tensor:
     Returns:
         `sample 1`.
     """
-    largest = torch.finfo(x.dtype).max / 4 / x.norm(dim=-1, keepdim=True).double().clamp(min=1e-30)
+    largest = torch.finfo(x.dtype).max / 4 / norms(x)[..., None].clamp(min=1e-30)
     factor: Tensor = largest.clamp(max=LENGTHENING).to(x.dtype)
     return factor
 
@@ -73,7 +74,7 @@ def reproduces(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
         dtype: of the model's activations.
     """
     allowed = REPLAY_TOLERANCE.get(dtype, 8 * torch.finfo(dtype).eps)
-    return bool(((a - b).norm(dim=-1) <= allowed * b.norm(dim=-1)).all())
+    return bool((norms(a - b) <= allowed * norms(b)).all())
 
 
 def is_remote(call: BlockCall) -> bool:

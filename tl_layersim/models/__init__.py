@@ -28,6 +28,7 @@ Other packages may import from these modules:
 - `out_of_memory`: forward passes that run out of memory and are split, refusals of what cannot be split, and memory given back.
 - `block_call`: repeated calls of a block.
 - `pools`: samples drawn from pools of rows; `activation_sizes`: sums of the sizes of activations.
+- `vector_norms`: directions and norms of vectors of any size.
 - `untrained`: models of the same architecture with fresh weights.
 - `quantised`: refusals of quantised weights.
 - `without_weights`: models on the meta device, whose tensors have shapes and no values.

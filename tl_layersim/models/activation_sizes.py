@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .vector_norms import unit_vectors
 from .view import View
 
 # Positions 0 to 3 of a row are counted apart, all later ones together.
@@ -51,16 +52,19 @@ def _numbered(sequence: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 def _sizes_of(
     x: Tensor, place: Tensor, rows: tuple[Tensor, Tensor], later: Tensor, rows_of_later: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    squares = x.square()
-    norm = squares.sum(-1).double()
-    out = {f"norm^{2 * power}": _by_group(norm**power, place, FIRST_PLACES + 1) for power in (1, 2)}
-    share = squares / squares.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    for name, terms, (row, count) in (("power", share, rows), ("variance", squares[later], rows_of_later)):
+    unit, norm = unit_vectors(x)
+    out = {f"norm^{2 * power}": _by_group(norm ** (2 * power), place, FIRST_PLACES + 1) for power in (1, 2)}
+    # Relative to their mean norm; there may be no such samples.
+    size = norm[later].sum() / max(len(later), 1)
+    size = size.where(size > 0, 1)
+    x = x[later] / size.to(x.dtype)
+    for name, terms, (row, count) in (("power", unit.square(), rows), ("variance", x.square(), rows_of_later)):
         mean = _by_group(terms, row, len(count)) / count[:, None]
         if name == "variance":
-            mean = mean - (_by_group(x[later], row, len(count)) / count[:, None]).square()
+            mean = mean - (_by_group(x, row, len(count)) / count[:, None]).square()
         largest = mean.amax(1) if len(count) else mean.new_zeros(0)
-        out |= {f"all {name}": mean.sum().double(), f"largest {name}": largest.sum().double()}
+        factor = size.square() if name == "variance" else 1
+        out |= {f"all {name}": mean.sum().double() * factor, f"largest {name}": largest.sum().double() * factor}
     return out
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models.vector_norms import scaled
 from ..residual_stream import TrainingBatch
 from .base import Objective, ObjectiveSettings
 
@@ -47,14 +48,14 @@ class CosineRegularisedObjective(Objective):
 
     def _distance(self, features: Mapping[int, Tensor]) -> Tensor:
         """Weighted cosine distance of each layer's features `sample width` to the last layer's, averaged over samples."""
-        last = _wide(features[self.stream.n_layers])
+        last = _direction(features[self.stream.n_layers])
         parts = [
-            weight * (1 - nn.functional.cosine_similarity(_wide(features[layer]), last, dim=-1)).sum() / max(1, len(last))
+            weight * (1 - nn.functional.cosine_similarity(_direction(features[layer]), last, dim=-1)).sum() / max(1, len(last))
             for layer, weight in enumerate(self.weights[:-1], 1)
         ]
         return torch.stack(parts).sum() if parts else last.sum() * 0
 
 
-def _wide(x: Tensor) -> Tensor:
-    """In float32, or in float64 if it is."""
-    return x if x.dtype == torch.float64 else x.float()
+def _direction(x: Tensor) -> Tensor:
+    """Vectors of the same direction whose squares do not overflow, in float32, or in float64 if `x` is."""
+    return scaled(x if x.dtype == torch.float64 else x.float())[0]
