@@ -51,8 +51,8 @@ def refuse_swapped(name: str, given: Mapping[str, Any], signature: inspect.Signa
     raise LayersimTypeError(what, given=shown, expected=call_text(name, order), do=do)
 
 
-def _role(value: Any, expected: str) -> str | None:
-    """Kind of a value: model, data, analyzers or training settings; None where it may be several, as a generator may."""
+def _object_role(value: Any) -> str | None:
+    """Kind of an object that is a model, an analyzer or training settings; None for any other value."""
     bases = [
         (cls.__module__.split(".")[0], cls.__name__) for cls in (value if isinstance(value, type) else type(value)).__mro__
     ]
@@ -62,8 +62,16 @@ def _role(value: Any, expected: str) -> str | None:
         return "training settings"
     if isinstance(value, torch.nn.Module) or ("tl_layersim", "Source") in bases or ("nnsight", "Envoy") in bases:
         return "model"
+    return None
+
+
+def _role(value: Any, expected: str) -> str | None:
+    """Kind of a value: model, data, analyzers or training settings; None where it may be several, as a generator may."""
+    if (role := _object_role(value)) is not None:
+        return role
     if isinstance(value, Mapping) and (value or expected == "analyzers"):
-        kinds = {None if isinstance(each, str) else _role(each, expected) for each in value.values()}
+        tables = list | tuple | Mapping | torch.Tensor
+        kinds = {_object_role(each) or ("data" if isinstance(each, tables) else None) for each in value.values()}
         # Names of analyzers are texts, as data may be.
         if kinds == {"analyzers"} or (expected == "analyzers" and kinds <= {"analyzers", None}):
             return "analyzers"

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from .model_properties import ModelInputs
 from .row import misfit
+from .tensors import number_tensor
 
 
 def mask_of(rows: Tensor, model: ModelInputs) -> Tensor | None:
@@ -66,9 +67,9 @@ def masked_warning(pads: Sequence[int]) -> str:
 def as_mask(mask: Any) -> Tensor:
     """Convert a mask of ones and zeros to bool; refuse an additive mask (0 keeps, -inf drops), which means the opposite."""
     try:
-        values = torch.as_tensor(mask).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise misfit(f"a mask of {str(mask)[:60]}", "ones and zeros of the tokens' shape") from error
+        values = number_tensor(mask)
+    except ValueError as error:
+        raise misfit(f"a mask of {error}", "ones and zeros of the tokens' shape") from error
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise LayersimError(
             "`attention_mask` must be 1 for tokens and 0 for padding.",
