@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ..analyzers.base import check_memory, need_head
+from ..analyzers.base import need_head
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..core.results import Result, axes
@@ -211,7 +211,6 @@ def prediction_grid(
     def check(described: Model) -> None:
         need_head(described, "prediction_grid", targets=True)
 
-    check_memory(lens_memory_mb)
     kernel = partial(grid_kernel, normed=norm == "final", memory_mb=float(lens_memory_mb), ranks=RANKS)
     source = open_source(model, layers=layers, unembed=unembed, remote=remote)
     needs = PromptKernel(make=lambda _: kernel, options={"norm": norm}, check=check, lens=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
-from ..jacobians.supported_blocks import need_calls, need_memory, refuse_failed_replay
+from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ..remote.open import open_source
@@ -80,7 +80,6 @@ def block_jacobians(
         return partial(jacobians_kernel, blocks=chosen, pairs=tuple(pairs), method=method, memory_mb=float(memory_mb))
 
     options = {"blocks": list(chosen), "positions": requested, "method": method}
-    need_memory(memory_mb)
     check = partial(_check_model, what="block_jacobians", differences=method == "finite-difference", k=None)
     needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
     out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)
@@ -155,7 +154,6 @@ def coupling_matrices(
         (('3: 0 > 6', '3: 1 > 6'), torch.Size([7, 7, 4, 4]))
     """
     _refuse_unused(along, token, positions)
-    need_memory(memory_mb)
     source = _open_layers(model, layers, remote)
     blocks = len(source.model.layers) - 1
     chosen = numbers_of(layers, blocks) if along == "depth" or layers is not None else ((blocks - 1) // 2,)
@@ -179,7 +177,6 @@ def coupling_matrices(
         "method": method,
     }
     options |= {"diagonal": diagonal, "seed": seed}
-    need_memory(memory_mb)
     check = partial(_check_model, what="coupling_matrices", differences=method == "finite-difference", k=k)
     needs = PromptKernel(make=kernel, options=options, check=check, calls=True, least=1)
     out, tokens, _, provenance = run_on_prompt(source, prompt, needs, tokenizer, prepend_bos)

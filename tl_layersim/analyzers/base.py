@@ -389,22 +389,4 @@ def need_head(model: Model, analyzer: str, *, targets: bool = False, own_labels:
         )
 
 
-def check_memory(lens_memory_mb: float) -> None:
-    """Validate `lens_memory_mb`.
-
-    Args:
-        lens_memory_mb: megabytes for logits.
-
-    Raises:
-        LayersimError: it is not a finite number above 0.
-    """
-    if not 0 < lens_memory_mb < float("inf"):
-        raise LayersimError(
-            "`lens_memory_mb` must be above 0.",
-            given=f"lens_memory_mb={lens_memory_mb}",
-            expected="a finite number of megabytes",
-            do="lens_memory_mb=128",
-        )
-
-
 __all__ = ["Analyzer", "Exchange", "Kernel", "Run", "SiteNeed", "Weight", "need_head", "need_tokens"]

@@ -17,7 +17,7 @@ from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..jacobians.coupling import DRAWS, CouplingOptions, pick_method
-from ..jacobians.supported_blocks import need_calls, need_memory, refuse_failed_replay
+from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
 from ..models.model_info import Model
 from ..models.view import Kernel
 from ._block_coupling_kernel import block_coupling_kernel
@@ -254,7 +254,6 @@ class BlockCoupling(Analyzer):
                     expected="different whole numbers" + (" of at least 2: a matrix of one entry is diagonal" if least else ""),
                     do="k=10" if least else "tokens='last'",
                 )
-        need_memory(self.memory_mb)
 
     @property
     def ks(self) -> tuple[int, ...]:

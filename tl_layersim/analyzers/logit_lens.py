@@ -27,7 +27,7 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, with_labels
 from ..models.view import Kernel, View
 from ._citations import JIANG
-from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 
 # Agreement from which on the prediction of a layer is mostly that of the last one.
 SETTLED = 0.5
@@ -214,7 +214,6 @@ class LogitLens(Analyzer):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", as_labels(self.labels, optional=True))
-        check_memory(self.lens_memory_mb)
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
         ks = (self.top_k,) if isinstance(self.top_k, int) else tuple(self.top_k)
         object.__setattr__(self, "top_k", ks)

@@ -25,7 +25,7 @@ from ..models.model_info import Model
 from ..models.view import Kernel, View
 from ._cosine_kernel import mean_kernel
 from ._hsic import beyond_rounding
-from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 from .logit_lens import unembedding
 
 if TYPE_CHECKING:
@@ -147,7 +147,6 @@ class Saturation(Analyzer):
     heads: ExitHeads | str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check_memory(self.lens_memory_mb)
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     def check(self, *models: Model) -> None:

@@ -21,7 +21,7 @@ from ..models.model_info import Model
 from ..models.view import Kernel
 from ._citations import CSORDAS
 from ._skip_effect_kernel import skip_effect_kernel
-from .base import Analyzer, Run, SiteNeed, check_memory
+from .base import Analyzer, Run, SiteNeed
 
 
 @typed
@@ -157,7 +157,6 @@ class SkipEffect(Analyzer):
                     expected=f"{least} or more",
                     do=f"{name}=1",
                 )
-        check_memory(self.lens_memory_mb)
 
     @property
     def whole_rows(self) -> bool:

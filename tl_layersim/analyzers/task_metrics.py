@@ -27,7 +27,7 @@ from ..models.model_info import Model
 from ..models.targets import check_batch_labels, gives_classes
 from ..models.view import Kernel
 from ._task_metric_kernels import confusion_kernel, refuse_large_sums, scores_kernel
-from .base import Analyzer, Run, SiteNeed, check_memory, need_head, need_tokens
+from .base import Analyzer, Run, SiteNeed, need_head, need_tokens
 
 
 @typed
@@ -186,7 +186,6 @@ class TaskMetrics(Analyzer):
     def __post_init__(self) -> None:
         scores = _as_scores(self.labels)
         object.__setattr__(self, "labels", as_labels(self.labels) if scores is None else scores)
-        check_memory(self.lens_memory_mb)
         object.__setattr__(self, "heads", as_heads(self.heads, self.norm))
 
     @property

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +48,9 @@ def _without_mounted_save() -> Iterator[None]:
 with _without_mounted_save():
     from beartype import beartype
 
+# Arguments that hold a size of memory.
+MEMORY = ("max_memory_gb", "memory_mb", "lens_memory_mb")
+
 _checked = jaxtyped(typechecker=beartype)
 _T = TypeVar("_T", bound=Callable[..., Any])
 
@@ -75,9 +80,8 @@ def typed(call: _T) -> _T:
         if len(roles) > 1:
             refuse_swapped(name, {p: bound[p] for p in roles if p in bound}, signature)
         for number in numbers:
-            # A bool is an int in Python: batch_size=True would be 1.
-            if isinstance(bound.get(number), bool):
-                raise _wrong_type(name, number, bound[number], str(signature.parameters[number].annotation))
+            if number in bound:
+                _refuse_number(name, number, bound[number], signature.parameters[number])
         for path in paths:
             # pathlib takes an empty text, such as the value of an unset variable, for the current folder.
             if isinstance(bound.get(path), str) and not bound[path].strip():
@@ -127,9 +131,28 @@ def named(call: _T) -> _T:
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether an annotation, as text, allows numbers and not bool."""
-    parts = {part.strip() for part in str(annotation).split("|")}
-    return bool(parts & {"int", "float"}) and "bool" not in str(annotation)
+    """Whether an annotation allows numbers and not bool."""
+    parts = {part.strip() for part in _as_text(annotation).split("|")}
+    return bool(parts & {"int", "float"}) and "bool" not in parts
+
+
+def _as_text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _refuse_number(name: str, parameter: str, value: Any, declared: inspect.Parameter) -> None:
+    """Refuse True and whole numbers beyond int64, which Python takes for numbers and torch does not, and no memory."""
+    beyond = ", at most 2**63 - 1" if isinstance(value, int) and abs(value) >= 2**63 else ""
+    # A bool is an int in Python: batch_size=True would be 1.
+    if isinstance(value, bool) or beyond:
+        raise _wrong_type(name, parameter, value, f"{_as_text(declared.annotation)}{beyond}")
+    if parameter in MEMORY and isinstance(value, int | float) and not 0 < value < math.inf:
+        raise LayersimError(
+            f"`{parameter}` must be a finite number above 0.",
+            given=f"{parameter}={value}",
+            expected="gigabytes" if parameter.endswith("gb") else "megabytes",
+            do=f"{parameter}={declared.default}",
+        )
 
 
 def _wrong_type(name: str, parameter: str, value: object, expected: str) -> LayersimTypeError:

@@ -4,7 +4,7 @@ Other packages may import:
 
 * `coupling`: `couple`, `Connections`, `CouplingOptions`, `DRAWS`, `chunks_of`, `jacobian_of`, `miscoupling`, `pick_method`
 * `replay`: `reproduces`
-* `supported_blocks`: `need_calls`, `need_memory`, `refuse_failed_replay`, `refuse_post_norm`
+* `supported_blocks`: `need_calls`, `refuse_failed_replay`, `refuse_post_norm`
 """
 
 from .jacobian import Jacobian

@@ -57,24 +57,6 @@ def need_calls(model: Model, what: str, differences: bool) -> None:
         )
 
 
-def need_memory(memory_mb: float) -> None:
-    """Validate `memory_mb`.
-
-    Args:
-        memory_mb: megabytes for products with Jacobians.
-
-    Raises:
-        LayersimError: it is not a finite number above 0.
-    """
-    if not 0 < memory_mb < float("inf"):
-        raise LayersimError(
-            "`memory_mb` must be a finite number above 0.",
-            given=f"memory_mb={memory_mb}",
-            expected="a finite number",
-            do="memory_mb=1024",
-        )
-
-
 def refuse_failed_replay(differs: Tensor, no_skip: Tensor, step_error: Tensor, layers: tuple[str, ...]) -> None:
     """Refuse Jacobians of blocks whose replay differs, that lack a skip connection, or whose finite differences are too coarse.
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..core.argument_checks import named
+from ..core.argument_checks import typed
 
 
 def on_enter(module: torch.nn.Module, call: Callable[..., Any], first: bool = False) -> RemovableHandle:
@@ -92,8 +92,8 @@ class ForwardRun:
         return isinstance(error, StopForward) and error.run is self
 
 
-@named
 @contextmanager
+@typed
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     """A context in which every submodule is in evaluation mode; each submodule's own mode is restored at the end."""
     modes = [(sub, sub.training) for sub in every_module(module)]
