@@ -70,7 +70,7 @@ def _role(value: Any, expected: str) -> str | None:
     if (role := _object_role(value)) is not None:
         return role
     if isinstance(value, Mapping) and (value or expected == "analyzers"):
-        tables = list | tuple | Mapping | torch.Tensor
+        tables = (list, tuple, Mapping, torch.Tensor)
         kinds = {_object_role(each) or ("data" if isinstance(each, tables) else None) for each in value.values()}
         # Names of analyzers are texts, as data may be.
         if kinds == {"analyzers"} or (expected == "analyzers" and kinds <= {"analyzers", None}):

@@ -95,7 +95,8 @@ class Workers:
         machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         if not any(all(machine.get(name, 0) >= amount for name, amount in needed.items()) for machine in machines):
             held = "; ".join(str({name: machine.get(name, 0) for name in needed}) for machine in machines[:4])
-            warn(f"`resources`: each worker needs {needed}, and no worker starts before a machine has them. Machines have {held}.")
+            needs = f"`resources`: each worker needs {needed}, and no worker starts before a machine has them."
+            warn(f"{needs} Machines have {held}.")
 
     def close(self) -> None:
         """End all workers."""
