@@ -87,7 +87,7 @@ def test_widths_are_those_of_the_sites_where_memory_and_centres_are_checked():
     lsim.analyze(model, data, lsim.CKA(estimator="exact", max_memory_gb=0.003), **HEADS)
     with pytest.raises(lsim.LayersimError, match="more memory than `max_memory_gb`"):
         lsim.analyze(model, data, lsim.CKA(estimator="exact", max_memory_gb=0.0001), **HEADS)
-    with pytest.raises(lsim.LayersimError, match="max_memory_gb=0.0001"):
+    with pytest.raises(lsim.LayersimError, match=r"max_memory_gb=0\.0001"):
         lsim.analyze(model, data, lsim.NeuralCollapse(max_memory_gb=0.0001), at="mlp_post")
     mean = lsim.analyze(model, data, lsim.Cosine(), at="mlp_post")["cosine"].mean
     assert mean.shape == (3, 48)

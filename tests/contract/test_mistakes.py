@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import tl_layersim as lsim
 from tl_layersim.models import layer_names
@@ -68,6 +69,14 @@ def test_truncate_checks_its_folder_and_early_exit_its_lowest_layer(llama, tmp_p
         (lambda m: lsim.ExitCosts.count(m, shortlist=3), "`shortlist` must be a list of token ids"),
         (lambda m: lsim.frequent_tokens(m, [], 5), "empty"),
         (lambda m: lsim.Adapter(["linear"]), "`kind` of Adapter cannot be"),
+        (lambda m: lsim.linear_probe(m, []), "`data` is empty"),
+        (lambda m: lsim.CKA(max_memory_gb=NAN), "max_memory_gb=nan"),
+        (lambda m: lsim.LinearPredictivity(seed=True), "`seed` of LinearPredictivity cannot be True"),
+        (lambda m: lsim.CKA(seed=2**63), "`seed` of CKA cannot be"),
+        (lambda m: lsim.overlay({"a": lsim.analyze(m, random_tokens(2), "cosine")}, level=1), "level=1"),
+        (lambda m: lsim.Devices("x", 0, 1.0, 1.0, 1.0, 1.0, 1.0, "me"), "count=0"),
+        (lambda m: lsim.block_jacobians(m, random_tokens(1)[0], layers=[]), "`layers` is empty"),
+        (lambda m: lsim.eval_mode(3), "`module` of eval_mode cannot be 3"),
         (lambda m: lsim.Report([]), "`results` must be a mapping"),
         (lambda m: layer_names("3"), "`blocks` of layer_names cannot be '3'"),
         (lambda m: lsim.prediction_grid(m, random_tokens(1)[0], lens_memory_mb=NAN), "lens_memory_mb=nan"),
@@ -123,6 +132,12 @@ def test_a_place_that_is_none_is_refused_by_name(call):
     report = lsim.analyze(tiny_llama(), random_tokens(2), "cosine")
     with pytest.raises(lsim.LayersimError, match=f"`path` of .*{call} cannot be None"):
         getattr(report, call)(None)
+
+
+def test_a_model_without_weights_is_measured():
+    model, data = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()), torch.randn(4, 3).abs()
+    found = lsim.analyze(model, data, lsim.Cosine(center="none"), at=["0", "1"])["cosine"]
+    torch.testing.assert_close(found.values[0, 1], torch.cosine_similarity(data, data.tanh()).double().mean())
 
 
 def test_a_mapping_of_data_is_not_taken_for_analyzers():

@@ -80,7 +80,49 @@ def test_chat_messages_need_a_template(llama, column):
         analyze(llama, data, column=column)
 
 
+class NoRepr:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
+ENDLESS: list = [[3, 4]]
+ENDLESS.append(ENDLESS)
+FIRST: list = []
+FIRST.append(FIRST)
+NO_TABLES = {
+    "complex": IDS.to(torch.complex64),
+    "complex array": np.array(IDS.tolist(), dtype=complex),
+    "sparse": IDS.to_sparse(),
+    "meta": IDS.to("meta"),
+    "nested": torch.nested.nested_tensor([IDS[0], IDS[1, :2]], layout=torch.jagged),
+    "beyond int64": [[3, 10**30, 4], [5, 6, 7]],
+    "endless": ENDLESS,
+    "endless at once": FIRST,
+    "without repr": [NoRepr(), NoRepr()],
+}
+
+
+@pytest.mark.parametrize("kind", NO_TABLES)
+def test_no_numbers_in_any_column(llama, kind):
+    given = NO_TABLES[kind]
+    for data in (given, [given], {"input_ids": given}, [{"input_ids": given}]):
+        with pytest.raises(lsim.LayersimError, match=r"^`data`"):
+            analyze(llama, data)
+    for name in ("attention_mask", "position_ids"):
+        with pytest.raises(lsim.LayersimError, match=f"^`{name}`"):
+            analyze(llama, {"input_ids": IDS, name: given})
+    for labels in (given, None):
+        data = {"input_ids": IDS, "labels": given}
+        with pytest.raises(lsim.LayersimError, match=r"^`labels`"):
+            lsim.analyze(llama, data, lsim.LogitLens(labels="data" if labels is None else labels))
+
+
 NO_DATA = {
+    "texts as ids": ({"input_ids": ["w3 w4", "w5"]}, None, "neither texts nor token ids"),
+    "a text as ids": ([{"input_ids": "w3"}], None, "neither texts nor token ids"),
+    "no masks of ragged rows": ({"input_ids": [[3, 4], [5]], "attention_mask": [None, None]}, None, "mask` does not fit"),
+    "a number": (torch.tensor(3), None, "integer token ids"),
     "numbers that are no ids": ({"x": [1.5, 2.5]}, "x", "integer token ids"),
     "mappings": ({"x": [{"a": 1}]}, "x", "neither texts nor token ids"),
     "ids with a hole": ({"input_ids": [[3, 4], None]}, None, "neither texts nor token ids"),

@@ -37,6 +37,9 @@ class SmallRay:
     def remote(self, **_options: Any) -> Callable[[type], SmallActorClass]:
         return lambda kind: SmallActorClass(self, kind)
 
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 4.0}}]
+
     def put(self, value: Any) -> Outcome:
         return Outcome(value)
 

@@ -72,6 +72,11 @@ def test_errors_of_workers_reach_the_caller_as_they_are(on_ray):
     assert type(refused.value) is LayersimError
 
 
+def test_resources_that_no_machine_has_are_named(on_ray, whole):
+    with pytest.warns(lsim.LayersimWarning, match=r"`resources`.*'banana': 3.*'banana': 0"):
+        assert_same(whole, on_ray(load, resources={"resources": {"banana": 3}}))
+
+
 def test_an_interrupted_run_continues_from_its_checkpoint(small_ray, on_ray, whole, tmp_path):
     def interrupt(most):
         if small_ray.calls.count("sums") >= most:

@@ -39,6 +39,8 @@ def test_a_run_whose_worker_is_killed_equals_one_process_to_the_last_bit(cluster
     assert_same(expected, found)
     assert not rows.context.execution_options.preserve_order
 
+    with pytest.raises(LayersimError, match=r"`resources` .*banana"):
+        analyze_on_ray(load_plain, rows, ["cka"], num_workers=1, resources={"banana": 3})
     with pytest.raises(FileNotFoundError, match="no such checkpoint") as missing:
         analyze_on_ray(load_missing, rows, ["cka"], num_workers=1)
     assert any("in load_missing" in note for note in missing.value.__notes__)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..core.argument_checks import typed
 from ..core.blocks import first_block_size
 from ..core.errors import LayersimError, in_words
 from ..core.sum_tree import most_nodes
@@ -94,6 +95,7 @@ class CostEstimate:
     intervals: bool = False
     tokens_per_request: int | None = None
 
+    @typed
     def scaled(self, *, tokens: int | None = None, devices: str | Devices | None = None) -> CostEstimate:
         """The estimate of the same run on more or fewer tokens, or on other devices, without metering a batch again.
 

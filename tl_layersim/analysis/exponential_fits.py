@@ -98,6 +98,7 @@ class ExponentialFit:
         columns = ("amplitude", "amplitude_error", "rate", "rate_error", "r_squared", "intercept", "slope", "linear_r_squared")
         return pandas.DataFrame({"curve": self.names} | {name: getattr(self, name).numpy() for name in columns})
 
+    @typed
     def plot(self, curve: int = 0) -> plotly.graph_objects.Figure:
         """The quantity over depth, with the exponential and the line, and their equations in the numbers of the axis.
 
@@ -107,6 +108,13 @@ class ExponentialFit:
         from ..reporting.style import described
         from ..reporting.sweeps import axis_number, fitted_curve
 
+        if not -len(self.names) <= curve < len(self.names):
+            raise LayersimError(
+                "`curve` is not a curve of this fit.",
+                given=f"curve={curve}",
+                expected=f"0 to {len(self.names) - 1}",
+                do="fit.names lists the curves",
+            )
         x = np.linspace(float(self.depth[0]), float(self.depth[-1]), 100)
         a, b = float(self.amplitude[curve]), float(self.rate[curve])
         slope, intercept = float(self.slope[curve]), float(self.intercept[curve])

@@ -56,6 +56,7 @@ class GroupCurves(Result):
         ),
     )
 
+    @typed
     def plot(self, field: str = "mean") -> plotly.graph_objects.Figure:
         """Lines by layer with bands of one standard deviation, and intervals as whiskers; or another field as of any result."""
         from ..reporting.interval_bands import interval_ends

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -124,4 +124,8 @@ def rows_in_data(data: Any, pack: bool) -> int | None:
     """
     if isinstance(data, Mapping):
         data = next(iter(data.values()), None)
-    return len(data) if isinstance(data, Sized) and not pack else None
+    try:
+        return None if pack else len(data)
+    except (TypeError, RuntimeError):
+        # Generators, and tensors without axes.
+        return None

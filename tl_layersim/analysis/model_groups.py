@@ -100,6 +100,7 @@ class GroupComparison(Result):
         sizes = ", ".join(f"{name}: {self.groups.count(name)} models" for name in dict.fromkeys(self.groups))
         return headed(f"GroupComparison({sizes})", [f"  {line}" for line in headline_lines(self)])
 
+    @typed
     def plot(self, field: str = "mean") -> plotly.graph_objects.Figure:
         """The distances of all pairs by the groups of the two models; or another field as of any result."""
         from ..reporting.interval_bands import interval_ends

@@ -109,6 +109,7 @@ class ModelMatrix(Result):
             )
         return compare_groups(self, labels, (self.models, self.quantity), relabelings, seed)
 
+    @typed
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """A tidy table with one line for each pair, with their groups; or of `"groups"` or the merges of `"dendrogram"`."""
         import pandas
@@ -124,6 +125,7 @@ class ModelMatrix(Result):
             table.insert(2, f"{side}_group", table[f"{side}_model"].map(group_of))
         return table
 
+    @typed
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """A heat map of the models in the order of the dendrogram, the `"dendrogram"`, or `"groups"`, their comparison."""
         from ..reporting import models

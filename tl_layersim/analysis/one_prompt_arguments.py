@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 
 
 def numbers_of(layers: Sequence[Any] | None, blocks: int) -> tuple[int, ...]:
-    """Numbers of the chosen blocks, counted from 0; all blocks where `layers` is empty or holds paths."""
-    if not layers or isinstance(layers[0], str):
+    """Numbers of the chosen blocks, counted from 0; all blocks where `layers` is None or holds paths."""
+    if layers is None or (layers and isinstance(layers[0], str)):
         return tuple(range(blocks))
+    if not layers:
+        raise LayersimError("`layers` is empty.", given="layers=[]", expected="at least one block", do="layers=None")
     wrong = [layer for layer in layers if not -blocks <= layer < blocks]
     if wrong or len({layer % blocks for layer in layers}) < len(layers):
         raise LayersimError(
@@ -30,7 +33,7 @@ def pair_of(position: Any, tokens: int) -> tuple[int, int]:
     if not plain or position is True or position is False:
         raise LayersimError(
             "`positions` must contain token indices, or pairs of token indices.",
-            given=f"{position!r} in positions=",
+            given=f"{brief(position)} in positions=",
             expected="'last', a list of tokens, or of pairs (t_in, t_out)",
             do="positions=[(0, 5), -1]",
         )

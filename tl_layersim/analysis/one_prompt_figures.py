@@ -77,6 +77,7 @@ class PredictionGrid(Result):
         """Probability of each first choice, `token layer`; the same as `values`."""
         return self.values
 
+    @typed
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """A heatmap with a column for each token and a row for each block: the first choice and its probability.
 
@@ -102,6 +103,7 @@ class PredictionGrid(Result):
         note = f"logit lens {'with' if normed else 'without'} the final norm below the last block"
         return described(prediction_heatmap(predictions, self.tokens, self.layers[1:], note), self.provenance)
 
+    @typed
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """A tidy table; for `probability` also with the word, the token's position and whether the word is final."""
         table = super().to_frame(field)
@@ -150,6 +152,7 @@ class TrajectoryPCA(Result):
         """Labels of the `component` axis."""
         return ("PC 1", "PC 2")
 
+    @typed
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """One line for each token, from the embedding to the last block, coloured by position; the first and the last are
         thick.

@@ -89,6 +89,7 @@ class BlockJacobians(Result):
         """Labels of the `direction` axis: numbers of the singular values, from 1."""
         return tuple(range(1, self.singular_values.shape[2] + 1))
 
+    @typed
     def plot(self, field: str = "singular_values") -> plotly.graph_objects.Figure:
         """A figure of the singular values by number, on a logarithmic axis: a colour for each block, a dash for each pair.
 
@@ -169,6 +170,7 @@ class CouplingMatrices(Result):
         """Labels of the `right` axis: numbers of the singular vectors, from 1."""
         return self.lefts
 
+    @typed
     def plot(self, field: str = "matrices") -> plotly.graph_objects.Figure:
         """A figure of all |A|, a tile for each pair: a row for each Jacobian, a column for each basis of singular vectors.
 

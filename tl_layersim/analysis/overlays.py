@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError
+from ..core.intervals import refuse_level
 from ..core.provenance import JOINT
 from ..core.results import Report, Result, load
 from ..core.wording import brief
@@ -69,6 +70,7 @@ def overlay(
     from ..reporting.interval_bands import Ends
     from ..reporting.overlays import RunCurve, overlaid_curves, overlaid_heatmaps
 
+    refuse_level(level)
     results = _results(runs, analyzer)
     first = next(iter(results.values()))
     held = _held_field(results, field)

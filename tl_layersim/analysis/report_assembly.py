@@ -22,6 +22,23 @@ from .size_warnings import warn_of_sizes
 PACKAGES = ("tl_layersim", "torch", "transformers", "transformer-lens", "nnsight", "datasets")
 
 
+def refuse_empty(tally: Tally) -> None:
+    """Refuse data without a token to measure.
+
+    Raises:
+        LayersimError: no token was counted.
+    """
+    if tally.tokens == 0:
+        raise LayersimError(
+            "`data` is empty." if tally.sequences == 0 else "`data` has no token to measure: all are masked or skipped.",
+            given=f"{tally.sequences} rows, 0 counted tokens",
+            expected="at least one row with a token that is not masked",
+            do="list(data), if it is a generator, which can be read once"
+            if tally.sequences == 0
+            else "check mask, skip_first= and positions=",
+        )
+
+
 def make_report(
     analyzers: Mapping[str, Analyzer],
     models_of: Mapping[str, Sequence[Model]],
@@ -45,16 +62,7 @@ def make_report(
     Raises:
         LayersimError: no token was counted, or an analyzer refuses its sums.
     """
-    if tally.tokens == 0:
-        raise LayersimError(
-            "`data` is empty." if tally.sequences == 0 else "`data` has no token to measure: all are masked or skipped.",
-            given=f"{tally.sequences} rows, 0 counted tokens",
-            expected="at least one row with a token that is not masked",
-            do="list(data), if it is a generator, which can be read once"
-            if tally.sequences == 0
-            else "check mask, skip_first= and positions=",
-        )
-
+    refuse_empty(tally)
     own_blocks = {} if blocks is None else {name: blocks_of(blocks, name) for name in analyzers}
     few = warn_of_few(own_blocks)
     large = warn_of_sizes(analyzers, models_of, sums, data_options)

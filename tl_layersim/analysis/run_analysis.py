@@ -29,7 +29,7 @@ from ..remote.open import on_server
 from .checkpoint import open_checkpoint
 from .cross_model_statistics import crossing
 from .data_pass import DataPass
-from .report_assembly import make_report
+from .report_assembly import make_report, refuse_empty
 from .site_plan import SitePlan
 from .submitted_run import RemoteRun, start
 from .validation import refuse_large_heads
@@ -85,6 +85,8 @@ def run_analysis(
             models = [] if all(analyzer.first_without_model for analyzer in with_first.values()) else sources
             DataPass("first", models, batches, with_first, first_kernels, tallies, checkpoint, plan, total, deal).run()
             first = add_over_ranks(tallies["first"].sums(first_kernels), deal)
+            if not any(first.values()):
+                refuse_empty(tallies["first"])
         kernels = plan.kernels(analyzers, first)
         if not blocking:
             digest = tallies["first"].digest if first_kernels else ""

@@ -13,6 +13,7 @@ from torch import Tensor, from_numpy
 from ..analyzers.block_coupling import BlockCouplingResult
 from ..core.argument_checks import typed
 from ..core.errors import LayersimError, warn
+from ..core.intervals import refuse_level
 from ..core.wording import brief, equation, p_value_text
 from .exponential_fits import fit_exponential
 
@@ -246,13 +247,7 @@ def _check_points(given: Mapping[Any, float], targets: Mapping[Any, float], conf
             expected="the same names in both, three or more",
             do="relate({name: report['block_coupling'], ...}, {name: score, ...})",
         )
-    if not 0 < confidence < 1:
-        raise LayersimError(
-            "`confidence` must be between 0 and 1.",
-            given=f"confidence={confidence}",
-            expected="a probability, such as 0.95",
-            do="confidence=0.95",
-        )
+    refuse_level(confidence, "confidence")
 
 
 def _line_with_band(x: Any, y: Any, confidence: float) -> tuple[float, float, float, float, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any, Unpack
 
@@ -77,7 +77,7 @@ def sweep(
         raise LayersimError("`models` is empty.", given="{}", expected="one model or more", do="{0: model_a, 1000: model_b}")
     for key, model in models.items():
         _refuse_path(key, model)
-    if iter(data) is data:
+    if isinstance(data, Iterator):
         raise LayersimError(
             "`data` can be read only once, and a sweep reads it for each model.",
             given=brief(data),

@@ -50,8 +50,8 @@ class SweepFolder:
         self.path = None if path is None else Path(path)
         if self.path is None:
             return
-        if self.path.parent.is_dir():
-            self.path.mkdir(exist_ok=True)
+        if self.path.parent.is_dir() and not self.path.exists():
+            self.path.mkdir()
         refuse_unwritable_folder(self.path, "checkpoint")
         identity = {
             "analyzers": {

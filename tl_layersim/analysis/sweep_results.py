@@ -73,6 +73,7 @@ class Sweep(Mapping[int | float | str, Report]):
         each = list(self._reports.values())
         return tuple(name for name in (each[0] if each else ()) if all(name in report for report in each))
 
+    @typed
     def results(self, analyzer: str) -> dict[int | float | str, Any]:
         """The results of one analyzer by key.
 
@@ -91,6 +92,7 @@ class Sweep(Mapping[int | float | str, Report]):
             )
         return {key: report[analyzer] for key, report in self._reports.items()}
 
+    @typed
     def to_frame(self, analyzer: str, field: str = "values") -> pandas.DataFrame:
         """A tidy table of a field of all models, with a line for each of its entries.
 
@@ -117,6 +119,7 @@ class Sweep(Mapping[int | float | str, Report]):
                 table[column] = pandas.Categorical(table[column], categories=order, ordered=True)
         return table
 
+    @typed
     def numbers(
         self,
         analyzer: str,

@@ -108,12 +108,14 @@ class CalibratedMatrix(LayerMatrix):
         """Labels of the `draw` axis: numbers of the permutations."""
         return tuple(range(self.permutations))
 
+    @typed
     def to_frame(self, field: str = "values") -> Any:
         table = super().to_frame(field)
         asked = {field, self.values_name}
         empty = {f"{name}{end}" for name in PAIR_FIELDS for end in ("", "_low", "_high", "_untrained") if name not in asked}
         return table if self.permutations else table.drop(columns=[name for name in table if name in empty])
 
+    @typed
     def plot(self, field: str = "values") -> Any:
         if not self.permutations and field.startswith(("null_", "max_", "observed", "calibrated", "p_values")):
             raise LayersimError(

@@ -121,6 +121,7 @@ class BlockCouplingResult(Result):
         """Coupling of random vectors, `layer layer`: 1 - null, or -null with `normalize=False`."""
         return float(self.normalize) - self.null
 
+    @typed
     def plot(self, field: str = "coupling") -> plotly.graph_objects.Figure:
         """A plotly figure of a field.
 
@@ -134,6 +135,7 @@ class BlockCouplingResult(Result):
             fig.update_xaxes(ticktext=list(words))
         return fig
 
+    @typed
     def mean(
         self, field: Literal["coupling", "values", "null", "null_coupling", "std", "defined"] = "coupling", k: int | None = None
     ) -> float:

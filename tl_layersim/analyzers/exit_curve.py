@@ -125,6 +125,7 @@ class ExitCurveResult(Result):
         """Labels of the `part` axis: the half of the rows that thresholds are chosen on, and the held-out half."""
         return "choice", "held-out"
 
+    @typed
     def plot(self, field: str = "speedup") -> plotly.graph_objects.Figure:
         """The speed-up against agreement and perplexity, a point for each threshold; or another field, as of any result.
 
@@ -234,7 +235,8 @@ class ExitCurveResult(Result):
             )
         return found
 
-    def lowest_threshold(self, agreement: float | None, accuracy: float | None = None) -> float | None:
+    @typed
+    def lowest_threshold(self, agreement: int | float | None, accuracy: int | float | None = None) -> float | None:
         """`threshold_for` of valid arguments; None if no measured threshold reaches the values.
 
         Args:

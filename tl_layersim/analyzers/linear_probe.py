@@ -93,6 +93,7 @@ class LinearProbeResult(Result):
         train, test, classes = int(self.samples.sum()), int(self.test_samples.sum()), len(self.labels)
         return f"{train:,} training and {amount(test, 'held-out sample')}, {classes} classes (chance:\u00a0{1 / classes:.3g})"
 
+    @typed
     def to_frame(self, field: str = "values") -> Any:
         table = super().to_frame(field)
         names = ("control_accuracy", "selectivity")

@@ -112,7 +112,8 @@ class LogitLensResult(Result):
         """Cross-entropy at each block in nats, `layer`; the same as `values`."""
         return self.values
 
-    def effective_depth(self, eps: float) -> int:
+    @typed
+    def effective_depth(self, eps: int | float) -> int:
         r"""The least number of blocks l with accuracy at least 1 - eps; L if no layer reaches it.
 
         $$d^\epsilon = \min \{ l : \mathrm{Acc}^{(l)} \ge 1 - \epsilon \}$$

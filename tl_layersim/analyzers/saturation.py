@@ -80,6 +80,7 @@ class SaturationResult(Result):
         """Number of tokens that saturate at each block, `layer`; the same as `values`."""
         return self.values
 
+    @typed
     def plot(self, field: str = "counts") -> plotly.graph_objects.Figure:
         """Saturation events by block as bars, with the cumulative fraction as a line; or another field, as of any result.
 

@@ -21,6 +21,7 @@ from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..data.batches import Batch
 from ..data.labels import as_labels, label_source, warn_of_unused
+from ..data.tensors import number_tensor
 from ..models.activation_checks import refuse_bad_logits
 from ..models.exit_heads import ExitHeads, as_heads, plain_heads
 from ..models.model_info import Model
@@ -251,7 +252,7 @@ def _as_scores(labels: Any) -> Tensor | None:
     if isinstance(labels, str):
         return None
     try:
-        table = labels if isinstance(labels, Tensor) else torch.as_tensor(np.array(labels))
+        table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels))
     except (TypeError, ValueError, RuntimeError):
         return None
     if not table.is_floating_point():

@@ -167,6 +167,7 @@ class TrajectoryResult(Result):
         """Distribution of the equidistance over tokens."""
         return Spread(self.equidistance_mean, self.equidistance_std, self.equidistance_quantiles)
 
+    @typed
     def plot(self, field: str = "lss_quantiles") -> plotly.graph_objects.Figure:
         """The line-shape score of tokens beside the norms by layer; or another field, as of any result.
 

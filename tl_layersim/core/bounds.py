@@ -1,6 +1,7 @@
 """Numbers within bounds, as types of settings and arguments: `typed` checks them and names the bound in the error.
 
-`PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `Bins`, `PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`, `OpenFraction`, `Seed`.
+`PositiveInt`, `NonNegativeInt`, `TwoOrMore`, `Bins`, `Seed`, `PositiveFloat`, `NonNegativeFloat`, `Limit`, `Fraction`,
+`OpenFraction`.
 """
 
 from __future__ import annotations

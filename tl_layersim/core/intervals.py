@@ -115,18 +115,19 @@ def _number_interval(result: Any, value: Tensor, replicates: Tensor, level: floa
     return ConfidenceInterval(*(part.reshape(-1)[place] for part in interval_of(result, field, level)))
 
 
-def refuse_level(level: float) -> None:
+def refuse_level(level: float, argument: str = "level") -> None:
     """Validate the level of an interval.
 
     Args:
         level: of confidence.
+        argument: that holds it.
     """
     if not 0 < level < 1:
         raise LayersimError(
-            "`level` must be between 0 and 1.",
-            given=f"level={level}",
+            f"`{argument}` must be between 0 and 1.",
+            given=f"{argument}={level}",
             expected="a fraction",
-            do="level=0.95 for 95 %",
+            do=f"{argument}=0.95 for 95 %",
         )
 
 

@@ -157,6 +157,7 @@ class Result(ABC):
             return tuple(getattr(self, "column_layers", self.layers))
         return tuple(getattr(self, f"{axis}es" if axis.endswith(("ch", "s")) else f"{axis}s"))
 
+    @typed
     def to_frame(self, field: str = "values") -> pandas.DataFrame:
         """A tidy table with one line for each entry of a field; other fields over the same axes are further columns.
 
@@ -183,6 +184,7 @@ class Result(ABC):
                     table[f"{column}_untrained"] = twins.mean(0).numpy().reshape(-1)
         return table
 
+    @typed
     def plot(self, field: str = "values") -> plotly.graph_objects.Figure:
         """A plotly figure of a field: a heatmap over two layer axes, lines over one, labelled with layer names.
 

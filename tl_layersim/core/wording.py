@@ -16,7 +16,7 @@ MEANING_OF_MARGINS = "± is half of the 95 % interval"
 
 
 def brief(value: object) -> str:
-    """A value as a short text: its `repr` where that is short, else its type and size.
+    """A value as a short text: its `repr` where that is short, else its type and size. It never raises.
 
     Args:
         value: any object.
@@ -38,14 +38,22 @@ def brief(value: object) -> str:
     kind = type(value).__name__
     if isinstance(value, list | tuple | dict | set | frozenset):
         flat = all(item is None or isinstance(item, bool | int | float | str) for item in value)
-        if flat and len(value) <= 8 and len(repr(value)) <= 60 and not isinstance(value, dict):
-            return repr(value)
+        if flat and len(value) <= 8 and 0 < len(_repr(value)) <= 60 and not isinstance(value, dict):
+            return _repr(value)
         kinds = sorted({type(item).__name__ for item in list(value)[:100]})
         return f"{with_article(kind)} of {len(value)}" + (f" {' and '.join(kinds[:3])}" if kinds else "")
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
-    text = repr(value)
-    return text if len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
+    text = _repr(value)
+    return text if 0 < len(text) <= 60 and " at 0x" not in text and "\n" not in text else with_article(kind)
+
+
+def _repr(value: object) -> str:
+    """The `repr` of an object, "" where its class raises an error."""
+    try:
+        return repr(value)
+    except Exception:
+        return ""
 
 
 def number_text(value: float) -> str:

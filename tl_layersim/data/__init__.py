@@ -9,6 +9,7 @@ Other packages may import from these modules:
 * `readers`: `Notes`, counts of rows that were treated specially
 * `named_data`: `load_data`, data by the name of a file, a folder or a data set
 * `annotations`: classes and boxes of the objects in images
+* `tensors`: dense tensors of the numbers that users pass, and missing values
 * `digest`: the SHA-256 of rows, and their bytes
 * `text_rows`: `DEFAULT_SEQ_LEN`, the length at which texts are cut where none is given
 """

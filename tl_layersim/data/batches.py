@@ -19,7 +19,7 @@ from .model_properties import ModelInputs
 from .options import DataOptions
 from .other_stack import cut_to_longest, decoder_alone, reads_decoder
 from .positions import Positions
-from .readers import Notes, Reader, refuse_path
+from .readers import Notes, Reader, refuse_path, unknown
 from .row import Row
 from .text_encoding import Encoded, Text
 from .text_rows import TextRows, row_too_long
@@ -399,7 +399,10 @@ class Batches:
     def _items(self) -> Iterator[Text | Chat | Row]:
         """Texts, chats and rows of the data; their numbers are the rows of the data."""
         reader = Reader(self.options.column, self.labelled, self.model, self.notes, self.options.selection.column)
-        return reader.items(self.data)
+        try:
+            yield from reader.items(self.data)
+        except RecursionError as error:
+            raise unknown("lists or mappings that contain themselves", "lists of texts or of token ids") from error
 
     def _encoded(self, texts: TextRows) -> Iterator[Encoded | Row]:
         """Encode chats and texts as token ids, texts many at a time; rows of tokens among them are passed on in order."""

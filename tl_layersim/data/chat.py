@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.errors import LayersimError
 from ..core.wording import brief
-from .columns import ATTACH, as_plain
+from .columns import ATTACH, as_plain, innermost
 from .model_properties import ModelInputs
 from .options import DataOptions
 
@@ -49,9 +49,7 @@ class EncodedChat(NamedTuple):
 
 def is_chat(value: Any) -> bool:
     """Whether a value is the messages of a chat or of several: mappings with role and content, in lists."""
-    value = as_plain(value)
-    while isinstance(value, list):
-        value = as_plain(next((item for item in value if item is not None), None))
+    value = innermost(value)
     return isinstance(value, Mapping) and {"role", "content"} <= set(value)
 
 

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
+from ..core.wording import brief
 from .inputs import TOKEN_IDS
 from .labels import LABELS
 from .model_properties import ModelInputs
+from .tensors import is_missing
 
 TOKENS = ("input_ids", "tokens")
+# Lists in lists beyond this depth contain themselves.
+DEEPEST = 16
 # Further outputs of tokenizers.
 OF_TOKENS = ("token_type_ids", "position_ids")
 ATTACH = "with lsim.attach(model, analyzers) as probe: "
@@ -36,8 +40,7 @@ def is_images(value: Any) -> bool:
 
 def is_floats(value: Any) -> bool:
     """Whether a value is a table of floating-point numbers."""
-    while isinstance(value, list) and value:
-        value = value[0]
+    value = innermost(value)
     return isinstance(value, float) or (isinstance(value, Tensor | np.ndarray) and "float" in str(value.dtype))
 
 
@@ -73,11 +76,6 @@ def readable(text: str | None, number: int) -> str:
     return text
 
 
-def is_missing(value: Any) -> bool:
-    """Whether a value is None, NaN, or pandas' NA or NaT."""
-    return value is None or (isinstance(value, float) and value != value) or type(value).__name__ in ("NAType", "NaTType")
-
-
 def as_plain(value: Any) -> Any:
     """A sequence (a tuple, an array of texts, a column of a table) as a list; any other value unchanged."""
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OUT":
@@ -85,6 +83,16 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray) or type(value).__name__ == "Series":
         return value.tolist()
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | list) else value
+
+
+def innermost(value: Any) -> Any:
+    """The first item of lists in lists that is not None; any other value unchanged."""
+    for _ in range(DEEPEST):
+        value = as_plain(value)
+        if not isinstance(value, list):
+            break
+        value = next((item for item in value if item is not None), None)
+    return value
 
 
 def find_column(data: Mapping[str, Any]) -> str | None:
@@ -99,7 +107,8 @@ def find_column(data: Mapping[str, Any]) -> str | None:
 def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) -> LayersimError:
     """The error for a mapping whose column of tokens, of texts or of the model's main input is not clear."""
     splits = [name for name in data if hasattr(data[name], "column_names")]
-    likely = [name for name in data if name not in LABELS and (is_text(data[name]) or _is_ids(data[name]))]
+    named = [name for name in data if isinstance(name, str) and name not in LABELS]
+    likely = [name for name in named if is_text(data[name]) or _is_ids(data[name])]
     do = f"name it: column={likely[0]!r}" if likely else "data with a column of texts, or of token ids as `input_ids`"
     tables = [name for name in data if name not in LABELS and is_floats(data[name])]
     if tables and not splits and model.main_input != TOKEN_IDS and model.token_input == TOKEN_IDS:
@@ -107,7 +116,7 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
     return LayersimError(
         "`data` has no unambiguous column of texts or token ids"
         + ("." if model.main_input == TOKEN_IDS else f", nor of `{model.main_input}`."),
-        given=f"fields {list(data)}" + (f" and column={column!r}" if column else ""),
+        given=f"fields {brief(list(data))}" + (f" and column={column!r}" if column else ""),
         expected="input_ids, tokens or text, or one single text column"
         if model.main_input == TOKEN_IDS
         else f"`{model.main_input}`, the main input of {model.name}; or input_ids, tokens or text",
@@ -117,6 +126,5 @@ def unclear_columns(data: Mapping[str, Any], column: Any, model: ModelInputs) ->
 
 def _is_ids(value: Any) -> bool:
     """Whether a value is rows of whole numbers, or one row."""
-    while isinstance(value, list) and value:
-        value = value[0]
+    value = innermost(value)
     return isinstance(value, int) or (isinstance(value, Tensor | np.ndarray) and "int" in str(value.dtype))

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError
 from .model_properties import ModelInputs
 from .other_stack import padded_apart
+from .tensors import number_tensor
 
 if TYPE_CHECKING:
     from .row import Row
@@ -52,25 +52,14 @@ def as_values(name: str, values: Any) -> Tensor:
         LayersimError: they are not a table of numbers.
     """
     try:
-        return _nested_tensor(values).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
+        return number_tensor(values)
+    except ValueError as error:
         raise LayersimError(
             f"`{name}` in the data is not a table of numbers, and it is an input of the model.",
-            given=f"{type(values).__name__}: {values!r}"[:200],
+            given=error,
             expected="a tensor, an array or lists of numbers, one entry for each row",
             do=f"{{'{name}': torch.tensor(...)}}; or data without `{name}`, if the model is to run without it",
         ) from error
-
-
-def _nested_tensor(values: Any) -> Tensor:
-    """A tensor of values that may be lists of tensors or of arrays."""
-    if not isinstance(values, list | tuple):
-        return torch.as_tensor(values)
-    first = values[0] if values else None
-    if isinstance(first, list | tuple | Tensor | np.ndarray):
-        # Floats of nested lists become float32, torch's default, and arrays keep their type.
-        return torch.stack([_nested_tensor(value) for value in values])
-    return torch.tensor(list(values))
 
 
 def main_rows(name: str, values: Any, level: Level) -> list[Tensor]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..core.errors import LayersimError, LayersimWarning
 from ..core.provenance import Provenance
+from ..core.wording import brief
+from .tensors import is_missing, number_tensor
 
 
 def is_none(labels: Any) -> bool:
@@ -50,11 +52,11 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
             )
         return labels
     try:
-        table: Tensor = labels if isinstance(labels, Tensor) else torch.as_tensor(np.array(labels))
+        table = number_tensor(labels if isinstance(labels, Tensor) else np.array(labels))
     except (TypeError, ValueError, RuntimeError) as error:
         raise LayersimError(
             "`labels` must be whole numbers, one for each row or for each position, and these are no numbers.",
-            given=f"{type(labels).__name__}: {labels!r}"[:100],
+            given=brief(labels) if not isinstance(error, ValueError) else error,
             expected=f"int64 of shape (row,) or (row, pos), {NO_LABEL} where a label is missing",
             do="for names: names = sorted(set(labels)), then labels=[names.index(name) for name in labels]",
         ) from error
@@ -65,7 +67,8 @@ def as_labels(labels: Any, optional: bool = False) -> str | Tensor:
             expected=f"int64 of shape (row,) or (row, pos), {NO_LABEL} where a label is missing",
             do="labels=torch.tensor(labels), of classes as whole numbers; labels.squeeze(1) for a single column",
         )
-    return table
+    # The tensor itself: it stays on its device, and analyzers with the same labels share their targets.
+    return labels if isinstance(labels, Tensor) else table
 
 
 def warn_of_unused(labels: str | Tensor, run: Provenance) -> None:
@@ -87,17 +90,17 @@ def labels_in(data: Mapping[str, Any]) -> Any:
 def whole_numbers(labels: Any) -> Tensor:
     """Labels as int64, `NO_LABEL` for missing ones."""
     if isinstance(labels, list | tuple):
-        labels = [NO_LABEL if x is None or x != x else x for x in labels]
+        labels = [NO_LABEL if is_missing(x) else x for x in labels]
     elif labels is None:
         labels = NO_LABEL
     try:
-        numbers = torch.as_tensor(labels).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
+        numbers = number_tensor(labels)
+    except ValueError:
         numbers = None
     if numbers is None or numbers.is_floating_point() or numbers.dtype == torch.bool:
         raise LayersimError(
             "`labels` in the data must be integers.",
-            given=f"{labels!r}"[:80],
+            given=brief(labels),
             expected="whole numbers in the column `labels` or `label`, one for each row or each token",
             do="classes: map them to whole numbers first, or hand them over as labels=tensor; scores of a regression head: "
             "lsim.TaskMetrics(labels=scores), with the column as a tensor of floats",

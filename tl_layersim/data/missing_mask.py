@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from .model_properties import ModelInputs
 from .row import misfit
+from .tensors import number_tensor
 
 # Rows after which tables are refused before the end of the data, and the share of them with a run of one id at an end.
 EARLY_ROWS, EARLY_SHARE = 64, 0.75
@@ -158,9 +159,9 @@ def masked_warning(pads: Sequence[int]) -> str:
 def as_mask(mask: Any) -> Tensor:
     """Convert a mask of ones and zeros to bool; refuse an additive mask (0 keeps, -inf drops), which means the opposite."""
     try:
-        values = torch.as_tensor(mask).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise misfit(f"a mask of {str(mask)[:60]}", "ones and zeros of the tokens' shape") from error
+        values = number_tensor(mask)
+    except ValueError as error:
+        raise misfit(f"a mask of {error}", "ones and zeros of the tokens' shape") from error
     if values.dtype != torch.bool and not bool(((values == 0) | (values == 1)).all()):
         raise LayersimError(
             "`attention_mask` must be 1 for tokens and 0 for padding.",

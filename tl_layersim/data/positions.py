@@ -14,6 +14,7 @@ from torch import Tensor
 from ..core.errors import LayersimError
 from ..core.function_code import describe_function
 from ..core.wording import brief
+from .tensors import number_tensor
 
 PositionRule: TypeAlias = str | slice | Callable[[Tensor], Any]
 SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
@@ -152,8 +153,8 @@ class Positions:
         assert callable(self.rule)
         given = self.rule(tokens)
         try:
-            found = torch.as_tensor(given).detach().cpu()
-        except (TypeError, ValueError, RuntimeError):
+            found = number_tensor(given)
+        except ValueError:
             raise _unusable(brief(given), len(tokens)) from None
         if found.numel() == 0 and found.dim() == 1:
             return torch.zeros(0, dtype=torch.int64)
@@ -162,7 +163,7 @@ class Positions:
             if found.shape != tokens.shape:
                 raise _unusable(said, len(tokens))
             return found.nonzero()[:, 0]
-        if found.is_floating_point() or found.is_complex() or found.dim() > 1:
+        if found.is_floating_point() or found.dim() > 1:
             raise _unusable(said, len(tokens))
         found = found.long().reshape(-1)
         if bool(((found < -len(tokens)) | (found >= len(tokens))).any()):
@@ -214,8 +215,8 @@ def as_marks(values: Any, column: str | None, shape: torch.Size) -> Tensor:
         LayersimError: the values are no ones and zeros, or do not fit the tokens.
     """
     try:
-        mask = torch.as_tensor(values).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
+        mask = number_tensor(values)
+    except ValueError:
         mask = torch.full((1,), -1)
     if mask.shape != shape or not bool(((mask == 0) | (mask == 1)).all()):
         raise LayersimError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LOG, LayersimError, warn
+from ..core.wording import brief
 from .chat import Chat, chats_in, is_chat, ungrouped_messages
 from .columns import (
     OF_TOKENS,
@@ -22,7 +23,6 @@ from .columns import (
     is_floats,
     is_image,
     is_images,
-    is_missing,
     is_text,
     unclear_columns,
 )
@@ -35,6 +35,7 @@ from .options import Column
 from .other_stack import decoder_alone, decoder_mask, reads_decoder, without_padding
 from .positions import as_marks
 from .row import NOTHING, Row, misfit
+from .tensors import is_missing, number_tensor
 from .text_encoding import Text
 
 ACCEPTED_DATA = (
@@ -137,7 +138,7 @@ class Reader:
             # A pandas table, which iterates over the names of its columns.
             yield from self._mapping({name: data[name].tolist() for name in data.columns}, "batch")
         elif isinstance(data, list) and data and all(isinstance(x, int) and not isinstance(x, bool) for x in data):
-            yield from self._token_rows(torch.tensor(data))
+            yield from self._token_rows(_tensor(data))
         elif isinstance(data, list) and data and isinstance(data[0], Mapping) and self.column is None and is_chat(data):
             yield Chat(data, None)
         elif isinstance(data, tuple) and len(data) != 1:
@@ -157,7 +158,7 @@ class Reader:
                 together = isinstance(item, list) and len(item) > 1 and any(isinstance(x, Tensor) and x.dim() > 1 for x in item)
                 yield from self.items(tuple(item) if together else item, inner)
         else:
-            raise unknown(f"{type(data).__name__}: {str(data)[:60]}", "lsim.analyze(model, ['a text', 'another'], ...)")
+            raise unknown(f"{type(data).__name__}: {brief(data)}", "lsim.analyze(model, ['a text', 'another'], ...)")
 
     def _table(self, values: Any, level: Level) -> Iterator[Row]:
         """Rows of a tensor or an array: token ids, or the model's main input."""
@@ -212,6 +213,8 @@ class Reader:
             raise unclear_columns(data, column, self.model)
         values = data[columns[0]]
         of_text = is_missing(values) or is_chat(values) or is_text(values)
+        if columns[0] in (*TOKENS, self.model.token_input) and self.column is None and is_text(values):
+            raise not_ids(brief(values))
         # Texts are tokenised here, so the outputs of an earlier tokenisation beside them are not inputs of the model.
         old = (TOKEN_IDS, *OF_TOKENS) if TOKEN_IDS in data and of_text else ()
         self._name_unread(data, [*read, *columns, *old])
@@ -278,6 +281,8 @@ class Reader:
     ) -> Iterator[Row]:
         if tokens is None:
             by_row = [[None] * len(ragged) if given is None else given for given in (mask, labels, marks)]
+            if mask is not None and any(each is None for each in mask):
+                raise misfit(f"a mask of {brief(mask)}", "ones and zeros of the tokens' shape")
             for kind, given in zip(("mask", "labels", f"column {self.marks!r}"), by_row, strict=True):
                 if len(given) != len(ragged):
                     raise misfit(f"{len(given)} rows of {kind} for {len(ragged)} rows of tokens", "the same number")
@@ -382,15 +387,19 @@ def unknown(given: str, do: str) -> LayersimError:
 def _tensor(values: Any) -> Tensor | None:
     """A tensor of the values, or None for rows of different lengths."""
     try:
-        if isinstance(values, list) and values and isinstance(values[0], list | tuple | Tensor | np.ndarray):
-            if len({len(row) for row in values}) > 1:
-                return None
-            return torch.stack([torch.as_tensor(row) for row in values])
-        return torch.as_tensor(values)
+        nested = isinstance(values, list) and values and isinstance(values[0], list | tuple | Tensor | np.ndarray)
+        if nested and len({len(row) for row in values}) > 1:
+            return None
+        return number_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise LayersimError(
-            "`data` holds neither texts nor token ids in its column.",
-            given=f"{values!r}"[:120],
-            expected="texts, or rows of whole numbers",
-            do="another column=, or data in which this column holds texts alone or ids alone",
-        ) from error
+        raise not_ids(str(error) if isinstance(error, ValueError) else brief(values)) from error
+
+
+def not_ids(given: str) -> LayersimError:
+    """The error for a column of neither texts nor token ids, or for texts in a column of token ids."""
+    return LayersimError(
+        "`data` holds neither texts nor token ids.",
+        given=given,
+        expected="texts, or rows of whole numbers; whole numbers alone in `input_ids` and `tokens`",
+        do="another column=, or data in which this column holds texts alone or ids alone",
+    )

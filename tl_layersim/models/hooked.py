@@ -37,7 +37,7 @@ from .hooks import (
 from .layout import find_blocks, find_embedding, refuse_no_weights, refusing_failed_forward, same_stream, settled
 from .model_description import describe
 from .model_info import Model
-from .model_inputs import forward_arguments
+from .model_inputs import device_of, forward_arguments
 from .out_of_memory import refusing_full_memory, refusing_one_row
 from .point_source import PointSource, SitesRead
 from .reading import Call, Callbacks, Choice, Reading, Tap, stack_side
@@ -302,7 +302,7 @@ class HookedSource(PointSource):
 
     def call(self, batch: Batch, **more: Any) -> Any:
         """One forward pass, over all inputs of the batch, with `more` keyword arguments."""
-        device = next(self.module.parameters()).device
+        device = device_of(self.module)
         if self._embed is not None:
             device = next(self._embed.parameters(), torch.empty(0, device=device)).device
         # accelerate loads offloaded weights and moves their inputs by its own hooks.

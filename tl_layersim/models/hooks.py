@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..core.argument_checks import typed
+
 
 def on_enter(module: torch.nn.Module, call: Callable[..., Any], first: bool = False) -> RemovableHandle:
     """Register a forward pre-hook.
@@ -91,6 +93,7 @@ class ForwardRun:
 
 
 @contextmanager
+@typed
 def eval_mode(module: torch.nn.Module) -> Iterator[None]:
     """A context in which every submodule is in evaluation mode; each submodule's own mode is restored at the end."""
     modes = [(sub, sub.training) for sub in every_module(module)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,12 @@ from .source import Source
 INNER_MASKS = {"encoder": "pixel_mask", "decoder": "decoder_attention_mask"}
 # Inputs that mean nothing where all of their values are 0, also to a model that does not take them.
 EMPTY_IF_ZERO = ("token_type_ids",)
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """The device of a module's first weight or buffer; the CPU for a module without either."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def forward_arguments(module: torch.nn.Module, batch: Batch, model: Model) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

@@ -27,7 +27,7 @@ from .layout import find_blocks, no_forward, refuse_no_weights, same_stream, set
 from .model_changes import edits_of
 from .model_description import describe, processor_of
 from .model_info import Model
-from .model_inputs import forward_arguments
+from .model_inputs import device_of, forward_arguments
 from .out_of_memory import forward_too_large, is_out_of_memory, refusing_full_memory, refusing_one_row, release_memory
 from .point_source import PointSource, SitesRead
 from .pools import AnyKernel, PoolKernel, by_leaf, drawn
@@ -134,7 +134,7 @@ class NNsightSource(PointSource):
 
     def _forward_here(self, row: Batch) -> Any:
         """One forward pass of the module in this process, outside nnsight."""
-        device = next(self.module.parameters()).device
+        device = device_of(self.module)
         args, options = forward_arguments(self.module, row, self._model)
         options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
         return self.module(*(value.to(device) for value in args), **options)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.argument_checks import typed
 from ..core.errors import LayersimError
 from .hook_points import site_map
 from .module_sites import find_stacks
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import pandas
 
 
+@typed
 def sites(model: Any, *, layers: list[str] | None = None) -> pandas.DataFrame:
     """List the sites of a model, in the order in which it computes them.
 

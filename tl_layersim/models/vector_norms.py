@@ -51,4 +51,5 @@ def norms(x: Tensor) -> Tensor:
         x: `... width`.
     """
     unit, largest = scaled(x)
-    return torch.linalg.vector_norm(unit, dim=-1, dtype=torch.float64) * largest[..., 0]
+    found: Tensor = torch.linalg.vector_norm(unit, dim=-1, dtype=torch.float64) * largest[..., 0]
+    return found

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..core.errors import LOG, LayersimError
-from ..core.wording import first_line
+from ..core.errors import LOG, LayersimError, warn
+from ..core.wording import brief, first_line
 from .model_copy import ModelCopy
 
 # Calls that wait at a worker, so that it has none to wait for.
@@ -70,13 +70,33 @@ class Workers:
     ) -> None:
         self._ray = import_ray()
         self._tell: Callable[[str], None] = _quiet
-        kind = self._ray.remote(**{**DEFAULTS, **resources})(ModelCopy)
+        options = {**DEFAULTS, **resources}
+        try:
+            kind = self._ray.remote(**options)(ModelCopy)
+        except (TypeError, ValueError) as error:
+            raise LayersimError(
+                f"`resources` are no options of ray.remote: {first_line(error)}",
+                given=f"resources={brief(dict(resources))}",
+                expected="num_cpus, num_gpus, memory, resources, runtime_env, max_restarts, ...",
+                do="resources={'num_gpus': 1}; of your own resources {'resources': {'name': 1}}",
+            ) from error
+        self._warn_of_scarce(options)
         # Loaders and analyzers may be large, or closures: Ray sends them once.
         self._actors = [kind.remote(load_model, opening) for _ in range(count)]
         self._starting: dict[Any, int] = {}
         self._busy: dict[int, int] = {}
         for number in range(count):
             self._start(number)
+
+    def _warn_of_scarce(self, options: Mapping[str, Any]) -> None:
+        """Say that no worker starts where no machine has the resources; an autoscaler may add one that has."""
+        plain = {"CPU": options.get("num_cpus"), "GPU": options.get("num_gpus"), "memory": options.get("memory")}
+        needed = {name: amount for name, amount in {**plain, **(options.get("resources") or {})}.items() if amount}
+        machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        if not any(all(machine.get(name, 0) >= amount for name, amount in needed.items()) for machine in machines):
+            held = "; ".join(str({name: machine.get(name, 0) for name in needed}) for machine in machines[:4])
+            needs = f"`resources`: each worker needs {needed}, and no worker starts before a machine has them."
+            warn(f"{needs} Machines have {held}.")
 
     def close(self) -> None:
         """End all workers."""

@@ -14,6 +14,7 @@ from ..models.block_lists import encoder_and_decoder
 from ..models.firing_order import firing_order
 from ..models.hook_point import HookPoint
 from ..models.hook_points import site_map
+from ..models.model_inputs import device_of
 
 # The order of hook points as their indices, and the width of each; no widths where no forward pass could run.
 Order = tuple[tuple[int, ...], tuple[int, ...]]
@@ -76,7 +77,7 @@ def _shown_by(module: torch.nn.Module, points: Sequence[HookPoint], passes: Sequ
 
 def _on_device(module: torch.nn.Module, arguments: Arguments) -> Any:
     """Run the module on arguments that are moved to the device of its weights."""
-    device = next(module.parameters()).device
+    device = device_of(module)
     args, options = arguments
     # Masks are computed from values, which meta tensors do not have. Masks of four axes are in their final form.
     given = {name: value for name, value in options.items() if not name.endswith("attention_mask") or value.dim() == 4}

@@ -145,11 +145,13 @@ class StitchResult(Result):
         """The accuracy penalty, `back_accuracy - accuracy`: above 0 where the stitched model is worse."""
         return self.accuracy_interval().value
 
-    def penalty_interval(self, confidence: float = 0.95) -> Interval:
+    @typed
+    def penalty_interval(self, confidence: int | float = 0.95) -> Interval:
         """The penalty, with its confidence interval over batches, from the paired differences of their losses."""
         return over_batches(self.batch_loss - self.batch_back_loss, self.batch_tokens, confidence)
 
-    def accuracy_interval(self, confidence: float = 0.95) -> Interval:
+    @typed
+    def accuracy_interval(self, confidence: int | float = 0.95) -> Interval:
         """The accuracy penalty, with its confidence interval over batches."""
         return over_batches(self.batch_back_correct - self.batch_correct, self.batch_tokens, confidence)
 
@@ -184,6 +186,7 @@ class StitchResult(Result):
         lines += [f"  {key} = {value:.4g}" for key, value in self.headline().items()]
         return "\n".join([*lines, f"  over {self.provenance.tokens} {self.unit}s in {len(self.batch_tokens)} batches"])
 
+    @typed
     def plot(self, field: str = "") -> plotly.graph_objects.Figure:
         """The learning curve (`"curve"`) or the penalty by batch (`"penalty"`); by default the curve where there is one."""
         from ..reporting.stitches import learning_curve, over_groups
@@ -289,6 +292,7 @@ class StitchGrid(Result):
         """Stitching penalties in nats, `front back seam`, the same as `values`."""
         return self.values
 
+    @typed
     def between_models(self, seam: int | str | None = None, of: PenaltyField = "penalty") -> Penalties:
         """Penalties of all fronts into all backs at one stitch point, by number or label; by default their mean over all.
 
@@ -307,7 +311,8 @@ class StitchGrid(Result):
         labels = chosen_groups(groups, self.groups, self.fronts)
         return group_curves(self, lambda _: values, labels, self.seams, penalty_words(of, self.unit))
 
-    def asymmetry(self, first: str, second: str, confidence: float = 0.95) -> pandas.DataFrame:
+    @typed
+    def asymmetry(self, first: str, second: str, confidence: int | float = 0.95) -> pandas.DataFrame:
         """Penalty of `first` into `second` minus that of `second` into `first`, by stitch point, with an interval over batches.
 
         It is above 0 where the layers of `first` are of less use to `second` than the other way round.
@@ -326,7 +331,8 @@ class StitchGrid(Result):
         a, b = self.fronts.index(first), self.fronts.index(second)
         return self._differences({(a, b): (b, a)}, confidence)[["seam", "difference", "low", "high"]]
 
-    def beyond_self(self, confidence: float = 0.95) -> pandas.DataFrame:
+    @typed
+    def beyond_self(self, confidence: int | float = 0.95) -> pandas.DataFrame:
         """Penalty of each stitch of two models minus that of the back with itself, with its interval over batches.
 
         The difference removes the cost or gain of fitting an adapter on these texts. By least squares and with identity a model
@@ -352,6 +358,7 @@ class StitchGrid(Result):
         lines = [f"StitchGrid({', '.join(self.fronts)}: {len(self.seams)} stitch points, {how})"]
         return "\n".join(lines + [f"  {key} = {value:.4g}" for key, value in self.headline().items()])
 
+    @typed
     def plot(self, field: str = "penalty") -> plotly.graph_objects.Figure:
         """Plot a field by stitch point: one line for each direction, with intervals where known; self-stitches are dashed."""
         from ..reporting.interval_bands import intervals_in_words

@@ -96,6 +96,7 @@ class LayerChange(Result):
         """Cross-entropies in nats, `model layer`, the same as `values`."""
         return self.values
 
+    @typed
     def plot(self, field: str = "cross_entropy") -> plotly.graph_objects.Figure:
         """The figure of a field, see `Result.plot`; with the threshold below the title of a field of early exit.
 

@@ -18,6 +18,7 @@ from ..models.head_layout import is_detr
 from ..models.hooked import HookedSource
 from ..models.hooks import ForwardRun, eval_mode, every_module, in_this_thread, on_enter, on_leave
 from ..models.layout import classes_with_head
+from ..models.model_inputs import device_of
 from ..models.source import refuse_inference_weights
 from ..models.split_model import logits_of
 from ..remote.open import open_source
@@ -98,7 +99,7 @@ class ResidualStream:
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return next(self.module.parameters()).device
+        return device_of(self.module)
 
     def call(self, batch: TrainingBatch) -> Any:
         """Run the model's own forward pass."""

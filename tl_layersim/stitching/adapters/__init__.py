@@ -39,7 +39,7 @@ def adapter_kind(name: object, argument: str = "kind") -> AdapterKind:
     kinds = find_adapter_kinds()
     if isinstance(name, str) and name in kinds:
         return kinds[name]()
-    near = difflib.get_close_matches(str(name), kinds, n=1)
+    near = difflib.get_close_matches(name, kinds, n=1) if isinstance(name, str) else []
     raise LayersimError(
         f"`{argument}` must be the name of a kind of adapter.",
         given=f"{argument}={brief(name)}",
