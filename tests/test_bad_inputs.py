@@ -1,4 +1,4 @@
-"""Bad values in place of each argument of the public functions, classes and results end in an error of this package."""
+"""Bad values in place of each argument of the public functions, classes and results: an error of this package or of Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NoRepr:
 BAD = [None, float("nan"), -1, 10**30, "", "no such name", [], NoRepr(), True, 1j]
 # Arguments that take any object and look at it later, and calls of authors of analyzers.
 LATER = {("AlignedTraining", "lora")}
-AUTHORS = {"coordinates", "with_halves", "of_untrained", "baseline", "measured_on", "to_last_headline", "get"}
+AUTHORS = {"coordinates", "sites_headline", "with_halves", "of_untrained", "baseline", "measured_on", "to_last_headline", "get"}
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def within(seconds: int):
 
 
 def raw_errors(name: str, call: Callable[..., Any], valid: dict[str, Any], use: Callable[[Any], Any] = lambda made: made):
-    """The exceptions that are none of this package, or that cannot be printed, and their arguments."""
+    """Exceptions of other kinds, or that cannot be printed, and their arguments."""
     found = []
     for argument, declared in inspect.signature(call).parameters.items():
         if declared.kind in (declared.VAR_KEYWORD, declared.VAR_POSITIONAL) or (name, argument) in LATER:
@@ -52,8 +52,8 @@ def raw_errors(name: str, call: Callable[..., Any], valid: dict[str, Any], use: 
             try:
                 with within(10):
                     use(call(**{**valid, argument: value}))
-            except lsim.LayersimError:
-                pass
+            except (lsim.LayersimError, TypeError, OverflowError, OSError) as error:
+                str(error)
             except Exception as error:
                 found.append(f"{name}({argument}=BAD[{number}]): {type(error).__name__}: {error}"[:160])
     return found

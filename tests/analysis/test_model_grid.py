@@ -154,8 +154,6 @@ class TestGrid:
 
     def test_without_groups(self, models, tmp_path):
         grid = lsim.compare_grid(models, text_rows(), lsim.CKA(minibatch=16))
-        with pytest.raises(AttributeError, match=r"grid\['\w+', '\w+'\]\.calibrated"):
-            _ = grid.calibrated
         assert grid.groups == ()
         assert "row_group" not in grid.to_frame().columns
         assert not grid.plot("dendrogram").layout.showlegend

@@ -91,9 +91,9 @@ class TestOtherAnalyzers:
     def test_exact_sums_of_all_pairs_must_fit(self):
         models = {name: tiny_llama() for name in "abcd"}
         need = 3 * 8 * (4 * 32) ** 2 / 1e9
-        lsim.compare(models["a"], models["b"], random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=2 * need))
+        lsim.compare(models["a"], models["b"], random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
         with pytest.raises(lsim.LayersimError, match="more memory than `max_memory_gb`"):
-            lsim.compare_grid(models, random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=2 * need))
+            lsim.compare_grid(models, random_tokens(), lsim.CKA(estimator="exact", max_memory_gb=4 * need))
 
 
 class TestRefusals:

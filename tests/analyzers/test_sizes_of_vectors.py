@@ -51,7 +51,7 @@ def test_comparisons_of_vectors_of_any_size(size):
     assert from_views(lsim.SkipEffect(keep_first=0), [view(large.numpy(), unembed=None)]).values.isfinite().sum() == 3
     stub = SimpleNamespace(stream=SimpleNamespace(n_layers=2), weights=(1.0, 1.0))
     second.requires_grad_()
-    loss = CosineRegularisedObjective._distance(stub, SimpleNamespace(attended=None), {1: second[None], 2: large[2][None]})
+    loss = CosineRegularisedObjective._distance(stub, {1: second, 2: large[2]})
     cosine = torch.nn.functional.cosine_similarity(x[1].double(), x[2].double(), dim=-1)
     assert float(loss.detach()) == pytest.approx(float(1 - cosine.mean()), abs=1e-5)
     loss.backward()

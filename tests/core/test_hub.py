@@ -158,7 +158,6 @@ def test_a_token_is_nowhere(hub, report, caplog, capfd, monkeypatch):
     for call in (
         lambda: report.push_to_hub("me/layers", token=TOKEN),
         lambda: report.push_to_hub(f"me/{TOKEN}@x", token=TOKEN),
-        lambda: report.push_to_hub("me/layers", tokens=TOKEN),
         lambda: lsim.load(f"hf://me/layers?token={TOKEN}"),
     ):
         with pytest.raises(lsim.LayersimError) as caught:

@@ -59,7 +59,7 @@ class TestRefusals:
             pass
 
     def test_options(self):
-        for options in ({"k": 0}, {"k": 1}, {"k": ()}, {"k": (5, 5)}, {"positions": ()}, {"memory_mb": 0}):
+        for options in ({"k": 0}, {"k": 1}, {"k": ()}, {"k": (5, 5)}, {"tokens": ()}, {"memory_mb": 0}):
             with pytest.raises(lsim.LayersimError):
                 lsim.BlockCoupling(**options)
         with pytest.raises(lsim.LayersimError, match="k of at most 32"):

@@ -36,7 +36,8 @@ def test_a_run_whose_worker_is_killed_equals_one_process_to_the_last_bit(cluster
     rows = rows.map(lambda row: {"input_ids": list(row["input_ids"])})
     found = analyze_on_ray(partial(load_mortal, flag, 6), rows, analyzers, num_workers=2, **options)
     assert not flag.exists()
-    assert_same(expected, found)
+    # The hook that ends the worker is a change of its model.
+    assert_same(expected, found, unlike=("seconds", "changes"))
     assert not rows.context.execution_options.preserve_order
 
     with pytest.raises(LayersimError, match=r"`resources` .*banana"):

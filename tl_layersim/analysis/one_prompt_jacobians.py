@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import PositiveFloat
+from ..core.bounds import PositiveFloat, Seed
 from ..core.errors import LayersimError
 from ..jacobians.coupling import Connections, CouplingOptions, chunks_of, couple, jacobian_of, miscoupling, pick_method
 from ..jacobians.supported_blocks import need_calls, refuse_failed_replay
@@ -112,7 +112,7 @@ def coupling_matrices(
     method: Literal["auto", "dense", "krylov", "finite-difference"] = "auto",
     diagonal: Literal["signed", "positive"] = "signed",
     memory_mb: PositiveFloat = 1024,
-    seed: int = 0,
+    seed: Seed = 0,
     remote: bool | str = False,
     tokenizer: Any = None,
     prepend_bos: bool = True,

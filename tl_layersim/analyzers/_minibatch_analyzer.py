@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, Seed
+from ..core.bounds import Limit, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.sums import Sums
 from ..core.wording import amount
@@ -83,7 +83,7 @@ class MinibatchAnalyzer(Analyzer):
     compares: ClassVar[bool] = True
     symmetric: ClassVar[bool] = True
 
-    minibatch: int
+    minibatch: PositiveInt
     unit: Literal["row", "token"]
     level: Literal["token", "sequence"]
     pool: Literal["mean", "last", "first"]

@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, Seed
+from ..core.bounds import Limit, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
@@ -162,7 +162,7 @@ class CKA(MinibatchAnalyzer):
     one_pass: ClassVar[str] = 'CKA(estimator="minibatch")'
 
     estimator: Literal["minibatch", "exact", "biased"] = "minibatch"
-    minibatch: int = 256
+    minibatch: PositiveInt = 256
     unit: Literal["row", "token"] = "row"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"

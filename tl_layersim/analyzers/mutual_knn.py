@@ -101,7 +101,7 @@ class MutualKNN(MinibatchAnalyzer):
 
     k: PositiveInt = 10
     metric: Literal["cosine", "euclidean"] = "cosine"
-    minibatch: int = 256
+    minibatch: PositiveInt = 256
     unit: Literal["row", "token"] = "row"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"

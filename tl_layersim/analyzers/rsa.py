@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from ..core.argument_checks import typed
-from ..core.bounds import Limit, Seed
+from ..core.bounds import Limit, PositiveInt, Seed
 from ..core.errors import LayersimError, warn
 from ..core.results import Picture, axes
 from ..core.sums import Sums
@@ -98,7 +98,7 @@ class RSA(MinibatchAnalyzer):
 
     dissimilarity: Literal["correlation", "cosine", "euclidean"] = "correlation"
     compare: Literal["spearman", "pearson"] = "spearman"
-    minibatch: int = 256
+    minibatch: PositiveInt = 256
     unit: Literal["row", "token"] = "row"
     level: Literal["token", "sequence"] = "token"
     pool: Literal["mean", "last", "first"] = "mean"

@@ -28,9 +28,9 @@ class _Within:
         return self.words
 
 
-PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: n >= 1)]]
-NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: n >= 0)]]
-TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: n >= 2)]]
+PositiveInt = Annotated[int, Is[_Within("an int of 1 or more", lambda n: 1 <= n < 2**63)]]
+NonNegativeInt = Annotated[int, Is[_Within("an int of 0 or more", lambda n: 0 <= n < 2**63)]]
+TwoOrMore = Annotated[int, Is[_Within("an int of 2 or more", lambda n: 2 <= n < 2**63)]]
 Bins = Annotated[int, Is[_Within("an int from 2 to 100,000", lambda n: 2 <= n <= 100_000)]]
 Seed = Annotated[int, Is[_Within("an int from 0 to 2^31 - 1", lambda n: 0 <= n < 2**31)]]
 PositiveFloat = Annotated[int | float, Is[_Within("a finite float above 0", lambda x: 0 < x < math.inf)]]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.argument_checks import typed
+from ..core.bounds import Seed
 from ..core.errors import LayersimError
 from .model_changes import edits_of, hooks_on
 from .open import is_nnsight
@@ -15,7 +16,7 @@ from .transformer_lens import is_transformer_lens
 
 
 @typed
-def untrained(model: Any, seed: int = 0) -> Any:
+def untrained(model: Any, seed: Seed = 0) -> Any:
     """A model of the same architecture with fresh weights, as its class initialises them.
 
     Two trained models are similar because of their training and because both read the same tokens through the same
