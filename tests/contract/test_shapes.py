@@ -25,7 +25,7 @@ CASES = {
     "mask to exit": (lambda m: lsim.EarlyExit(m).logits(IDS, IDS[:1]), "attention_mask", (1, 6), "batch=2"),
     "prompt": (lambda m: lsim.EarlyExit(m).generate(IDS.float()), "prompt", (2, 6), "batch pos"),
     "number as prompt": (lambda m: lsim.EarlyExit(m).generate(3), "prompt", None, "batch pos"),
-    "mask of a prompt": (lambda m: lsim.EarlyExit(m).generate(IDS, attention_mask=IDS[0]), "attention_mask", (6,), "pos=6"),
+    "mask of a prompt": (lambda m: lsim.EarlyExit(m).generate(IDS, attention_mask=IDS[0]), "attention_mask", (6,), "batch pos"),
     "vector as weight": (lambda m: lsim.Adapter("linear", EYE[0]), "weight", (2,), "d_back d_front"),
     "integers as weight": (lambda m: lsim.Adapter("linear", EYE.long()), "weight", (2, 2), "floating-point"),
     "dict as weight": (lambda m: lsim.Adapter("linear", {}), "weight", None, "d_back d_front"),
