@@ -124,7 +124,7 @@ def runs() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "fit", lambda: lsim.exponential_fit(lsim.analyze(demo, texts[:8], lsim.Trajectory())["trajectory"], "norm").to_frame()
     yield "relate", lambda: vars(lsim.relate({"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}, {"a": 30, "b": 42, "c": 48, "d": 60}))
     yield "stitch", lambda: lsim.stitch(demo, other, texts[:64], at=(3, 4))
-    sgd = {"fit": "sgd", "training": lsim.StitchTraining(steps=3, batch_size=4)}
+    sgd = {"fit": "sgd", "training": lsim.StitchTraining(steps=3)}
     yield "stitch sgd", lambda: lsim.stitch(demo, other, texts[:32], at=(3, 4), **sgd)
     yield "stitch grid", lambda: lsim.stitch_grid(pair, texts[:32], layers=[2, 6])
     yield "probe", lambda: lsim.linear_probe(demo, ROWS, labels=LABELS, positions="last", method="logistic")

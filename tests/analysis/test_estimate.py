@@ -218,7 +218,7 @@ def test_a_long_run_is_announced_once_with_its_memory():
     # Twice as fast in the second window as in the first, and no faster after that.
     assert [one.words(Tally(tokens=tokens, tree=tree)) for tokens in (100, 200, 300, 700)] == [""] * 4
     said = one.words(Tally(tokens=1100, tree=tree))
-    assert said == "This pass takes up to 167 minutes for 1,000,000 tokens (100 tokens/s). It holds 1.0 MB of sums."
+    assert all(number in said for number in ("167 minutes", "1,000,000 tokens", "100 tokens/s", "1.0 MB"))
     assert one.words(Tally(tokens=1200, tree=tree)) == ""
 
 

@@ -19,8 +19,8 @@ def of(x: np.ndarray, label: list[int], **options) -> NeuralCollapseResult:
     return from_views(analyzer, [view(x, labels=torch.tensor(label))])
 
 
-def test_collapse_needs_three_second_moments_of_each_layer_in_float64():
-    """Four residual layers of width 32: 3 x 8 bytes x 4 x 32^2 = 98,304 bytes."""
+def test_collapse_that_needs_more_memory_than_its_limit_is_refused():
+    """Four residual layers of width 32 need 3 second moments, 3 x 8 bytes x 4 x 32^2 = 98,304 bytes, and copies of them."""
     model, tokens = tiny_llama(), random_tokens()
     lsim.analyze(model, tokens, lsim.NeuralCollapse(max_memory_gb=0.02))
     with pytest.raises(lsim.LayersimError, match="max_memory_gb"):

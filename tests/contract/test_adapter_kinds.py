@@ -218,12 +218,12 @@ def test_its_moments_are_computed_where_this_package_is_not_installed(name, tmp_
 
 @pytest.mark.parametrize("name", ["twisted", "Affine", ""])
 def test_an_unknown_name_is_refused_with_all_kinds(name):
-    with pytest.raises(lsim.LayersimError, match="`kind` must be the name of a kind of adapter") as refused:
+    with pytest.raises(lsim.LayersimError, match="`kind`") as refused:
         lsim.Adapter(name)
     assert all(known in str(refused.value) for known in KINDS)
-    with pytest.raises(lsim.LayersimError, match="`adapter` must be the name of a kind of adapter"):
+    with pytest.raises(lsim.LayersimError, match="`adapter`"):
         lsim.stitch(tiny_llama(), tiny_llama(), rows(), at=(1, 1), adapter=name)
-    with pytest.raises(lsim.LayersimError, match="`adapter` must be the name of a kind of adapter"):
+    with pytest.raises(lsim.LayersimError, match="`adapter`"):
         lsim.stitch_grid({"a": tiny_llama()}, rows(), adapter=name)
 
 

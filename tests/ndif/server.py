@@ -75,7 +75,12 @@ class Server:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Server:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            # What did start would outlive the tests.
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

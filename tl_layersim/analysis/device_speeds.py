@@ -58,16 +58,6 @@ class Devices:
     bandwidth_reached: Fraction = 0.7
     launch: NonNegativeFloat = 10e-6
 
-    def __post_init__(self) -> None:
-        for name in ("count", "bfloat16", "float32", "float64", "memory", "bandwidth", "flops_reached", "bandwidth_reached"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise LayersimError(
-                    f"`{name}` must be a finite number above 0.",
-                    given=f"{name}={getattr(self, name)}",
-                    expected="FLOP/s, bytes, bytes per second, a fraction, or a number of devices",
-                    do="devices='8xH100', or the figures of the vendor",
-                )
-
     def __str__(self) -> str:
         return f"{self.count}x{self.name}"
 
