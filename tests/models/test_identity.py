@@ -83,6 +83,34 @@ def other_buffer(model):
     return model
 
 
+def of_block(change):
+    def make(model):
+        change(model.model.layers[1])
+        return model
+
+    return make
+
+
+def forward_times(by):
+    def change(block):
+        own = block.mlp.forward
+        block.mlp.forward = lambda x: own(x) * by
+
+    return of_block(change)
+
+
+def with_lora(change):
+    def make(model):
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config).eval()
+        change(adapted.base_model)
+        return adapted.base_model.model
+
+    return make
+
+
 CHANGES = {
     "one weight": of_weights(lambda w: w[5, 6].add_(1e-3)),
     "scaled row": of_weights(lambda w: w[5].mul_(1.01)),
@@ -94,6 +122,17 @@ CHANGES = {
     "forward hook": hooked("register_forward_hook", scaled),
     "forward hook with another value": hooked("register_forward_hook", functools.partial(scaled, by=2.0)),
     "forward pre-hook": hooked("register_forward_pre_hook", halved),
+    "epsilon of a norm": of_block(lambda block: setattr(block.input_layernorm, "variance_epsilon", 0.5)),
+    "activation": of_block(lambda block: setattr(block.mlp, "act_fn", torch.nn.Tanh())),
+    "module around": of_block(lambda block: setattr(block, "mlp", torch.nn.Sequential(block.mlp, torch.nn.Tanh()))),
+    "LoRA": with_lora(lambda _: None),
+    "LoRA with another scaling": with_lora(
+        lambda base: base.model.model.layers[1].self_attn.q_proj.scaling.update(default=7.0)
+    ),
+    "LoRA with no adapter on": with_lora(lambda base: base.disable_adapter_layers()),
+    "forward": forward_times(2.0),
+    "forward with another value": forward_times(3.0),
+    "forward below nnsight": lambda model: nnsight_of(forward_times(2.0)(model)),
     "edit": lambda model: edited(model, torch.tensor(2.0)),
     "edit with another value": lambda model: edited(model, torch.tensor(3.0)),
 }
@@ -108,7 +147,7 @@ def identity(model):
 def test_a_change_is_another_model(name, tmp_path):
     from tl_layersim.ray.model_copy import ModelCopy, Settings, equal_fields_of
 
-    plain = nnsight_of(tiny_llama()) if "edit" in name else tiny_llama()
+    plain = nnsight_of(tiny_llama()) if "edit" in name or "nnsight" in name else tiny_llama()
     changed = CHANGES[name](tiny_llama())
     assert identity(changed) != identity(plain)
     others = [make for other, make in CHANGES.items() if other.split(" with")[0] == name.split(" with")[0] and other != name]
@@ -165,6 +204,7 @@ SAME = {
     "probes of this package": lambda model, _: probed(model),
     "offloaded to a disk": lambda model, _: moved(model, lambda _: None),
     "wrapped by nnsight": lambda model, _: nnsight_of(model),
+    "gradient checkpointing": lambda model, _: (model.gradient_checkpointing_enable(), model)[1],
     "without the edit": lambda model, _: (edited(model, 2.0), nnsight_of(model))[1],
 }
 

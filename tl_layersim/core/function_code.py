@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -117,8 +116,10 @@ class ValueNames:
         while isinstance(function, functools.partial):
             values += [function.args, function.keywords]
             function = function.func
-        # torch.no_grad() and other decorators hold objects of their own.
-        function = inspect.unwrap(function)
+        # torch.no_grad() and other decorators hold objects of their own, so that of them the code alone counts.
+        while (inner := getattr(function, "__wrapped__", None)) is not None:
+            values += [digest_of_code([function])] if isinstance(function, FunctionType) else []
+            function = inner
         bound = getattr(function, "__self__", None)
         own: Any = getattr(function, "__func__", function)
         name = f"{defined_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -21,10 +21,10 @@ class Provenance:
     Attributes:
         model: name or path of the model as it was loaded.
         config_hash: first 12 hex digits of the SHA-256 of the model's configuration.
-        weights_hash: checksum of all bytes of the model's parameters and buffers, 12 hex digits; empty if the weights are in
-            another process, or divided over processes.
-        changes: hooks that others registered on the model's modules, and edits of nnsight: where, the function's name, and a
-            digest of code and captured values; empty if there are none.
+        weights_hash: checksum of all bytes of the model's parameters and buffers, and of the classes and settings of its
+            modules, 12 hex digits; empty if the weights are in another process, or divided over processes.
+        changes: hooks that others registered on the model's modules, forward methods that were replaced, and edits of nnsight:
+            where, the function's name, and a digest of code and captured values; empty if there are none.
         source: class of the model, such as `HookedTransformer` or `TransformersModel (remote='local')`.
         basis: basis of the residual stream (raw weights, folded norms, ...). The final norm is never applied.
         dtype: of the model's activations.

@@ -1,7 +1,8 @@
-"""Changes of a model that are not in its weights: hooks that others registered on its modules, and edits of nnsight."""
+"""Changes of a model that are not in its weights: hooks of others, replaced forward methods, and edits of nnsight."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,10 +29,11 @@ EDIT, UNKNOWN = "nnsight edit", "whose contents are unknown"
 
 
 def hooks_on(module: torch.nn.Module) -> str:
-    """The hooks of others on a model's modules, as text: place, qualified name, and a digest of code and captured values.
+    """The hooks of others on a model's modules, and forward methods that were replaced, as text.
 
-    Hooks of this package, nnsight, accelerate, transformers, TransformerLens and torch are left out. Hooks that users add to
-    hook points of TransformerLens count, and so do hooks that only observe.
+    It has the place, the qualified name, and a digest of code and captured values of each. Hooks of this package, nnsight,
+    accelerate, transformers, TransformerLens and torch are left out. Hooks that users add to hook points of TransformerLens
+    count, and so do hooks that only observe.
 
     Args:
         module: the model.
@@ -57,6 +59,11 @@ def hooks_on(module: torch.nn.Module) -> str:
                 if not _is_own(function):
                     names = ValueNames(known)
                     found.append(_marked(f"{kind} of {path}: {names.function(function)}", names))
+    for sub, path in paths.items():
+        forward = _replaced_forward(sub)
+        if forward is not None and not _is_own(forward):
+            names = ValueNames(known)
+            found.append(_marked(f"forward of {path}: {names.function(forward)}", names))
     return "; ".join(found)
 
 
@@ -149,8 +156,21 @@ def _user_function(hook: Any) -> Any:
     return hook
 
 
+def _replaced_forward(module: torch.nn.Module) -> Any:
+    """The forward method of a module in place of that of its class; None where it is that of its class."""
+    forward = vars(module).get("forward")
+    # nnsight puts an object in its place, whose body is that of the class, or a function that calls the other one.
+    forward = getattr(getattr(forward, "state", None), "body", forward)
+    if forward is None or getattr(forward, "__func__", forward) is type(module).forward:
+        return None
+    held = inspect.getclosurevars(forward).nonlocals if defined_in(forward).startswith("nnsight.") else {}
+    return held.get("forward", forward)
+
+
 def _is_own(function: Any) -> bool:
     home = defined_in(function)
+    # A wrapper has the name of what it wraps.
+    home = function.__globals__["__name__"] if hasattr(function, "__wrapped__") and hasattr(function, "__globals__") else home
     return any(home == name or home.startswith(f"{name}.") for name in OWN_PACKAGES)
 
 

@@ -1,4 +1,4 @@
-"""Checksums of all bytes of a model's parameters and buffers, also of weights that accelerate has offloaded."""
+"""Checksums of a model: of all bytes of its weights, offloaded ones too, and of the classes and settings of its modules."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from .quantised import is_quantised, plain_parts
 # Words of 8 bytes whose products with multipliers are added to one number. Intermediate products of `ROWS_ON_CPU` rows for each
 # thread stay in the cache of a processor; a GPU takes more rows at a time.
 WORDS, ROWS_ON_CPU, ROWS_ON_GPU = 1024, 32, 8192
+# Attributes of modules that loading, placing, hooking or running a model changes, and that no number depends on.
+PASSING = {"training", "gradient_checkpointing", "name_or_path", "hf_device_map", "max_seq_len_cached"}
+PASSING |= {"fwd_hooks", "bwd_hooks", "ctx", "context_level"}  # of hook points of TransformerLens
+# Private attributes by which layers of PEFT compute; others are of how a model was made.
+PRIVATE = {"_active_adapter", "_disable_adapters"}
 
 
 class StoredWeights:
@@ -52,7 +57,10 @@ class StoredWeights:
 
 @torch.no_grad()
 def hash_weights(module: torch.nn.Module) -> str:
-    """Checksum of all bytes of a model's parameters and buffers, 12 hex digits; "" if they are not all in this process.
+    """Checksum of a model's weights and of the modules that compute with them; "" if the weights are not all in this process.
+
+    All bytes of parameters and buffers count, and of each module its class and its attributes that are numbers, texts or
+    collections of them, such as the epsilon of a norm or the scaling of a LoRA adapter. It has 12 hex digits.
 
     Equal bits have equal checksums on every device and in every memory layout. Dtypes, shapes and the order of the tensors
     count, names do not. Of quantised weights the stored integers and scales are taken. Weights that accelerate has offloaded
@@ -81,6 +89,7 @@ def hash_weights(module: torch.nn.Module) -> str:
         known |= {id(tensor): digest} if is_own else {}
         whole.update(digest)
         count += 1
+    whole.update(repr([_settings_of(sub) for sub in every_module(module)]).encode())
     return whole.hexdigest()[:12] if count else ""
 
 
@@ -130,6 +139,25 @@ def _multipliers() -> tuple[Tensor, Tensor]:
         numbers.append(z - 2**64 if z >= 2**63 else z)
     lower, upper = torch.tensor(numbers).view(2, WORDS)
     return lower, upper
+
+
+def _settings_of(module: torch.nn.Module) -> tuple[str, list[tuple[str, str]]]:
+    """A module's class, and the names and texts of its plain attributes."""
+    kept = {name for name in vars(module) if name in PRIVATE or not name.startswith("_")} - PASSING
+    plain = [(name, text) for name in sorted(kept) if (text := _plain_text(vars(module)[name])) is not None]
+    return f"{type(module).__module__}.{type(module).__qualname__}", plain
+
+
+def _plain_text(value: Any) -> str | None:
+    """Text of a number, a text, or a collection of them, in an order of its own; None for other objects."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return repr(value)
+    items = [list(item) for item in value.items()] if isinstance(value, dict) else value
+    if not isinstance(items, list | tuple | set | frozenset):
+        return None
+    texts = [_plain_text(item) for item in items]
+    known = [text for text in texts if text is not None]
+    return None if len(known) < len(texts) else str(known if isinstance(value, list | tuple) else sorted(known))
 
 
 def _stored_tensors(module: torch.nn.Module) -> Iterator[tuple[Tensor, bool]]:
