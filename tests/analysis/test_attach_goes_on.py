@@ -40,6 +40,19 @@ def test_compiled_models(fullgraph, warmed):
         assert probe.results()["cosine"].provenance.tokens == 16
 
 
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_block_that_is_replaced_in_the_loop_is_told(block):
+    model, tokens = tiny_llama(), random_tokens(2, 8)
+    with lsim.attach(model, lsim.Cosine(center="none")) as probe, torch.no_grad():
+        model(tokens)
+        model.model.layers[block] = tiny_llama(seed=1).model.layers[block]
+        with pytest.warns(lsim.LayersimWarning, match=rf"blocks\.{block}\.hook_resid"):
+            model(tokens)
+        with warnings.catch_warnings(action="error"):
+            model(tokens)
+    assert probe.results()["cosine"].provenance.tokens == 16
+
+
 def test_headlines_begin_with_what_is_defined():
     model = tiny_llama()
     probe = lsim.attach(model, [lsim.Cosine(center="none"), lsim.CKA(), lsim.LogitLens()])

@@ -96,6 +96,13 @@ def test_a_malformed_model_is_refused(malform, folder):
     assert not os.path.exists("it ran")
 
 
+def test_weights_that_the_files_lack_are_told(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    with pytest.warns(lsim.LayersimWarning, match=r"9 weights(.|\n)*model\.layers\.3\."):
+        run("report", "--model", "model", "--data", "text.txt", "--analyzers", "cosine")
+
+
 @pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "dataset_info.json"])
 @pytest.mark.parametrize("text", ["[]", "{}", "{", '{"_data_files": 3, "splits": 3}'])
 def test_malformed_data_is_refused(name, text, tmp_path):

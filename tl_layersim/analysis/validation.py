@@ -11,6 +11,8 @@ from dataclasses import is_dataclass, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from torch.nn import Module
+
 from ..analyzers import find_analyzers
 from ..analyzers.base import Analyzer
 from ..core.distributed import rank_and_size
@@ -180,7 +182,7 @@ def with_tokenizer(model: Model, tokenizer: Any) -> Model:
         return replace(model, tokenizer=getattr(tokenizer, "tokenizer", None), processor=tokenizer.image_processor)
     if PIXELS in (getattr(tokenizer, "model_input_names", None) or ()):
         return replace(model, processor=tokenizer)
-    if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType):
+    if not callable(tokenizer) or isinstance(tokenizer, type | FunctionType | Module):
         raise LayersimError(
             "`tokenizer` must be a loaded tokenizer.",
             given=f"tokenizer={brief(tokenizer)}",

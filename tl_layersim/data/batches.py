@@ -353,7 +353,7 @@ class Batches:
                     else f"seq_len={context}, which cuts longer rows into several",
                 )
             if row.has_tokens:
-                self._check_ids(row.tokens)
+                refuse_other_ids(row.tokens, self.model)
             else:
                 self._refuse_without_tokens(row)
             yield row
@@ -374,16 +374,6 @@ class Batches:
                 given=f"{', '.join(named)} with rows of {', '.join(row.inputs)}",
                 expected="seq_len=None and max_tokens=None",
                 do="fewer rows: data.select(range(n)) of a data set, pixels[:n] of a tensor",
-            )
-
-    def _check_ids(self, tokens: Tensor) -> None:
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or (self.model.vocabulary and high >= self.model.vocabulary):
-            raise LayersimError(
-                f"`data` has token ids outside the vocabulary of {self.model.name}.",
-                given=f"ids from {low} to {high}",
-                expected=f"0 to {(self.model.vocabulary or 0) - 1}",
-                do="tokenise with the model's own tokenizer, or pass the texts themselves",
             )
 
     def _split(self, row: Row) -> Iterator[Row]:
@@ -462,6 +452,27 @@ def found_in(*parts: Batches) -> dict[str, int]:
     """The sums of `Batches.row_counts` over several data sets."""
     counts = [part.row_counts() for part in parts]
     return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
+
+
+def refuse_other_ids(tokens: Tensor, model: ModelInputs, argument: str = "data") -> None:
+    """Refuse token ids outside the vocabulary of a model.
+
+    Args:
+        tokens: of any shape, not empty.
+        model: its vocabulary applies.
+        argument: that holds the tokens.
+
+    Raises:
+        LayersimError: an id is below 0, or not below the size of the vocabulary.
+    """
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or (model.vocabulary and high >= model.vocabulary):
+        raise LayersimError(
+            f"`{argument}` has token ids outside the vocabulary of {model.name}.",
+            given=f"ids from {low} to {high}",
+            expected=f"0 to {(model.vocabulary or 0) - 1}",
+            do="tokenise with the model's own tokenizer, or pass the texts themselves",
+        )
 
 
 def next_tokens(tokens: Tensor, attention: Tensor) -> Tensor:

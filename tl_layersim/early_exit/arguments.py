@@ -143,6 +143,8 @@ def sequence_rows(
             expected="images `batch channel height width`" if pixels else "token ids `batch pos`",
             do=call,
         )
+    if not tokens.numel():
+        raise LayersimError("`tokens` is empty.", given=f"shape {tuple(tokens.shape)}", expected="one row or more", do=call)
     context = split_model.model.context
     if not pixels and context and tokens.shape[1] > context and (mask is None or int(mask.bool().sum(1).max()) > context):
         raise LayersimError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import LayersimError, warn
-from ..data.batches import Batches
+from ..data.batches import Batches, refuse_other_ids
 from ..data.missing_mask import RunsAtEnds, mask_of, masked_warning
 from ..data.options import DataOptions
 from ..models.model_info import Model
@@ -35,6 +35,7 @@ def prompt_rows(
             expected="at least one token in each row",
             do="leave the row out",
         )
+    refuse_other_ids(tokens[attention], model, "prompt")
     longest = int(lengths.max())
     # The model does not run on the last new token.
     if model.context and longest + max_new_tokens - 1 > model.context:

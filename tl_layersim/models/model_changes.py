@@ -44,9 +44,9 @@ def hooks_on(module: torch.nn.Module) -> str:
 
     Examples:
         >>> module = torch.nn.Linear(2, 2)
-        >>> module._forward_hooks[0] = print
+        >>> module._forward_hooks[0] = len
         >>> hooks_on(module).split(" sha256 ")[0]
-        'forward hook of Linear: builtins.print'
+        'forward hook of Linear: builtins.len'
     """
     paths = _paths(module)
     known = {id(sub): f"module {path}" for sub, path in paths.items()}

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import LayersimError
+from ..core.errors import LayersimError, warn
+from ..core.wording import counted
 
 
 def refuse_missing_device(device: str) -> None:
@@ -40,6 +41,9 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
 
     Raises:
         LayersimError: the model cannot be loaded, or only by running code that comes with it, without `trust_remote_code`.
+
+    Warns:
+        LayersimWarning: the files lack weights that the configuration names.
     """
     import torch
     import transformers
@@ -47,8 +51,12 @@ def load_model(name: str, device: str, dtype: str, trust_remote_code: bool, opti
     place = {"device_map": "auto"} if device == "auto" else {}
     with _refusing(name, trust_remote_code, option) as options:
         cls, _ = _class_and_config(name, options)
-        model = cls.from_pretrained(name, dtype=getattr(torch, dtype), **options, **place)
+        loading = {"dtype": getattr(torch, dtype), "output_loading_info": True}
+        model, found = cls.from_pretrained(name, **loading, **options, **place)
         model.tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+    if missing := sorted(found["missing_keys"]):
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        warn(f"`{option}` {name} has no values for {counted(len(missing), 'weight')}, which are random now: {shown}.")
     return (model if device == "auto" else model.to(device)).eval()
 
 

@@ -30,8 +30,8 @@ class Frame:
         self.superseded: int | None = None
         # Sites that were read in this call, also those of a pass that is complete.
         self.read_here: set[int] = set()
-        # Whether a module with a site ran in this call.
-        self.ran = False
+        # Whether all sites were read in this call.
+        self.complete = False
         self.restart()
 
     @property

@@ -186,20 +186,24 @@ class Recorder:
             return
         if frame.inner:
             frame.parent.last = frame.last
-            frame.parent.ran |= frame.ran
+            frame.parent.complete |= frame.complete
+            if self.reading.inside:
+                frame.parent.read_here |= frame.read_here
         self.local.frame = frame.parent
         # A pass that failed, or that another run of this package ended early, has no output.
         whole = output is not None and frame.level == 0 and not frame.inner and self._counts(frame)
         if whole and self.order is None and not self.reading.inside and not self.aside():
             missing = next(site for site in range(len(self.reading.names)) if site not in frame.seen)
             raise self._not_once(missing, "the forward pass did not run it")
-        if whole and not frame.ran and self.on_error is not None and not self.missed:
+        if whole and not frame.complete and self.on_error is not None and not self.missed and not self.aside():
             self.missed = True
+            missing = next(site for site in range(len(self.reading.names)) if site not in {*frame.seen, *frame.read_here})
             # A filter of the user may make errors of warnings.
             with suppress(Warning):
                 warn(
-                    f"A forward pass did not run the module of {self.reading.names[0]}, and is not measured: it may be a graph "
-                    'that torch compiled before. torch.compiler.set_stance("force_eager") runs the modules.'
+                    f"A forward pass did not run the module of {self.reading.names[missing]}, and is not measured. Modules "
+                    "that are replaced need a new probe. A graph that torch compiled before runs modules only under "
+                    'torch.compiler.set_stance("force_eager").'
                 )
 
     def _see_tokens(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
@@ -223,7 +227,6 @@ class Recorder:
 
     def _see(self, sites: list[int], hidden: Tensor) -> None:
         here = self._frame()
-        here.ran = True
         if self.aside() or not self._counts(here):
             return
         frame = here if self.reading.inside else here.outermost
@@ -245,6 +248,7 @@ class Recorder:
         if frame.buffer is not None and len(frame.seen) == len(self.reading.names):
             self.order = tuple(frame.seen)
             view = self._view(frame, frame.buffer)
+            here.complete = frame.complete = True
             frame.restart()
             if frame.level < 0:
                 frame.tokens, frame.attention, frame.cached = None, None, False
