@@ -111,6 +111,7 @@ def test_the_final_norm_is_that_of_the_model_in_every_source():
         for name in ("values", "update_norm", "growth", "lss_mean", "expodistance_mean", "equidistance_mean", "curvature"):
             np.testing.assert_allclose(getattr(found, name), expected[name], rtol=1e-4, err_msg=name)
     assert here.final_norm
+    assert here.layers[-2:] == ("blocks.1.hook_resid_post", "ln_final.hook_normalized")
     assert "norm after the final norm over norm of the embedding" in here.headline()
 
 

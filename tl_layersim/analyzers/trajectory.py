@@ -19,6 +19,7 @@ from ..core.histogram_quantiles import QUANTILES, quantiles_from_histogram
 from ..core.results import Picture, Result, axes
 from ..core.sums import Sums
 from ..models.model_info import Model
+from ..models.site_map import site_name
 from ..models.view import Kernel
 from ._citations import AUBRY
 from ._prompt_rows import counted_rows, defined_by_row, row_counts_kernel
@@ -374,7 +375,12 @@ class Trajectory(Analyzer):
             turns=int(sums["turns"]),
             window=self.window or 0,
             final_norm=self.final_norm,
-            layers=run.layers,
+            layers=(*run.layers[:-1], _normed(run.layers[-1])) if self.final_norm else run.layers,
             provenance=run.provenance,
             **whole,
         )
+
+
+def _normed(last: str) -> str:
+    """The name of the final norm's output in the stack of the last residual layer."""
+    return site_name("ln_final", 0, last.rpartition("blocks.")[0])
