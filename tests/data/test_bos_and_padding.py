@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -270,6 +272,12 @@ class TestRunsOfAnIdThatNothingNames:
         lines[:, 2] = 7
         assert len(read(lines, model(padding_tokenizer()))[0]) == 30
         assert len(read(torch.full((30, 6), 5), model(padding_tokenizer()))[0]) == 30
+
+    def test_one_token_at_an_end_is_no_padding(self):
+        rows = PLAIN.clone()
+        rows[:, 0], rows[:, -1] = 0, 90
+        with warnings.catch_warnings(action="error"):
+            assert len(read(rows, model(padding_tokenizer()))[0]) == len(rows)
 
     @pytest.mark.parametrize(
         "more", [{"tokenizer": tiny_tokenizer()}, {"starts": (1,)}, {"pads": (1,), "starts": (1,), "ends": (2,)}]
