@@ -52,7 +52,7 @@ def in_depth_order(sites: Sequence[str]) -> bool:
     Examples:
         >>> in_depth_order(["blocks.0.hook_resid_pre", "blocks.0.hook_resid_mid", "blocks.0.hook_resid_post"])
         True
-        >>> in_depth_order(["blocks.0.attn.hook_z[0]", "blocks.0.attn.hook_z[1]"])
+        >>> in_depth_order(["blocks.0.attn.hook_z[0]", "blocks.1.attn.hook_z[0]"])
         False
         >>> in_depth_order(["blocks.0.hook_attn_out", "blocks.1.hook_attn_out", "blocks.0.hook_mlp_out"])
         False
